@@ -103,10 +103,10 @@ _Fact = TypeVar("_Fact")
 
 
 class _untimed(Generic[_Fact]):
-    """A cached property that does not depend on the number of runs of each operator.
+    """A cached property that does not depend on how often each operator runs.
 
     The analysis of a replica differs from the analysis in `Analysis.counted` only in
-    these numbers, so it takes the property from there.
+    how often operators run, so it takes the property from `Analysis.counted`.
     """
 
     def __init__(self, find: Callable[[Any], _Fact]) -> None:
@@ -118,19 +118,19 @@ class _untimed(Generic[_Fact]):
             raise AttributeError(self.name)
         if instance.counted is not None:
             return getattr(instance.counted, self.name)
-        # From now on, the instance dictionary holds the fact, and this method is not
-        # called.
+        # From now on, the instance dictionary holds the property, and this method is
+        # not called again.
         return instance.__dict__.setdefault(self.name, self.find(instance))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """A program, its graph and its contraction, which all plans of a step share.
+    """A program, its operator graph and its nodes, which all plans of a step share.
 
     Attributes:
       program: the flat program.
       graph: its operator graph.
-      contraction: the nodes, each with its own choice of a sharding.
+      contraction: the nodes: groups of operators for which a plan chooses one sharding.
       sources: the uses of each class of values (`autopar.steps.uses`).
       deferrals: the paths along which sums over devices may stay partial.
       output_paths: a readable path for each flat output.
@@ -139,7 +139,8 @@ class Analysis:
         was not traced from a step.
       split: the microbatches into which the program splits its batch; None if it does
         not split the batch.
-      whole: if the batch was split, the analysis of the step as it is written.
+      whole: if the batch was split into microbatches, the analysis of the step as the
+        user wrote it.
       pieces: flat argument -> the number of layers of each of its pieces
         (`autopar.steps.stages`).
       spares: the additional copies of the state that devices hold.
@@ -147,7 +148,8 @@ class Analysis:
       written: if the checkpoints of the step were dropped, the analysis of the step
         with its checkpoints.
       turns: the number of microbatches that one replica runs
-        (`autopar.steps.microbatches`); None if it runs all of them.
+        (`autopar.steps.microbatches`); None if one replica runs all microbatches of the
+        step.
       counted: the analysis that differs from this one only in the number of runs of
         each operator, and shares its cached properties; None if there is no such
         analysis.
@@ -273,7 +275,7 @@ class Analysis:
 
     @functools.cached_property
     def trips(self) -> dict[int, float]:
-        """Class -> the total number of runs of its operators in a step."""
+        """Class of operators -> how often its operators run in a step, in total."""
         return class_trips(self.graph)
 
     @_untimed
@@ -417,17 +419,17 @@ class Analysis:
 
     @_untimed
     def _gradients(self) -> dict[int, int]:
-        """The products of the backward pass for whose results only the update waits.
+        """The matrix products of the backward pass that make gradients for the update.
 
-        The dictionary maps each product to the last operator of its loop, or of the
-        program if the product is in no loop.
+        Only the update waits for these gradients. The dictionary maps each product to
+        the last operator of its loop, or of the program if the product is in no loop.
         """
         kinds = {op.index for op in self.graph.operators if op.kind in PRODUCTS}
         return {k: end for k, end in self._summing.items() if k in kinds}
 
     @_untimed
     def _summing(self) -> dict[int, int]:
-        """`_gradients`, and sums of elements such as the gradients of scales."""
+        """`_gradients` together with sums of elements, such as gradients of scales."""
         return {
             op.index: self.independent.computations[op.index]
             for op in self.graph.operators
@@ -451,7 +453,9 @@ class Analysis:
 
     @_untimed
     def ranks(self) -> np.ndarray:
-        """The position of each operator if the products that make gradients run last.
+        """The position of each operator if products that make gradients run last.
+
+        The position is the order in which the compiler runs the operators.
 
         Compilers that overlap communication with computation run these products after
         the rest of the backward pass, at the end of their loop. The products keep their
@@ -468,7 +472,7 @@ class Analysis:
 
     @functools.cached_property
     def positions(self) -> Positions:
-        """The pass of each operator, and where its sums are complete."""
+        """The pass of each operator, and where its sums over devices are complete."""
         return positions(self.graph, self.contraction, self.deferrals, self.trips)
 
     @_untimed
@@ -507,7 +511,7 @@ class Analysis:
 
     @_untimed
     def shares(self) -> dict[int, float]:
-        """Class -> the fraction of a combined sum that each operator pays."""
+        """Class -> the fraction of a combined sum that is charged to an operator."""
         return shares(self.graph, self.shared_sums)
 
     @_untimed
@@ -517,12 +521,12 @@ class Analysis:
 
     @functools.cached_property
     def coded_gradients(self) -> CodedSums:
-        """The gradients to which each class of operators contributes."""
+        """The gradients that a codec may compress, by contributing class."""
         return coded_sums(self.graph, self.contraction, self.deferrals)
 
     @functools.cached_property
     def partial_runs(self) -> PartialRuns:
-        """The number of runs of operators on partial values that wait in loops."""
+        """How often operators run on partial values whose sum follows a loop."""
         return partial_runs(self.graph, self.contraction, self.deferrals, self.trips)
 
 
@@ -533,7 +537,7 @@ def analyse(
     static: Collection[str] = (),
     roles: NamedRoles = NOT_NAMED,
 ) -> Analysis:
-    """Traces a step and contracts its graph.
+    """Traces a step and analyses its program.
 
     Args:
       step: the train step, in any of the forms of `autopar_passes.program.trace`.
@@ -574,7 +578,7 @@ def analyse_program(
     *,
     output_paths: Sequence[str] | None = None,
 ) -> Analysis:
-    """Contracts the graph of a program, which may come from a step or not.
+    """Analyses a program, which need not come from a traced step.
 
     Args:
       program: the flat program.

@@ -3,9 +3,9 @@
 The scores of a group of heads are the result of a batched product. The softmax turns
 the scores into probabilities, which are an operand of another batched product. All
 operators between the two products are element-wise, also in the backward pass and
-through loops. Therefore the search forms groups of values with the size of the scores
-that element-wise operators connect. The products that read or write a group are those
-of attention: two in the forward pass and four in the backward pass.
+through loops. The search therefore groups values that have the size of the scores and
+that element-wise operators connect. The products that read or write a group are the
+products of attention: two in the forward pass and four in the backward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from autopar_passes.rules.kernels import EXPONENTIALS, ORDERINGS
 # Operators whose result may have the size of an operand, but is not computed element by
 # element.
 _APART = PRODUCTS | {"gather", "sort", "top_k", "dynamic_update_slice", "rev", "cumsum"}
-# The most operators that the search visits from a mask back to its sources.
+# The largest number of operators that the search visits from a mask back to the inputs
+# of the mask.
 _DEEP = 200
 
 
@@ -149,7 +150,7 @@ class _Group:
         return self.root in self.groups.of(values)
 
     def is_attention(self) -> bool:
-        """Whether the group holds scores, their softmax and an operand of a product."""
+        """Whether the group has scores, their softmax and a product's operand."""
         kinds = {op.kind for op in self.ops if self.has(op.inputs)}
         return (
             bool(self.scores)
@@ -160,7 +161,7 @@ class _Group:
         )
 
     def masks(self) -> Iterator[int]:
-        """Yields masks: other operands of selections over scores and additions."""
+        """Yields masks: operands that are combined with the scores."""
         for op in self.ops:
             if op.kind in ("select_n", "add") and self.has(op.outputs):
                 known = (v for v in op.inputs if v is not None)
@@ -245,7 +246,7 @@ def _behind(value: int, made: Mapping[int, Operator]) -> Iterator[tuple[int, Ope
 
 
 def _is_triangle(array: Any) -> bool:
-    """Whether elements up to the diagonal are equal, and differ from those above."""
+    """Whether the elements up to the diagonal are equal, and differ from all others."""
     if np.ndim(array) < 2 or min(np.shape(array)[-2:]) < 2:
         return False
     square = np.asarray(array).reshape(-1, *np.shape(array)[-2:])[0]

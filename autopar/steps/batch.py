@@ -31,8 +31,8 @@ class DimLabels:
       operators: the operators of the graph.
       dims: value -> the label of each dimension, '' if it has none. Values that do not
         depend on the batch have no entry.
-      factors: operator -> factor of its rule -> label. An absent factor, or one with
-        the label '', has no label.
+      factors: operator -> factor of its rule -> label. A factor that is missing here,
+        or has the label '', has no label.
     """
 
     operators: tuple[Operator, ...]
@@ -83,7 +83,7 @@ _CUTTING = ("slice", "dynamic_slice", "pad", "concatenate")
 
 
 def _kept_sequence(names: list[str], before: list[str]) -> list[str]:
-    """Keeps the sequence label of a cut dimension, such as all tokens but the last."""
+    """Keeps the sequence label of a cut dimension, as in ``tokens[:, :-1]``."""
     if len(names) != len(before):
         return names
     return [
@@ -241,7 +241,7 @@ def factor_labels(found: DimLabels, contraction: Contraction) -> Labels:
 
 
 def _label_results(contraction: Contraction, found: DimLabels, labels: Labels) -> None:
-    """Gives each node the labels of the values that have their home in the node."""
+    """Gives each node the labels of the values whose layout the node decides."""
     for value, home in contraction.homes.items():
         for name, factors in zip(found.dims.get(value, ()), home.dims, strict=False):
             if name and factors:

@@ -2,11 +2,11 @@
 
 The time model and the memory model share these results.
 
-A compiler fuses an element-wise result into its readers. It writes an element-wise
-result to memory in three cases: a reader is opaque to fusion (a product, a sort, a
-boundary); the result is costly and read more than once; or the forward and the backward
-pass both read the result. A compiler writes all results of operators that are not
-element-wise.
+A compiler fuses an operator with an element-wise result into the operators that read
+the result. It writes such a result to memory only in three cases: nothing can be fused
+into a reader (a product, a sort, the boundary of a loop); the result is costly and read
+more than once; or the forward and the backward pass both read the result. A compiler
+writes all results of operators that are not element-wise.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _DEAR = _COSTLY - {"div", "exp", "exp2", "logistic", "rem", "rsqrt", "sqrt", "ta
 # XLA keeps a tanh of these types. It recomputes a tanh of float32: compiled GPTs and an
 # MLP mixer keep the operand of the tanh in GELU.
 _KEPT = {("tanh", "bfloat16"), ("tanh", "float16")}
-# Readers into which nothing is fused; nothing is fused into an `is_product`, either.
+# Operators into which nothing is fused. Nothing is fused into an operator with
+# `is_product` either.
 _OPAQUE = frozenset(
     {
         "sort", "top_k", "enter", "carry", "merge", "slice_step", "stack_step",
@@ -44,8 +45,8 @@ _OPAQUE = frozenset(
     }
 )  # fmt: skip
 
-# Operators that are not element-wise, whatever their factors are; neither is an
-# `is_product`.
+# Operators that are not element-wise, whatever their factors are. An operator with
+# `is_product` is not element-wise either.
 _APART = BOUNDARY | {
     "slice_step", "stack_step", "random_bits", "threefry2x32", "gather", "scatter-add",
     "sort", "top_k",
@@ -156,7 +157,7 @@ def side_factors(rule: FactorRule) -> tuple[tuple[int, ...], ...]:
 def made_again(
     graph: OperatorGraph, floating: frozenset[int], *, into_products: bool = False
 ) -> Fusion:
-    """`fusion` of a compiler that recomputes element-wise results in each reader.
+    """`fusion`, for a compiler that recomputes element-wise results in each reader.
 
     XLA's GPU compiler fuses an element-wise result, even a costly one, into all its
     readers if that moves fewer bytes (openxla/xla,
@@ -212,13 +213,14 @@ def looked_up(
 def spread(
     graph: OperatorGraph, floating: frozenset[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Finds arrays that are written in the larger shape of a result of both passes.
+    """Finds arrays that the compiler writes in the larger shape of a result.
 
-    Like other compilers, XLA's CPU compiler recomputes an element-wise result of
-    smaller arrays in each reader. But it broadcasts the smaller arrays to the shape of
-    the result, writes them in that shape, and keeps them for the backward pass (read
-    from its programs, jaxlib 0.10.2). For example, a LayerNorm keeps its scale and its
-    deviations in the shape of its activations.
+    Like other compilers, XLA's CPU compiler does not keep an element-wise result of
+    smaller arrays that both passes read: it recomputes the result in each reader. But
+    it broadcasts the smaller arrays to the shape of the result, writes them in that
+    shape, and keeps them for the backward pass (read from its programs, jaxlib 0.10.2).
+    For example, a LayerNorm keeps its scale and its deviations in the shape of its
+    activations.
 
     Args:
       graph: the operator graph.
@@ -271,7 +273,7 @@ class _Again:
     def of(
         cls, graph: OperatorGraph, floating: frozenset[int], *, into_products: bool
     ) -> Self:
-        """Makes the state before the first operator."""
+        """Creates the state before the first operator is visited."""
         outputs = _handed_out(graph)
         readers = _readers(graph)
         return cls(graph, floating, readers, outputs, {}, {}, set(), into_products)
@@ -296,7 +298,7 @@ class _Again:
         return written
 
     def _places(self, op: Operator) -> frozenset[int]:
-        """The positions at which an operator reads the values in memory, as numbers."""
+        """The numbers of the positions at which an operator reads values in memory."""
         read = frozenset[int]().union(
             *(self.places.get(v, _OWN_PLACE) for v in op.inputs if v is not None)
         )
@@ -347,7 +349,7 @@ def _saves(
 
 
 def _handed_out(graph: OperatorGraph) -> frozenset[int]:
-    """The values that leave the program, or the part that runs for each microbatch."""
+    """The values that the program, or its part that runs per microbatch, returns."""
     return graph.accumulated.union(v for v in graph.outputs if v is not None)
 
 
@@ -388,8 +390,8 @@ def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
     if op.kind in ("input", "enter"):
         return False
     if op.kind == "carry":
-        # Inside and after the loop, a carry has one buffer, which belongs to the last
-        # output.
+        # A carry has one buffer inside and after the loop, and it belongs to the
+        # carry's last output.
         return slot == len(op.outputs) - 1
     if op.kind == "slice_step":
         # Readers read one step of a scanned array in the buffer of the whole array.

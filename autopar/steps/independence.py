@@ -6,21 +6,22 @@ The collectives of each of the following kinds are independent of each other:
   reports, such as the loss;
 * gathers of parameters: inputs of the step, with or without a cast, and the state that
   the step returns;
-* gathers of the update that depend on no matrix product and no reduction in the
-  update. Elementwise operations before the gather do not matter. For example, if
-  Adam's moments are sharded and the parameters are not, Adam's steps are gathered;
+* gathers of arrays that the update computes by element-wise operations only, from
+  gradients, state and numbers such as a norm. For example, if Adam's moments are
+  sharded and the parameters are not, Adam's steps are gathered;
 * sums of the update that depend on no other sum of the update, such as the norms of
-  gradients. The gradient is sharded over the axes of such a sum. The gradient itself
-  therefore needs a reduce-scatter over these axes, which is a separate message.
+  gradients. Such a sum runs over the mesh axes that shard the gradient. The gradient
+  itself therefore needs a reduce-scatter over these axes, which is a separate message.
 
 Compilers may join independent collectives into one message (`autopar.cost.combining`).
-In the backward pass, the parameters of a checkpointed layer pass a barrier, together
-with the gradient of the layer's output. The gathers of the layer therefore wait for the
-gathers of the layers above it, and each checkpointed layer has messages of its own.
+In the backward pass, the parameters of a layer under ``jax.checkpoint`` go through an
+optimization barrier, together with the gradient of the layer's output. The gathers of
+this layer therefore wait for the gathers of the layers after it, and each such layer
+has its own messages.
 
-Activations depend on each other from layer to layer, so the model gives each of their
-collectives a message of its own. XLA joins a few of these collectives, too, which the
-model leaves out.
+Activations depend on each other from layer to layer, so the cost model gives each
+collective of activations its own message. XLA also joins a few of these collectives,
+but the cost model ignores this.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.rules.factor_rule import FactorKind
 from autopar_passes.sums.stacked import Deferral
 
-# Boundary operators of loops that pass on an operand, or one part of it per iteration.
+# Boundary operators of loops that pass on an operand, or one slice of it per iteration.
 _HANDING = ("enter", "slice_step")
 # A barrier is one equation. The graph has an operator for each array that passes it.
 _BARRIER = "optimization_barrier"
@@ -52,9 +53,10 @@ class Independent:
         update.
       computations: for each operator, the last operator of its computation (the
         program, or a loop or branch).
-      outside: for each operator, the last operator of the computation around its own.
-      behind: parameter that passes a barrier together with a value of the backward pass
-        -> the equation of the last such barrier.
+      outside: for each operator, the last operator of the computation that contains its
+        own computation.
+      behind: parameter that goes through a barrier together with a value of the
+        backward pass -> the equation of the last such barrier.
     """
 
     summing: frozenset[int]
@@ -66,7 +68,10 @@ class Independent:
 
 
 def independent(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Independent:
-    """Finds the collectives that compilers may join: all of a class, or none."""
+    """Finds the collectives that compilers may join into one message.
+
+    Either all operators of a class count, or none.
+    """
     final = {
         op
         for deferral in deferrals
@@ -87,7 +92,7 @@ def independent(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Independ
 
 
 def _report_operators(graph: OperatorGraph) -> set[int]:
-    """Forward operators whose results reach the caller without another sum."""
+    """Forward operators whose results only reach the caller, with no sum in between."""
     used: set[int] = set()
     out: set[int] = set()
     for op in reversed(graph.operators):
@@ -149,7 +154,7 @@ def _hands_on(op: Operator) -> bool:
 
 
 def _elementwise_updates(graph: OperatorGraph) -> set[int]:
-    """Operators of the update that follow no sum or product of arrays in the update."""
+    """Operators of the update before which the update is element-wise."""
     mixed: set[int] = set()
     out: set[int] = set()
     for op in graph.operators:
@@ -182,8 +187,8 @@ def _whole_classes(graph: OperatorGraph, operators: set[int]) -> frozenset[int]:
 def _computations(graph: OperatorGraph) -> list[tuple[int, int]]:
     """Returns the ends of two computations for each operator.
 
-    The first is the innermost loop or branch of the operator, or the program. The
-    second is the computation around the first.
+    The first computation is the innermost loop or branch that contains the operator, or
+    the program. The second is the computation that contains the first.
 
     An end is the last operator of a computation.
     """

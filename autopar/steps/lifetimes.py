@@ -27,7 +27,7 @@ _BARRIER = "optimization_barrier"
 
 
 def breadth_first(graph: OperatorGraph, written: frozenset[int]) -> list[int]:
-    """Returns the time at which each operator runs, a permutation of the operators.
+    """Returns the time at which each operator runs: its position in the new order.
 
     A loop counts as one kernel. The operators in the loop run breadth first, too.
 
@@ -92,7 +92,7 @@ class _Queue:
                 yield from self.order(block)
 
     def depths(self, blocks: Sequence[Sequence[Operator]]) -> list[int]:
-        """The depth of each block: the most kernels on a path to its end."""
+        """The depth of each block: the kernels on the longest path to its end."""
         made: dict[int, int] = {}
         out: list[int] = []
         for block in blocks:
@@ -118,7 +118,7 @@ class _Queue:
 
 
 def _blocks(operators: Sequence[Operator]) -> Iterator[Sequence[Operator]]:
-    """Yields blocks: single operators, and whole regions nested in the computation."""
+    """Yields blocks: single operators, and whole loops or branches."""
     whole = operators[0].equation if operators[0].until >= 0 else -1
     block: list[Operator] = []
     until = -1
@@ -144,14 +144,16 @@ def _barrier_inputs(graph: OperatorGraph) -> dict[int, list[int]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replacing:
-    """The readings that must come before an update, as bit sets of gradients.
+    """Which operators must read old parameters before an update overwrites them.
+
+    The gradients of the step are numbered. Sets of gradients are stored as bits.
 
     A step writes its new parameters into the buffers of the old parameters. An operator
     that ran after the update would read the new parameters there instead of the old
-    ones. XLA's CPU compiler therefore copies the old parameters first, unless the
-    program already orders the reading before the update (``CopyInsertion``). The
-    program orders the two if the update waits for a gradient that depends on the result
-    of the reading.
+    ones. XLA's CPU compiler therefore copies the old parameters first
+    (``CopyInsertion``), unless the program makes sure that the operator runs before the
+    update. The program does so if the update waits for a gradient that depends on the
+    operator's result.
 
     Attributes:
       made_of: for each operator, the gradients that are computed from its results.
@@ -164,8 +166,8 @@ class Replacing:
 
 REPLACES_NONE = Replacing((), {})
 
-# A result is not in memory between these two times: the last time before the gap, and
-# the first time after the gap.
+# A result is not in memory between two times. The pair has the last time before this
+# gap, and the first time after it.
 Gap = tuple[int, int]
 
 
@@ -177,9 +179,8 @@ class Lifetimes:
       time: the time at which each operator runs; an update runs when its gradient is
         ready.
       written: values that have buffers of their own.
-      reads: for each operator, the last time at which its operands are read. This is
-        the time of the operator itself, or of the last reader into which the operator
-        is fused.
+      reads: for each operator, the last time at which its operands are read: the time
+        at which the operator itself runs, or the last reader that it is fused into.
       until: for a boundary operator, the time at which the last operator of its region
         runs.
       order: for each time, the operator that runs.
@@ -194,19 +195,19 @@ class Lifetimes:
       widens: see `Habits`.
       widened: 16-bit values that are in memory in 32 bits.
       rounded: float32 values that are in memory in bfloat16.
-      early: value -> the time at which it is made. It is set where the compiler runs
-        every operator as soon as its operands are ready, also those that bring a value
-        into another layout or order of dimensions. It is empty where the compiler runs
-        such an operator just before the first reader.
+      early: value -> the time at which it is made. It is set if the compiler runs every
+        operator as soon as its operands are ready, also the operators that bring a
+        value into another layout or order of dimensions. It is empty if the compiler
+        runs such an operator just before the first reader.
       zeros: values that begin as zeros; their buffers are in memory from the start.
       spread: arrays that are written in the larger shape of a result
         (`autopar.steps.fusion.spread`).
-      gaps: value -> the times between which the value is not in memory, if memory is
-        short.
+      gaps: value -> the times between which the value is not in memory, if the program
+        needs more memory than the device has.
       room: see `Habits`.
       placed: see `Habits`.
-      factor: a factor on the peak memory of the buffers. It is multiplied by the factor
-        of the device.
+      factor: the predicted peak memory of the buffers is multiplied by this factor, and
+        by the factor of the device.
       replacing: the gradients that updates wait for, if the compiler copies parameters
         that operators may read after the update.
     """
@@ -256,7 +257,7 @@ class Lifetimes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Habits:
-    """The memory optimisations of one compiler that other compilers do not share.
+    """What one compiler does with memory that other compilers do not do.
 
     Attributes:
       makes_again: whether the compiler recomputes an element-wise result in each reader
@@ -264,8 +265,9 @@ class Habits:
       keeps_orders: whether batched products fix the order of dimensions in memory
         (`autopar.steps.orders`).
       late_gradients: a fraction p of the operators that make gradients. The first of
-        these operators runs when, in program order, the fraction p of them would have
-        run. The operators are spread evenly over the rest of the pass (`_late`).
+        these operators runs at the time at which, in program order, the fraction p of
+        them would have run. All of them are spread evenly over the rest of the pass
+        (`_late`).
       workspace_bytes: bytes of the workspace that a library reserves for matrix
         products.
       into_products: whether the compiler also recomputes element-wise results within
@@ -287,10 +289,10 @@ class Habits:
       rounds: whether products of float32 arrays read their operands in bfloat16
         (`autopar.steps.rounding`).
       room: two fractions. The first is the fraction of the device's memory that the
-        compiler may use. The second is a fraction of this memory less the inputs. If
-        the other buffers exceed it, the compiler frees results for some time (`gaps`).
-        With 0 it never frees results.
-      placed: whether the memory model counts the holes between buffers
+        compiler may use. The second is a fraction of this usable memory minus the
+        inputs. If the buffers besides the inputs exceed it, the compiler frees results
+        for some time (`gaps`). If the second fraction is 0, it never frees results.
+      placed: whether the memory model counts unused memory between buffers
         (`autopar.cost.live.lost_bytes`).
     """
 
@@ -311,8 +313,9 @@ class Habits:
 
 
 PLAIN = Habits()
-# The preset `cpu` has a factor of 1.05. The product of both factors is 1.2, which was
-# chosen by hand when whole steps, too, were modelled in program order.
+# The device preset `cpu` has a memory factor of 1.05. Its product with this factor is
+# 1.2. The value 1.2 was chosen by hand at a time when whole steps were also modelled in
+# program order.
 _NOT_EARLY = 1.2 / 1.05
 
 
@@ -414,7 +417,7 @@ def gaps(
     Args:
       graph: the operator graph.
       life: the times at which values are made and last read.
-      prompt: the same times if no product is delayed.
+      prompt: the times at which values are made and last read if no product is delayed.
       where: for each operator, the last operator of its computation.
     """
     read_by: dict[int, list[Operator]] = {}
@@ -507,9 +510,9 @@ def _late(
 
     Only messages and updates wait for gradients. A scheduler that fills a program from
     its end therefore puts the operators that make gradients late in the backward pass,
-    and their operands stay in memory until then. Let n such operators be in program
-    order. Operator number i runs when operator number ``part n + (1 - part) i`` would
-    run in program order. An operator in a loop stays in the loop.
+    and their operands stay in memory until then. Suppose that there are n of these
+    operators. Operator number i of them runs at the time at which number ``part n + (1
+    - part) i`` would run in program order. An operator in a loop stays in the loop.
     """
     backward = (op.index for op in graph.operators if op.role is Role.BACKWARD)
     last = max(backward, default=0)
@@ -537,7 +540,7 @@ def _schedule(graph: OperatorGraph) -> list[int]:
 
 
 def replacing(graph: OperatorGraph) -> Replacing:
-    """Finds the gradients that updates wait for, and the operators that these need."""
+    """Finds the gradients that updates wait for, and which operators they depend on."""
     read = readers(graph.operators)
     bits: dict[int, int] = {}
     for op in graph.operators:

@@ -1,8 +1,8 @@
 """The analyses of a step that runs in microbatches.
 
 The forward and the backward pass run once for each microbatch, and the update runs
-once. The step adds up the gradients of the microbatches (gradient accumulation), so it
-needs one sum over devices per step.
+once. The step adds up the gradients of the microbatches (gradient accumulation), so
+each gradient needs one sum over devices per step.
 
 The module also makes the analysis of one replica, if the microbatches of a step are
 distributed over several replicas.
@@ -48,8 +48,8 @@ def in_microbatches(
       analysis: the analysis of the step. From a split step, the step as it is written
         is taken.
       count: number of microbatches.
-      couple: whether values that depend on several rows of the batch may be computed
-        from the rows of one microbatch only.
+      couple: whether values that depend on several rows of the batch, such as batch
+        statistics, may be computed from the rows of one microbatch only.
 
     Raises:
       PlanError: the step cannot be split in this way, with the reason.
@@ -127,7 +127,7 @@ def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> A
 
 
 def numbers_of_microbatches(analysis: Analysis) -> Iterator[int]:
-    """Yields the powers of two, from 1, that divide the number of rows of the batch."""
+    """Yields the powers of two (from 1) that divide the number of rows of the batch."""
     whole = analysis.whole or analysis
     rows = batch_rows(whole.graph)
     count = 1
@@ -251,7 +251,9 @@ def _added_up(
 
 
 def _waiting(deferral: Deferral, graph: OperatorGraph) -> Deferral:
-    """Returns the deferral with its sums taken once, if all of them are accumulated.
+    """Returns a deferral with sums once per step, if microbatches add up its values.
+
+    Otherwise the deferral is returned unchanged.
 
     The sum over devices is computed after the last microbatch. Operators of the update
     that read an accumulated value are therefore not part of the deferral.
@@ -264,7 +266,7 @@ def _waiting(deferral: Deferral, graph: OperatorGraph) -> Deferral:
 
 
 def _until_added_up(deferral: Deferral, graph: OperatorGraph) -> Deferral | None:
-    """The part of a deferral up to accumulation; None if a value is not accumulated."""
+    """The part of a deferral up to the accumulated values; None if one is missing."""
     following = readers(graph.operators)
     members: set[int] = set()
     reach: list[tuple[int, tuple[int, ...]]] = []
@@ -370,7 +372,7 @@ def _scale_operator(op: Operator, factor: float) -> Operator:
 
 
 def _at_boundary(op: Operator, count: int, turns: int) -> Operator:
-    """Scales an operator at the boundary of the loop if it runs in each iteration."""
+    """Corrects how often an operator at the loop's boundary runs."""
 
     def trips(before: float) -> float:
         return float(turns) if before == count else before

@@ -8,7 +8,7 @@ from autopar_passes.graph.operators import Operator
 
 
 def node_name(analysis: Analysis, node: Node) -> str:
-    """The name of the operator that made a node."""
+    """The name of the first operator of a node."""
     return operator_name(analysis, node.root)
 
 

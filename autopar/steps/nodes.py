@@ -3,11 +3,12 @@
 Kinds of nodes:
 
 * ``input``: an input of the step, and the operators that follow its sharding;
-* ``contraction``: an operator with factors that no single array has together (a
+* ``contraction``: an operator such that no single array has all of its factors (a
   product, a convolution, a large reduction, a gather or scatter). The node assigns mesh
   axes to factors. An axis on a reduced factor leaves the result *partial*;
 * ``array``: a value, and the element-wise operators, small reductions and transposes
-  that follow its sharding. They share one assignment of mesh axes to dimensions.
+  that follow its sharding. The value and these operators share one assignment of mesh
+  axes to dimensions.
 
 Cheap values that need no large operand (``iota``, broadcasts) *float*: each reader
 computes them in the layout that it needs, so they have no node.
@@ -24,9 +25,9 @@ from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.rules.factor_rule import Dims, FactorKind, FactorRule
 
-# If the result of a reduction is at most this fraction of its operand, the reduction
-# belongs to the node of the operand. Otherwise the reduction is a node of its own,
-# whose result may be scattered over devices.
+# If the result of a reduction has at most this fraction of the elements of its operand,
+# the reduction belongs to the node of the operand. A larger reduction has its own node,
+# and its result may be scattered over devices.
 SMALL_REDUCTION = 1 / 8
 # An array with fewer elements has no layout to choose.
 MIN_ELEMENTS = 2
@@ -60,10 +61,11 @@ class Node:
       factors: for each factor, its size and whether it may be sharded.
       members: operator class -> the node factor for each factor of its rule (-1 if the
         factor is replicated).
-      root: the operator class that made the node.
+      root: the operator class for which the node was created.
       state: whether the node holds state that the step carries. The layout of stored
         state may use any order of axes.
-      whole: factors that must be split by a single mesh axis of the same size.
+      whole: factors that must be split by a single mesh axis, which has as many devices
+        as the factor has elements.
       halved: factors whose shards have two halves of equal size.
     """
 
@@ -160,7 +162,7 @@ class _Contractor:
         return self.out
 
     def share(self, op: Operator) -> None:
-        """Gives each output of an operator the home of the output in its class."""
+        """Gives each output of an operator the home that its class has for it."""
         for slot, value in enumerate(op.outputs):
             key = (op.class_index, slot)
             if key not in self.shared:
@@ -196,7 +198,7 @@ class _Contractor:
         return given is not None and given.output >= 0
 
     def floats(self, op: Operator) -> bool:
-        """Whether an operator is element-wise and larger than operands with a home."""
+        """Whether an operator is element-wise and enlarges its operands."""
         if op.kind == "iota":
             return True
         if op.kind in _ANCHORED or len(op.outputs) != 1 or op.kernel is not None:
@@ -231,8 +233,8 @@ class _Contractor:
     def leader(self, op: Operator) -> tuple[Home, int] | None:
         """The operand whose sharding the operator follows.
 
-        An update prefers state. Then parameters come first, then the operand that was
-        produced last.
+        An operator of the update prefers an operand that is state. Among the other
+        operands, parameters come first, then the operand that was produced last.
         """
         best: tuple[tuple[int, int, int], tuple[Home, int]] | None = None
         for k, value in enumerate(op.inputs):
@@ -254,7 +256,7 @@ class _Contractor:
         return int(given is not None and given.role is InputRole.PARAMETER)
 
     def can_follow(self, rule: FactorRule, dims: Dims, home: Home) -> bool:
-        """Whether each factor is one whole dimension of the operand, and as free."""
+        """Whether each factor is one whole operand dimension, and as free to shard."""
         node = self.out.nodes[home.node]
         if node.kind == "contraction" or rule.whole or rule.exchanges:
             return False

@@ -12,21 +12,21 @@ XLA's GPU compiler fixes the order of dimensions around batched products (openxl
   the order in which they are stored;
 * a transposition does not move data. The order in memory stays the same, also through
   element-wise operators;
-* if an operator reads two arrays of different orders, its result takes the order that
-  was fixed first in the program;
+* if an operator reads two arrays of different orders, its result gets the order that
+  the program fixed first;
 * a product with a single batch dimension reads the free and the contracted dimensions
   of an operand in either order;
 * if products need an array in several orders, the compiler makes one copy for each
-  order. One kernel writes the stored order and one other order at the same time. If no
-  product needs the stored order, one kernel writes two other orders, provided that
-  neither is transposed in tiles (`runs_in_tiles`). Further copies are made when a
-  product reads them.
+  order. One kernel writes the array in the stored order and in one other order. If no
+  product needs the stored order, one kernel writes two other orders, provided that the
+  transposition to neither runs in tiles (`runs_in_tiles`). The compiler makes further
+  copies when a product reads them.
 
-As an example, take the attention weights of grouped-query attention. In bfloat16 they
-are computed again for the backward pass if a group has 2, 4 or 8 heads. In float32 they
-are kept. The gradient of the scores is written twice, once for each product that reads
-it. All sizes here are sizes of whole arrays, because the shards of a plan are not known
-yet.
+As an example, take the attention weights of grouped-query attention. In bfloat16 the
+backward pass recomputes the weights if a group has 2, 4 or 8 heads. In float32 the
+weights are kept. The gradient of the scores is written twice, once for each product
+that reads it. All sizes here are sizes of whole arrays, because the shards of a plan
+are not known yet.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from autopar.units import runs_of
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import Dims, FactorRule
 
-# Bits of a bank of shared memory, the number of banks, and the number of banks that a
-# packed tile must fill.
+# Shared memory of a GPU: the bits of one bank, the number of banks, and the number of
+# banks that a packed tile must fill.
 _BANK_BITS, _BANKS, _FILLED_BANKS = 32, 32, 10
-# The least size of the two dimensions that a tiled transposition swaps; the least size
-# if their product is large; and the least product that is large.
+# Each of the two dimensions that a tiled transposition swaps must have at least
+# `_LEAST` elements. `_LEAST_OF_LARGE` elements are enough if the product of the two
+# sizes is at least `_LARGE`.
 _LEAST, _LEAST_OF_LARGE, _LARGE = 16, 8, 64 * 128
 _MOST_MINOR_BITS = 64
 
@@ -83,8 +84,8 @@ class _Fixed:
     order: Order
 
 
-# A product, and the orders in which it can read an operand. No orders: it reads the
-# operand in the stored order.
+# A product, and the orders in which it can read an operand. If there are no orders, the
+# product reads the operand in the stored order.
 _Want = tuple[int, tuple[Order, ...]]
 
 
@@ -96,8 +97,8 @@ class _Found:
       graph: the operator graph.
       order: value whose order is fixed -> the order.
       wants: value that batched products read -> for each product, the orders in which
-        it can read the value. No orders: the product reads the value in the stored
-        order.
+        it can read the value. If there are no orders, the product reads the value in
+        the stored order.
     """
 
     graph: OperatorGraph
@@ -159,7 +160,10 @@ def _note_elementwise(op: Operator, found: _Found) -> None:
 def _copied_for(
     graph: OperatorGraph, value: int, wants: Sequence[_Want], fixed: _Fixed | None
 ) -> list[tuple[int, bool]]:
-    """The products that read a copy; True if it is made together with the value."""
+    """The products that read a copy of a value in another order.
+
+    Each has True if the copy is made together with the value.
+    """
     lies = _plain(graph, value) if fixed is None else fixed.order
     orders: list[tuple[int, Order]] = []
     for reader, suiting in wants:
@@ -196,7 +200,7 @@ def _sequence(rule: FactorRule, dims: Dims, order: Order) -> tuple[int, ...]:
 
 
 def _in_dims(rule: FactorRule, dims: Dims, sequence: tuple[int, ...]) -> Order | None:
-    """The order of dimensions that gives a sequence of factors; None if none does."""
+    """The order of dimensions with this sequence of factors; None if none has it."""
     start = {f: i for i, f in enumerate(sequence)}
     large = [tuple(f for f in dim if rule.sizes[f] > 1) for dim in dims]
     present = [d for d, factors in enumerate(large) if factors]
@@ -248,7 +252,7 @@ def runs_in_tiles(
 def _normalise(
     sizes: Sequence[int], source: Sequence[int], target: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Returns the shape of the target, and its dimensions as positions in the source.
+    """Returns the shape of the target, and its permutation of the source's dims.
 
     Dimensions that stay adjacent are merged into one. Dimension ``i`` of the target is
     dimension ``permutation[i]`` of the source.

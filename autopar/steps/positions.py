@@ -1,4 +1,4 @@
-"""The pass of each operator, and the operators at which sums are complete."""
+"""The pass of each operator, and where its sums over devices are complete."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Positions:
 
     Attributes:
       classes: the class of each operator.
-      shares: the fraction of the runs of its class that each operator has.
+      shares: for each operator, its runs divided by all runs of its class.
       roles: for each pass, whether each operator belongs to it.
       update: whether each operator belongs to the update.
       summed: for each pass, whether the sum over devices that completes the result of
         each operator runs in that pass.
-      ready: for each operator, the position of the operator after which the sums to
-        which it contributes are complete.
+      ready: for each operator, the position of the operator after which all sums over
+        devices that it contributes to can be computed.
     """
 
     classes: np.ndarray
@@ -86,7 +86,7 @@ class Positions:
 
     @functools.cached_property
     def sum_parts(self) -> np.ndarray:
-        """The fraction of each class's sums that is complete in each backward segment.
+        """The fraction of each class's sums that can run in each backward segment.
 
         Returns:
           float64 ``[classes, SEGMENTS]``.
@@ -97,7 +97,9 @@ class Positions:
         return found
 
     def gather_parts(self, readers: Sequence[int]) -> np.ndarray:
-        """The fraction of gathers in each segment of both passes, one for each reader.
+        """The fraction of gathers in each segment of both passes.
+
+        There is one gather for each reader.
 
         Returns:
           float64 ``[2 * SEGMENTS]``. Readers that are in neither pass do not count.

@@ -1,7 +1,8 @@
-"""The operands of operators, grouped so that each group is resharded alike.
+"""The operands of operators, in groups that need the same resharding.
 
-Under every assignment, all readings of one group need the same resharding steps. In a
-program of equal layers, these steps are therefore computed for one layer only.
+A *reading* is one operand of one operator. Whatever shardings a plan chooses, all
+readings of one group need the same resharding steps. In a program of equal layers,
+these steps are therefore computed for one layer only.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from autopar.steps.uses import required_values, value_class
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import Dims
 
-# A value with a home from which an operand is computed. For each dimension of the
-# value, it holds the number of the operand dimension with the same sharding.
+# A value whose layout a node decides, and from which an operand is computed. With it,
+# for each dimension of the value, the number of the operand's dimension with the same
+# sharding.
 _Part = tuple[int, Dims]
 
 
@@ -41,7 +43,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadingGroup:
-    """Readings that need the same resharding steps under every assignment.
+    """Readings that need the same resharding steps, whatever shardings a plan chooses.
 
     Attributes:
       operator: one of the operators of the readings.
@@ -63,7 +65,8 @@ class ReadingRows:
     Attributes:
       operators: for each part, the operator that reads it.
       sources: for each part, the value with a home.
-      ways: for each part, its position in the list of the parts of all groups.
+      ways: for each part, its position in the list of all groups' parts. One resharding
+        is computed for each position of this list.
     """
 
     operators: np.ndarray

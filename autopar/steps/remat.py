@@ -63,7 +63,7 @@ def rematerialise(
 
 
 def as_said(analysis: Analysis, remat: Rematerialisation) -> Analysis:
-    """Returns the step on the whole batch, with its own checkpoints or without them.
+    """Returns the step on the whole batch, with or without its own ``jax.checkpoint``.
 
     Raises:
       PlanError: the checkpoints cannot be dropped.
@@ -207,10 +207,10 @@ def _layer_loops(
     """Returns the loops whose iterations are layers, or [] if they are too small.
 
     Together these loops must have more than half of the forward FLOPs. A loop of the
-    backward pass reads the arrays that such a loop stacks. Loops without such a
-    backward loop, such as those of a teacher, are left out, and so is their work: no
-    gradients pass through them. A loop that occurs several times is a part of each
-    layer, unless the loop itself runs over stacked layers.
+    backward pass reads the arrays that such a loop stacks. No gradients pass through a
+    loop without such a backward loop, such as a loop in a teacher model. These loops
+    are left out, and their FLOPs do not count. If the same loop occurs several times,
+    it is a part of each layer, unless it runs over stacked layers itself.
     """
     times = Counter(chain.classes)
     top = {eqn.index: eqn for eqn in micro.program.body.equations}
@@ -240,10 +240,10 @@ def _layer_loops(
 def _is_tower(flow: Flow, eqn: Equation) -> bool:
     """Whether the iterations of a loop are stacked layers.
 
-    The loop runs over slices of the state, and each iteration computes a product of the
-    result of the previous iteration. In contrast, a loop over time or over chunks of a
-    sequence runs over activations, and the iterations of a loop over experts all read
-    the same input.
+    Such a loop reads slices of the state, and each iteration computes a matrix product
+    with the result of the previous iteration. In contrast, a loop over time or over
+    chunks of a sequence runs over activations, and the iterations of a loop over
+    experts all read the same input.
     """
     first = eqn.params["num_consts"] + eqn.params["num_carry"]
     slices = {a for a in eqn.inputs[first:] if isinstance(a, int)}
@@ -262,7 +262,7 @@ def _is_tower(flow: Flow, eqn: Equation) -> bool:
 
 
 def modules_again(analysis: Analysis) -> tuple[str, ...]:
-    """Returns the modules with operators that the plan recomputes, in order.
+    """Returns the modules with operators that the plan recomputes, in program order.
 
     The result includes the operators that the step's own ``jax.checkpoint``s recompute.
 

@@ -2,19 +2,21 @@
 
 At JAX's default precision, a float32 matrix product is one pass of the matrix unit in
 bfloat16 (`jax.default_matmul_precision`). The operands are therefore rounded before the
-product. The compiler moves this conversion to earlier operators, as long as nothing
-else reads the array.
-The following rules were read from programs for v5e (libtpu 0.0.42):
+product. The compiler moves this conversion before earlier operators, as long as nothing
+else reads the array. The following rules were read from programs for v5e (libtpu
+0.0.42):
 
-* if only such products read a result, the result is written in bfloat16, and so are its
-  transposes and reshapes. Sums of the result, such as the gradient of a bias, are
-  computed in float32 in the kernel that makes the result. The kernel of a product adds
-  a bias before it writes, so only the array with the bias is written;
-* if such products read an array in another layout, the array is rounded before the
-  gather or the all-to-all, which then sends half the bytes. The array itself stays in
-  float32 if other operators read it in its own layout. For example, updates read
-  parameters, and element-wise operators and sums read the gradients of a residual
-  stream. The model assumes that these operators read the arrays in their own layout;
+* if only products that round their operands read a result, the result is written in
+  bfloat16, and so are its transposes and reshapes. Sums of the result, such as the
+  gradient of a bias, are computed in float32 in the kernel that makes the result. The
+  kernel of a product adds a bias before it writes, so only the array with the bias is
+  written;
+* if products that round their operands read an array in another layout, the array is
+  rounded before the gather or the all-to-all, which then sends half the bytes. The
+  array itself stays in float32 if other operators read it in its own layout. For
+  example, updates read parameters, and element-wise operators and sums read the
+  gradients of a residual stream. The model assumes that these operators read the arrays
+  in their own layout;
 * the operands of element-wise operators stay in float32, even if the operators are
   fused into products. Examples are the input of a GELU, the scores of a softmax and the
   residual stream;
@@ -28,11 +30,12 @@ programs (jaxlib 0.10.2, on a CPU without 16-bit products):
 
 * the operands of a product are in memory in 32 bits. Other operators read these arrays
   in their own 16-bit type;
-* the operand of a reduction stays in 32 bits for all its readers. The reason is that
-  the compiler drops a rounding followed by the opposite conversion
+* the operand of a reduction stays in 32 bits for all its readers, because the compiler
+  drops a rounding to 16 bits that a conversion to 32 bits follows
   (``xla_allow_excess_precision``);
-* a rounded result that both passes read is kept for the backward pass. An equal result
-  in 32 bits would be recomputed if it could be computed from one array.
+* a rounded result that both passes read is kept for the backward pass. The compiler
+  would recompute the same result if it were a float32 type and depended on only one
+  array.
 """
 
 from __future__ import annotations
@@ -67,11 +70,11 @@ class Rounded:
     brought: frozenset[int] = frozenset()
 
     def part(self, value: int) -> float:
-        """The factor on the bytes of a value in the layout in which it was made."""
+        """The bytes of a value in its own layout, divided by its float32 bytes."""
         return ROUNDED if value in self.stored else 1.0
 
     def brought_part(self, value: int) -> float:
-        """The factor on the bytes of a value in another layout."""
+        """The bytes of a value in another layout, divided by its float32 bytes."""
         return ROUNDED if value in self.brought else 1.0
 
 
@@ -198,7 +201,7 @@ def _in_one_kernel(graph: OperatorGraph, rounded: Collection[int]) -> set[int]:
 
 
 def _foreign(contraction: Contraction, group: ReadingGroup) -> list[int]:
-    """The values that the readings of a group may need in another layout."""
+    """The values that the operators of a group may need in another layout."""
     op = group.operator
     node = contraction.node_of[op.class_index]
     dims = node_dims(contraction, op, op.rule.operands[group.slot])
@@ -227,7 +230,7 @@ def _is_float32(graph: OperatorGraph, value: int) -> bool:
     return str(graph.values[value].dtype) == "float32"
 
 
-# Bytes of an element of a 16-bit type, and the factor on its bytes in 32 bits.
+# Bytes of an element of a 16-bit type. In 32 bits, it has twice as many bytes.
 NARROW_BYTES, WIDER = 2, 2
 _HANDING = BOUNDARY | {"slice_step", "optimization_barrier"}
 

@@ -37,7 +37,7 @@ class CutStep:
       programs: the program of each stage.
       stages: the analysis of each stage. Operators that run for each microbatch are
         counted once per microbatch.
-      again: the forward equations that the backward pass recomputes.
+      again: indices of the forward equations that the backward pass recomputes.
     """
 
     found: Microbatched
@@ -64,7 +64,8 @@ def cut_step(
       analysis: the analysis of the program of one microbatch, ``found.traced.program``.
       found: the split of the step into microbatches.
       layers: the forward equation at which each layer begins.
-      parts: the layer at which each part begins. Part ``k`` is on stage ``k % stages``.
+      parts: the layer at which each part begins. A part is a run of successive layers.
+        Part ``k`` is on stage ``k % stages``.
       stages: the number of stages.
       recomputed: the layers whose activations the backward pass recomputes.
       split_backward: whether the gradients of weights are separate tasks.
@@ -204,13 +205,13 @@ def _of_rows(analysis: Analysis, value: int) -> GraphInput:
 
 
 def even_pieces(analysis: Analysis, count: int) -> dict[int, tuple[int, ...]]:
-    """Divides the stacked layers of the state into pieces of about equal numbers.
+    """Divides stacked layers of the state into pieces of about equal length.
 
     Args:
       analysis: the analysis of the step as it is written.
-      count: the number of pieces. If this number divides the layers of some stacks, the
-        other stacks stay whole. Otherwise the first pieces have one layer more than the
-        last.
+      count: the number of pieces. If this number divides the number of layers of some
+        stacks, only these are cut. Otherwise all are cut, and the first pieces have one
+        layer more than the last.
 
     Returns:
       Flat argument -> the number of layers of each of its pieces.

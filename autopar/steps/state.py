@@ -61,7 +61,7 @@ def _other_dtype(analysis: Analysis) -> str:
 
 
 def _doubts_of_batch(analysis: Analysis) -> list[str]:
-    """Names arguments that count as state only by shape, if no batch is left."""
+    """Names arguments taken for state only because of their shape, if none is batch."""
     inputs = analysis.graph.inputs
     if analysis.pytrees.form.roles.batch is not None:
         return []

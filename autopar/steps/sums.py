@@ -28,8 +28,8 @@ def worth_a_codec(shape: Sequence[int]) -> bool:
 def times_due(graph: OperatorGraph, maker: Operator, value: int) -> float:
     """Returns the number of times per step that a value is summed over devices.
 
-    A value that a loop stacks is summed once, after the loop. A value to which
-    microbatches add is summed once, after the last microbatch.
+    A value that a loop stacks is summed once, after the loop. A value that accumulates
+    over microbatches is summed once, after the last microbatch.
     """
     trips = maker.trips
     if value in graph.accumulated:
@@ -48,9 +48,9 @@ def sums_due(
 ) -> Sums:
     """Returns the sums that complete the partial results of each class of operators.
 
-    The sum of a deferred result is computed at the end of its path, where other
-    contributions are added to it. Each contribution is charged an equal part of this
-    sum.
+    A deferral delays the sum over devices of a partial result to the end of a path,
+    where other partial results have been added. The cost of this sum is divided equally
+    among the operators that contribute to it.
     """
     waiting = {
         op: (deferral, ends) for deferral in deferrals for op, ends in deferral.reach
@@ -76,8 +76,8 @@ class SharedSums:
     """The sums over devices that may be combined, because their results are added.
 
     Attributes:
-      summed: value that may be a combined sum -> the results of contractions that it
-        adds up. A result of a contraction maps to itself.
+      summed: value whose sum over devices may be a combined one -> the results of
+        contractions that are added up in it. A result of a contraction maps to itself.
       count: result of a contraction -> the largest number of results that may share its
         sum, including this result.
       additions: pairs of the operator and the result of each addition, in program
@@ -113,7 +113,7 @@ def find_shared_sums(
 
 
 def shares(graph: OperatorGraph, known: SharedSums) -> dict[int, float]:
-    """Returns, for each class, the fraction of a shared sum that an operator pays.
+    """Returns, for each class, the fraction of a shared sum charged to an operator.
 
     Classes without a shared sum are left out. All operators of a class are charged the
     mean fraction of the class.
@@ -130,8 +130,8 @@ def shares(graph: OperatorGraph, known: SharedSums) -> dict[int, float]:
     return {c: mean for c, mean in means.items() if mean < 1.0}
 
 
-# Class of a contribution and class of an operator on the path of the partial result ->
-# the number of runs of that operator.
+# Class of an operator that makes a partial result, and class of an operator on the path
+# of this result -> the number of runs of the second operator.
 PartialRuns = dict[tuple[int, int], float]
 
 
@@ -141,12 +141,12 @@ def partial_runs(
     deferrals: Sequence[Deferral],
     trips: Mapping[int, float],
 ) -> PartialRuns:
-    """Returns the number of runs of operators on partial values that wait in loops.
+    """Returns how often operators run on partial values whose sum waits in loops.
 
     The sum over devices of such a value is taken after the loop. Until then, each
-    device runs the operators on the path of the value on its own partial value. The
-    runs are divided equally among the contributions to the value. The first operator of
-    a class stands for the class.
+    device runs the operators on the path of the value on its own partial value. These
+    runs are divided equally among the operators that contribute to the value. The first
+    operator of a class stands for the class.
 
     Args:
       graph: the operators.

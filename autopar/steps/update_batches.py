@@ -14,7 +14,7 @@ from autopar_passes.program.update_batches import batch_updates
 
 
 def in_update_batches(analysis: Analysis, devices: int) -> Analysis:
-    """Returns the analysis of a step with an update in batches for some devices.
+    """Returns the analysis of a step whose update runs in batches of matrices.
 
     If the update runs the same computation on several matrices, as Muon does, the new
     step runs it on batches of matrices (`autopar_passes.program.update_batches`).

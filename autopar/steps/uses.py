@@ -1,4 +1,4 @@
-"""The readers of each value and their layouts: the edges between nodes.
+"""The readers of each value, and the layouts that they need: edges between nodes.
 
 If one node reads a value, the value is resharded for that node. If several nodes read a
 value, it is resharded once, into a *copy* that the nodes share. Forward readers share
@@ -23,13 +23,14 @@ ValueClass = tuple[int, int]
 
 @dataclasses.dataclass(slots=True)
 class Use:
-    """The readings of the values of one class by one node in one layout.
+    """The use of the values of one class by one node in one layout.
 
     Attributes:
       node: the node that reads.
       dims: for each dimension of the value, the factors of that node.
-      weight: the sum, over the values of the class that are read in this layout, of the
-        largest number of times per step that one operator reads the value.
+      weight: how many reshardings per step the use needs. For each value of the class
+        that is read in this layout, the largest number of times per step that one
+        operator reads the value is added.
       backward: whether the readers belong to the backward pass or the update.
       readers: value of the class -> the first and the last operator that read it in
         this layout, and the largest number of times per step that one such operator
@@ -50,7 +51,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HomeValue:
-    """A class of equivalent values, the layout of their home, and their readers."""
+    """A class of equivalent values, the home that decides their layout, and their uses."""
 
     value_class: ValueClass
     example: int
@@ -59,14 +60,14 @@ class HomeValue:
 
     @property
     def foreign(self) -> tuple[Use, ...]:
-        """The uses that may need another layout than the layout of the home."""
+        """The uses that may need another layout than the home's."""
         return tuple(
             u for u in self.uses if (u.node, u.dims) != (self.home.node, self.home.dims)
         )
 
 
 def times_made(uses: Iterable[Use]) -> float:
-    """Returns the number of times per step that a copy of the values is made.
+    """Returns how often per step a copy of the values is made, for all values together.
 
     For each value this is the largest number of times that one operator reads it.
     """
@@ -85,9 +86,10 @@ def node_dims(contraction: Contraction, op: Operator, dims: Dims) -> Dims:
 def required_values(
     graph: OperatorGraph, contraction: Contraction, value: int, dims: Dims
 ) -> list[tuple[int, Dims]]:
-    """Finds the values with a home from which ``value`` is computed.
+    """Finds the values with a home from which a reader computes ``value``.
 
-    A floating value has no home, so the search goes on to the operands of its operator.
+    A value's home is the node that decides its layout. A value that each reader
+    recomputes has no home, so the search goes on to the operands of its operator.
 
     Args:
       graph: the operator graph.

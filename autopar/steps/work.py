@@ -46,8 +46,8 @@ class OperatorWork:
       itemsize: bytes of an element of the first operand.
       traffic: pairs of a value and the number of its bytes that the operator reads from
         memory or writes to it.
-      kernel: whether the operator writes a result, so that it starts a kernel of its
-        own.
+      kernel: whether the operator writes a result to memory, so that it needs a
+        separate kernel.
       sides: for a product, the factors of its sides M, N and K; empty for other
         operators.
       looked_up: for a gather or scatter, the factors of the indexed array that the
@@ -77,7 +77,7 @@ class OperatorWork:
 
     @property
     def unfolds(self) -> bool:
-        """Whether the operator is a convolution, which may unfold its patches."""
+        """Whether the operator is a convolution, which may copy patches to memory."""
         return self.op.kind == "conv_general_dilated"
 
 
@@ -103,11 +103,12 @@ class WorkTable:
         the batch.
       split_by: int ``[rows, factors]``, for each factor of a rule, the position in
         `node_splits` of the number of its shards; 0 where there is no factor.
-      memory_split_by: like ``split_by``, only for the factors that split memory
-        traffic.
+      memory_split_by: like ``split_by``, but only for the factors whose sharding
+        divides the memory traffic.
       sides_split_by: int ``[rows, 3, factors]``, like ``split_by`` for the factors of
         each side of a product.
-      alike: groups of rows; one formula gives the times of all rows of a group.
+      alike: groups of rows of this table; one formula gives the times of all rows of a
+        group.
     """
 
     works: tuple[OperatorWork, ...]
@@ -129,6 +130,8 @@ class WorkTable:
 
 def first_splits(contraction: Contraction) -> list[int]:
     """Returns the position of each node's first factor in the list of all splits.
+
+    The list has the number of shards of each factor of each node.
 
     Position 0 of the list stands for factors that are not split.
 
@@ -223,8 +226,8 @@ class InMemory:
       makers: value -> the operator that makes it.
       readers: value -> the number of operators that read it.
       made_from: value that is not in memory -> the arrays in memory from which the
-        kernel computes the value, with the bytes read from each. If it is empty, every
-        operator is charged for its own reads.
+        kernel computes the value, with the bytes read from each. If this mapping is
+        empty, every operator is charged for its own reads.
       rounded: float32 values that are in memory in bfloat16.
     """
 
@@ -286,7 +289,7 @@ def _made_from(graph: OperatorGraph, fusion: Fusion) -> dict[int, dict[int, floa
 
 
 def _most_of(found: Iterable[Mapping[int, float]]) -> dict[int, float]:
-    """Returns the largest number of bytes that are read from each array."""
+    """Returns, for each array, the largest number of bytes in any of the mappings."""
     out: dict[int, float] = {}
     for read in found:
         for source, nbytes in read.items():
@@ -332,12 +335,14 @@ def _looked_up(op: Operator) -> frozenset[int]:
 
 
 def _copies(op: Operator, memory: InMemory) -> float:
-    """The number of extra times that a loop moves the part of one step of a stack.
+    """How often a loop moves one iteration's part of a stack in addition.
+
+    The work of the operator that makes the part does not include these moves.
 
     An element-wise operator writes the part directly into the stack; its own work
-    counts this writing. It writes the part once more if the body of the loop reads the
-    part, too. The result of any other operator is copied into the stack, which reads
-    and writes the part.
+    counts this writing. It writes the part once more if the body of the loop also reads
+    the part. The result of any other operator is copied into the stack, which reads and
+    writes the part.
     """
     value = op.inputs[0]
     maker = None if value is None else memory.makers.get(value)
