@@ -11,17 +11,17 @@ class CostBreakdown:
     """Seconds and bytes of one training step on one device, by purpose.
 
     Every field is additive over operators, layers, stages and steps. Exposed
-    communication is not additive. `exposed_s` computes it once, from the totals of a
-    program or a stage.
+    communication, during which a device does nothing else, is not additive. `exposed_s`
+    computes it from the totals of a program or a stage.
 
     Attributes:
       matrix_s: seconds of matrix products and convolutions.
       vector_s: seconds of all other operators.
       kernel_s: seconds of kernel launches.
       waiting_s: seconds of communication that an operator waits for, without latency.
-      hideable_s: seconds of communication that work may hide, without latency: sums of
-        gradients, which only the update needs, and gathers of parameters, which may
-        start early.
+      hideable_s: seconds of communication that may overlap with work, without latency:
+        sums of gradients, which only the update needs, and gathers of parameters, which
+        may start early.
       waiting_latency_s: latency of the messages of ``waiting_s``.
       hideable_latency_s: latency of the messages of ``hideable_s``.
       codec_s: seconds to encode and decode gradients.
@@ -84,7 +84,7 @@ class CostBreakdown:
 
     @property
     def communication_s(self) -> float:
-        """Seconds of all communication, hidden or not, without work of codecs."""
+        """Seconds of all communication, hidden or not, without those of codecs."""
         return self.waiting_s + self.waiting_latency_s + self.hideable_total_s
 
     @property

@@ -18,7 +18,8 @@ from autopar_passes.graph.roles import Role
 
 # Convolutions run on copies of their operands, in the dimension order of their kernels.
 _COPIES_OPERANDS = frozenset({"conv_general_dilated"})
-# A resharded array: its number, whether it is gathered anew, the layouts on the way.
+# A resharded array: the value's number, whether the backward pass gathers it again, and
+# the layouts from the first to the last.
 _Form = tuple[int, bool, tuple[Layout, ...]]
 _Span = tuple[int, int]
 
@@ -31,12 +32,12 @@ class Brought:
       assignment: strategies as layouts.
       life: the lifetimes of values.
       ends: the last time at which each value is read in its own layout and type.
-      widened: the last time at which each value is read in a wider type.
+      widened: the last time at which each 16-bit value is read in 32 bits.
       copied: for each parameter that is copied, the last time at which the copy is
         read. A parameter is copied if its update may run before its last reader.
       forms: resharded values, each with its bytes and its lifetime.
       spread: lifetimes of broadcast arrays, by value and layout (`Lifetimes.spread`).
-      moved: arrays in another order of dimensions.
+      moved: buffers of copies in another order of dimensions.
     """
 
     assignment: Assignment
@@ -56,7 +57,7 @@ class Brought:
         """Records what operators read.
 
         Most operators read values in the values' own layouts, orders and types. For
-        these readings only the last time matters.
+        these reads only the last time is recorded.
         """
         life, readings = self.life, self.assignment.analysis.readings
         special = _special(self.assignment, life)
@@ -148,11 +149,12 @@ class Brought:
         return local_bytes(self.assignment, value, layout, tiled=self.life.tiled)
 
     def buffers(self) -> Iterator[Buffer]:
-        """Yields the buffers of all recorded copies; plain readings need no copies."""
+        """Yields the buffers of all recorded copies."""
         yield from self.moved
         for (value, *_), (nbytes, (start, end)) in self.forms.items():
             yield Buffer(value, nbytes, start, end, "gathered copies")
-            # The result of the collective, before it is copied into its place.
+            # The buffer that the collective writes, before the result is copied into
+            # its own buffer.
             yield Buffer(value, nbytes, start, start, "collective buffers")
         for (value, layout), (start, end) in self.spread.items():
             nbytes = self.bytes_of(value, layout)
@@ -160,7 +162,7 @@ class Brought:
                 made = self.life.early.get(source, start)
                 yield Buffer(value, nbytes, made, end, "activations")
         yield from self._in_place(self.copied, 0, "gathered copies")
-        # A widened copy is made one time after the value itself.
+        # A copy in 32 bits is made one time step after the value itself.
         yield from self._in_place(self.widened, 1, "temporaries", WIDER)
 
     def _in_place(
@@ -170,9 +172,9 @@ class Brought:
 
         Args:
           until: the end of each copy's lifetime, by value.
-          later: the time between the value and its copy.
+          later: how many time steps after the value its copy is made.
           kind: the kind of buffer.
-          factor: bytes of the copy over bytes of the value.
+          factor: bytes of the copy divided by bytes of the value.
         """
         for value, end in until.items():
             nbytes = factor * self.bytes_of(value, self.assignment.home_layout(value))
@@ -195,7 +197,7 @@ def contracts_first(op: Operator) -> bool:
 def _special(assignment: Assignment, life: Lifetimes) -> np.ndarray:
     """Which operators may need a copy of an operand, bool ``[operators]``."""
     readings = assignment.analysis.readings
-    # Without these habits of the compiler, a product needs no copy of operands that are
+    # If the compiler does none of these, a product needs no copy of operands that are
     # not resharded.
     wide = life.early or life.widened.operands or life.replacing.waits_for
     apart = PRODUCTS if wide else _COPIES_OPERANDS

@@ -16,7 +16,8 @@ from autopar.steps.rounding import WIDER, is_narrow
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import Role
 
-# Mesh axes, computation and element type of a sum. Equal keys: sums share a message.
+# Mesh axes, computation and element type of a sum. Sums for which these are equal share
+# a message.
 _Alike = tuple[tuple[int, ...], int, str]
 
 
@@ -47,10 +48,12 @@ class _Homes:
       assignment: strategies as layouts.
       life: the lifetimes of values.
       ends: the time at which each value is last read.
-      sent: for each joined sum, the time of its message (`sending_times`).
+      sent: for each sum that shares a message, the time of the message
+        (`sending_times`).
       replaced: results of the step that take the place of inputs.
       kept: all results of the step.
-      known: a cache of `_sizes`, by all that decides a result's bytes.
+      known: a cache of `_sizes`. Its key has everything that determines a result's
+        bytes.
     """
 
     assignment: Assignment
@@ -97,8 +100,9 @@ class _Homes:
         """Yields the buffer for exchanges among an operator's shards while it runs.
 
         An array that goes around a ring needs two buffers: one to read and one to
-        receive. An operand that shards exchange once is a copy. The operator's first
-        result is accumulated in float32 over the rounds of the ring.
+        receive. An operand that shards exchange only once needs one buffer for the
+        copy. The operator's first result is accumulated in float32 over the rounds of
+        the ring.
         """
         assignment, time = self.assignment, self.life.time[op.index]
         total = 0.0
@@ -156,14 +160,15 @@ class _Homes:
         start = self.life.time[op.index]
         end = last if value in self.kept else max(start, self.ends.get(value, start))
         if value in self.life.widened.operands:
-            # The widened copy is made one time after the value itself.
+            # The copy in 32 bits is made one time step after the value itself.
             end = max(end, min(start + 1, last))
         return max(end, held_until(op, self.life))
 
     def _waiting(self, op: Operator, slot: int, end: int) -> Iterator[Buffer]:
         """Yields the buffers of a gradient that waits for its message, and of its sum.
 
-        The message brings the unsharded sum to every device, even if a slice follows.
+        The message brings the whole sum to every device, even if the device then keeps
+        only a slice.
         """
         value = op.outputs[slot]
         sent = self.sent[value]
@@ -207,7 +212,7 @@ def held_until(op: Operator, life: Lifetimes) -> int:
 def sending_times(
     assignment: Assignment, life: Lifetimes, among: Sequence[Operator]
 ) -> Mapping[int, int]:
-    """The time of the message that carries each gradient's sum, by gradient.
+    """For each gradient, the time of the message that carries its sum.
 
     A combiner joins sums over the same devices, of one element type and in one
     computation, into one message (`autopar.cost.combining`). The message is sent when

@@ -1,10 +1,10 @@
 """The uncertainty of a predicted step time, from the uncertainty of its terms.
 
-Each term of a `CostBreakdown` has a relative error. Of the measured cases that no
-constant was chosen on, 90 % lay within this error. Errors of different terms are
-assumed to be independent, so their squares add. The error within a term is assumed to
-be the same for all that the term adds up. Communication that is predicted to be hidden
-may be partly exposed, which makes a step longer but never shorter.
+Each term of a `CostBreakdown` has a relative error. 90 % of the measured cases that
+were not used to choose constants lay within this error. Errors of different terms are
+assumed to be independent, so their squares add. All seconds that one term adds up are
+assumed to have the same error, so these do not cancel. Communication that is predicted
+to be hidden may be partly exposed, which makes a step longer but never shorter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Certainty:
       transfer: error of the time of communication, without latency.
       latency: error of latencies.
       codec: error of the time of codecs.
-      step: error of the whole step from causes outside of the terms: how the software
+      step: error of the whole step from causes that no term covers: how the software
         around a program schedules it, waits between its parts, and feeds data.
       bare: the fraction of hidden communication that may be exposed.
     """
@@ -43,18 +43,16 @@ class Certainty:
     bare: float
 
 
-# Sources of the errors.
-# Matrix and communication: held-out rows of XLA's tables (docs/record, "Rates against
-# XLA's measurements"). The error is 12 % for products, 29 % for collectives from 1 MiB
-# on and 30 % for smaller collectives. In a step, a card's power limit lowers the rate
-# of products. In published rows this factor is .61 to .68 on a card of 700 W, which
-# adds an error of 6 %.
-# Other operators: on held-out models, the compiled work is .76 to 1.2 times the
-# predicted work.
+# Sources of the errors. Matrix and communication: held-out rows of XLA's tables
+# (docs/record, "Rates against XLA's measurements"). The error is 12 % for products, 29
+# % for collectives from 1 MiB on and 30 % for smaller collectives. In a step, a card's
+# power limit lowers the rate of products. In published measurements it lowers the rate
+# to .61 to .68 on a card of 700 W, which adds an error of 6 %. Other operators: on
+# held-out models, the compiled work is .76 to 1.2 times the predicted work.
 # Kernels: where XLA's fusion differs from the prediction, the number of launches is
 # half to twice the predicted number.
-# Codecs: within a step a codec lengthens the step by a third to all of the seconds that
-# it takes by itself.
+# Codecs: a codec lengthens a step by a third to all of the seconds that it takes
+# outside of a step.
 # Overlap: in published runs, half to all of the hideable communication is hidden.
 # Step: a sequential execution takes 10 % longer on average than an overlapped one
 # (arXiv 2507.03114). The software around the program decides which of them runs.
@@ -81,8 +79,8 @@ _SHARED_CORES = dataclasses.replace(
 
 
 # The largest excess of compiled memory over predicted memory, as a fraction, by kind of
-# device. It is taken over the programs of docs/data/memory.json; on GPUs also over
-# plans for little memory, and on CPUs over the programs of docs/record.
+# device. The programs are those of docs/data/memory.json; on GPUs also plans for little
+# memory, and on CPUs also the programs of docs/record.
 MEMORY_MORE: Final = {"gpu": 0.28, "tpu": 1.31, "cpu": 0.08}
 # A plan that needs more than this fraction of the memory is near the limit, and may not
 # fit.

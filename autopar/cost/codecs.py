@@ -1,4 +1,4 @@
-"""Seconds to sum gradients with codecs: one gradient, all gradients, layout pairs.
+"""Seconds to sum gradients with codecs, also for every pair of layouts.
 
 Wire time is the time of the collectives that a codec uses (`Codec.messages`), by the
 model of `autopar.cost.collectives`. Local time is the time to encode and decode. It
@@ -41,11 +41,11 @@ from autopar.plans import GradientDecision
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientRoute:
-    """The mesh axes over which one gradient is sent.
+    """The mesh axes over which devices sum one gradient, and the shape that they send.
 
     Attributes:
       axes: the mesh axes over which a codec sums.
-      within: the mesh axes over which the gradient is summed before, without a codec.
+      within: the mesh axes over which the gradient is first summed, without a codec.
       workers: number of devices along ``axes``.
       local_shape: shape of the array that a device encodes.
       scatter: whether each worker needs only its own part of the sum.
@@ -129,7 +129,7 @@ def planned_route(
 
 
 # Gradients share messages. The wire time of a gradient is the time that its bytes add
-# to a message of this size, without the message's latency.
+# to a message of this many bytes, so it includes no latency.
 BUCKET_BYTES = 4e6
 
 # `Codec.cost` counts passes of CPUs. Accelerators fuse the element-wise work of a codec
@@ -160,7 +160,7 @@ def local_s(codec: Codec, shape: tuple[int, ...], device: DeviceSpec) -> float:
 def _measured_s(
     codec: Codec, shape: tuple[int, ...], measured: tuple[tuple[str, float], ...]
 ) -> float | None:
-    """Seconds per element by a profile; None if the profile has no codec of this name.
+    """Measured seconds per element; None if the profile has no codec of this name.
 
     If the profile has this codec only with other parameters, the entry with the nearest
     number of passes is used, scaled in proportion to the passes.
@@ -205,7 +205,7 @@ def wire_s(
 def _rate_s(
     codec: Codec, workers: int, axes: tuple[MeshAxis, ...], scatter: bool
 ) -> float:
-    """Seconds that a gradient adds to messages per unit of `Codec.extent`."""
+    """Seconds that a gradient adds to its messages, per unit of `Codec.extent`."""
     found, extent = example_messages(codec, workers, scatter=scatter)
     return sum(added_s(m.kind, m.nbytes, axes) for m in found) / extent
 
@@ -226,8 +226,9 @@ class CodecPrice:
       wire_s: seconds that the gradient adds to the messages of the step.
       local_s: seconds to encode and decode in a step.
       error: relative error of the decoded gradient, in the L2 norm.
-      counted_error: the part of the error that counts against the error budget.
-      wire_bytes: bytes that one device sends in a step; nan until `with_wire_bytes`.
+      counted_error: the part of ``error`` that counts against the error budget.
+      wire_bytes: bytes that one device sends in a step; nan until `with_wire_bytes`
+        computes them.
       refused: why the codec cannot be used for this gradient; '' if it can.
     """
 
@@ -241,7 +242,7 @@ class CodecPrice:
 
     @property
     def seconds(self) -> float:
-        """Seconds in a step; infinite where the codec is refused."""
+        """Wire and local seconds in a step; infinite if the codec is refused."""
         return math.inf if self.refused else self.wire_s + self.local_s
 
 
@@ -298,7 +299,7 @@ def with_wire_bytes(price: CodecPrice, route: GradientRoute) -> CodecPrice:
 
 
 def within_s(route: GradientRoute) -> float:
-    """Seconds that a gradient adds to the messages over the axes ``within``."""
+    """Seconds that a gradient adds to messages over the axes ``within``."""
     return sum(added_s(m.kind, m.nbytes, route.within) for m in route.within_messages)
 
 
@@ -313,8 +314,8 @@ def _plain_s(pricer: Pricer, route: GradientRoute, nbytes: float) -> float:
     return pricer.skew(both) * added_s(pricer.runs_as(route.kind), nbytes, both)
 
 
-# Bytes of telemetry that devices sum for each gradient: several float32 statistics in a
-# step that is measured, one squared norm in other steps.
+# Bytes of statistics that devices sum for each gradient: several float32 numbers in a
+# step that measures its gradients, one squared norm in any other step.
 TELEMETRY_BYTES, SQUARES_BYTES = 4 * (NON_FINITE + 1), 4
 
 
@@ -323,8 +324,8 @@ def collectives_s(
 ) -> float:
     """Seconds of the collectives of all gradients in a step without measurements.
 
-    The collectives carry telemetry too: squared norms, or all statistics of a gradient
-    (`squares_of`).
+    The collectives also carry statistics of the gradients: squared norms, or all
+    statistics (`squares_of`).
 
     Args:
       pricer: the mesh and cluster.
@@ -353,11 +354,11 @@ def collectives_s(
 def squares_of(
     gradients: Iterable[tuple[Bucket[A], bool]], axes: Iterable[A]
 ) -> dict[Bucket[A], BucketCollective[A]]:
-    """The buckets whose first messages carry the squared norms of their gradients.
+    """Finds the buckets whose first messages also carry their gradients' squared norms.
 
-    These are the buckets that are all-reduced over all axes of the mesh. The telemetry
-    of other buckets is summed over all devices in every step
-    (`autopar.compression.synchronise.synchronise`, ``summed``).
+    These are the buckets that are all-reduced over all axes of the mesh. The statistics
+    of all other buckets are summed over all devices in every step, in a separate
+    collective (`autopar.compression.synchronise.synchronise`, ``summed``).
 
     Args:
       gradients: for each gradient, its bucket and whether its sum is scattered.
@@ -376,7 +377,7 @@ def squares_of(
 
 
 def _bucket(summation: Summation) -> Bucket[int]:
-    """The bucket of a gradient during planning, when all buckets have number 0."""
+    """The bucket of a gradient during planning; all buckets then have number 0."""
     return Bucket(0, summation.axes, summation.within)
 
 
@@ -397,21 +398,21 @@ def _messages_of(
 
 
 def _telemetry(num_axes: int) -> BucketCollective[int]:
-    """The collective that sums telemetry over all devices, outside of all buckets."""
+    """The collective that sums statistics over all devices, outside of all buckets."""
     return BucketCollective(Bucket(-1, tuple(range(num_axes)), ()), 0, "all_reduce")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prices:
-    """The prices of a second of wire time and of a unit of squared error.
+    """What a second of wire time and a unit of squared error cost, in seconds.
 
     Attributes:
       wire_weight: seconds by which a second of wire time lengthens the step, 0 to 1.
       seconds_per_error: seconds charged per unit of squared error and per element.
       codecs: the codecs to choose from, as text.
-      errors: measured relative errors, by parameter and codec. The choice of layouts
-        does not know the parameter of a gradient and uses the root mean square per
-        codec.
+      errors: measured relative errors, by parameter and codec. When layouts are chosen,
+        the parameter of a gradient is not known. Then the root mean square over all
+        parameters is used for each codec.
       most_error: the largest counted error of a gradient.
       forced: whether gradients are sent with codecs wherever a codec can be used.
     """
@@ -424,7 +425,7 @@ class Prices:
     forced: bool = False
 
     def choose_seconds(self, plain: np.ndarray, coded: np.ndarray) -> np.ndarray:
-        """Seconds of the chosen alternative: without codecs (plain) or with (coded)."""
+        """Seconds of the alternative in use: without codecs (plain) or with (coded)."""
         if self.forced:
             return np.where(np.isfinite(coded), coded, plain)
         return np.minimum(plain, coded)
@@ -444,7 +445,7 @@ def coded_matrix(
     targets: Sequence[Layout],
     shape: tuple[int, ...],
 ) -> np.ndarray:
-    """Seconds of the best codec for every pair of layouts; inf if no codec is usable.
+    """Seconds of the best codec for each pair of layouts; inf if none can be used.
 
     Args:
       pricer: the mesh and cluster.
@@ -484,7 +485,7 @@ _summations = functools.lru_cache(maxsize=1 << 13)(summations)
 def _waits(
     start: Layout, target: Layout, partial: Axes, sizes: tuple[int, ...]
 ) -> bool:
-    """Whether a codec can replace the sum: all other steps are only slices."""
+    """Whether a codec can replace the sum: all other resharding steps are slices."""
     stripped = tuple(tuple(a for a in d if a not in partial) for d in target)
     before = reshard_steps(start, stripped, (), "", sizes)
     after = reshard_steps(stripped, target, partial, "sum", sizes)
@@ -496,7 +497,7 @@ def _waits(
 def _best(
     pricer: Pricer, prices: Prices, summation: Summation, shape: tuple[int, ...]
 ) -> float:
-    """Seconds of the best codec for one `Summation`, errors priced in."""
+    """Seconds of the best codec for one `Summation`, with the price of its error."""
     route = route_of(summation, pricer.mesh.axes)
     best = np.inf
     for text in prices.codecs:

@@ -1,13 +1,14 @@
 """Bytes and time of collectives over mesh axes.
 
-Times among GPUs follow NCCL: its tuning model, or measurements of XLA where they cover
-the links. On other devices, each algorithm for a collective over one group of devices
-takes a time that is linear in its size, ``latency + slope * nbytes`` (R. Thakur,
-R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
-MPICH", IJHPCA 19(1), 2005). The model takes the fastest algorithm, which makes the time
-the minimum of a few lines. A collective over several levels of links is a sequence of
-phases, one per level. Disjoint groups of devices run the same collective at the same
-time. Bandwidths are per device, so these groups do not slow each other down.
+Times among GPUs are those of NCCL: from its tuning model, or from XLA's measurements
+where these cover the links. On other devices, each algorithm for a collective over one
+group of devices takes a time that is linear in its size, ``latency + slope * nbytes``
+(R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
+Operations in MPICH", IJHPCA 19(1), 2005). The model takes the fastest algorithm, so the
+time is the minimum of a few such lines. A collective over several levels of links, such
+as inside hosts and between hosts, is a sequence of phases, one per level. Disjoint
+groups of devices run the same collective at the same time. Bandwidths are per device,
+so the groups do not slow each other down.
 
 `autopar.cluster.specs.Kind` defines the size of each kind of collective.
 """
@@ -39,8 +40,8 @@ from autopar_passes.audit.partitioned import sent_ratio
 #
 # NCCL chooses the fastest of rings and trees, each with three protocols. Two protocols
 # have a low latency (LL, LL128) and one has a high bandwidth (Simple). The time of each
-# combination is linear in the size. Latencies and attained fractions of the bandwidth
-# are those of NCCL's own tuning model (https://github.com/NVIDIA/nccl,
+# combination is linear in the size. Latencies and the fractions of the bandwidth that
+# are reached are those of NCCL's own tuning model (https://github.com/NVIDIA/nccl,
 # src/graph/tuning.cc, version 2.29). Where XLA's measurements cover the links
 # (`autopar.cluster.rates`), the measurements replace the lines.
 #
@@ -52,9 +53,9 @@ from autopar_passes.audit.partitioned import sent_ratio
 #
 # NCCL sends to each partner through channels. The number of channels per partner
 # depends on the bytes and on the number of devices (https://github.com/NVIDIA/nccl,
-# src/enqueue.cc, `addP2pToPlan` and `scheduleP2pTasksToPlan`, version 2.29). It is the
-# largest number with which all partners have their own channels at the same time. NCCL
-# raises that number, as long as there are channels, until no channel carries more than
+# src/enqueue.cc, `addP2pToPlan` and `scheduleP2pTasksToPlan`, version 2.29). NCCL
+# starts with the largest number such that all partners have separate channels. It
+# raises this number, as long as there are channels, until no channel carries more than
 # `LARGEST_PART` bytes. Therefore the time drops where a message gets more channels, and
 # where NCCL changes from the protocol of small messages to that of large messages. The
 # rates come from XLA's measurements (`autopar.cluster.rates.PartnerRates`).
@@ -67,7 +68,8 @@ LARGEST_PART = 2.0**24
 # The value follows from XLA's measurements, where 512 KiB take longer than 1 MiB. It is
 # NCCL_P2P_LL_THRESHOLD, 16 KiB, in each of 32 channels.
 SMALL_MESSAGE = 2.0**19
-# Between these two message sizes the curve has a straight piece per half octave.
+# Between these two message sizes the curve has one straight piece for each half octave,
+# a factor of `_STEP`.
 _LEAST, _MOST, _STEP = 2.0**10, 2.0**36, math.sqrt(2.0)
 
 
@@ -122,9 +124,10 @@ def modelled_s(
 
 
 def beside(nbytes: Array, size: int, rates: PartnerRates) -> Array:
-    """Logarithm of measured over modelled time, interpolated between the knots.
+    """Logarithm of measured time divided by modelled time, interpolated.
 
-    The interpolation is linear in the logarithms of the bytes and of the group size.
+    The interpolation between measured points is linear in the logarithms of the bytes
+    and of the group size.
 
     Args:
       nbytes: bytes sent to one partner.
@@ -185,7 +188,7 @@ def _spans(size: int, rates: PartnerRates) -> Iterator[tuple[float, float, int]]
 
 
 def _points(low: float, high: float) -> Array:
-    """Message sizes from ``low`` to ``high``, about half an octave apart."""
+    """Message sizes from ``low`` to ``high``, each about 1.4 times the one before."""
     steps = max(1, round(math.log(high / low) / math.log(_STEP)))
     return np.geomspace(low, high, steps + 1)
 
@@ -235,22 +238,23 @@ _SIMPLE = _Protocol(
     1.0,
     0.92,
 )
-# The network latency for which the network steps above hold. For a link with another
-# latency, the model scales the steps in proportion.
+# The seconds of network steps above hold for this network latency. For a link with
+# another latency, the model scales the steps in proportion.
 _NETWORK_LATENCY_S = 8e-6
 # Seconds that each partner adds to an all-to-all over links that were not measured: the
 # seconds that each device adds to all-to-alls of 32 and of 64 GB200.
 _PARTNER_S = 1.0e-6
-# Seconds that each device beyond the largest measured group adds: a step of NCCL's
-# rings (LL128). An all-reduce inside the switch takes no longer.
+# Seconds that each device adds beyond the largest measured group: one step of NCCL's
+# rings (LL128). An all-reduce that the switch computes takes no longer with more
+# devices.
 _BEYOND_S = {
     "all_gather": _LL128.ring_step_s["nvlink"],
     "reduce_scatter": _LL128.ring_step_s["nvlink"],
 }
 
 
-# A collective in a group of 2 devices takes as long as a collective of this fraction of
-# its size in a group of 4. Measured on B200, with 2 GiB in both groups.
+# A collective in a group of 2 devices takes as long as a collective with this fraction
+# of its bytes in a group of 4. Measured on B200, with 2 GiB in both groups.
 _PAIR_PART = {
     "all_gather": 0.855,
     "reduce_scatter": 0.858,
@@ -299,8 +303,8 @@ def _curve_as_measured(kind: str, size: int, knots: CollectiveKnots) -> TimeCurv
 
     Groups of different sizes are compared at equal bytes sent per device. Between two
     measured groups, the time is interpolated linearly in the number of devices. Above
-    the largest group, each further device adds a constant. Below the smallest group,
-    the number of bytes is scaled.
+    the largest group, each further device adds a constant. Below the smallest measured
+    group, the number of bytes is scaled (`_PAIR_PART`).
     """
     sizes = knots.group_sizes
     above = next((i for i, s in enumerate(sizes) if s >= size), len(sizes) - 1)
@@ -318,7 +322,7 @@ def _curve_as_measured(kind: str, size: int, knots: CollectiveKnots) -> TimeCurv
 
 
 def _at(kind: str, size: int, knots: CollectiveKnots, group: int) -> list[float]:
-    """Times of a measured group, at the bytes that `size` devices send at each knot."""
+    """Times of a measured group, for the bytes of `size` devices at each knot."""
     of, measured = through(knots.nbytes, knots.seconds[group]), knots.group_sizes[group]
     more = sent_ratio(kind, size) / sent_ratio(kind, measured)
     if size < measured == knots.group_sizes[0]:
@@ -396,7 +400,7 @@ def _check_kind(kind: str) -> None:
 
 
 def bytes_ratio(kind: str, group_size: int) -> float:
-    """Bytes that one device sends in a collective, as a multiple of its size."""
+    """Bytes that one device sends in a collective, divided by the collective's size."""
     _check_kind(kind)
     if group_size < 1:
         raise InputError(f"{kind}: group_size must be 1 or more, got {group_size}.")
@@ -443,10 +447,11 @@ def _switch_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
 def _ring_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
     """The time of a collective along a torus dimension of `k` devices, as one line.
 
-    Half of the data goes round in each direction, so that floor(k/2) steps reach all
-    devices. In an all_to_all each device sends 1/k of its data to each device, over
-    distances that add up to floor(k^2/4). A permutation to the neighbour uses only one
-    of the two directions. (https://jax-ml.github.io/scaling-book/sharding/)
+    Half of the data goes around the ring in each direction, so that floor(k/2) steps
+    reach all devices. In an all_to_all each device sends 1/k of its data to each
+    device, over distances that add up to floor(k^2/4). A permutation to the neighbour
+    uses only one of the two directions.
+    (https://jax-ml.github.io/scaling-book/sharding/)
     """
     a, per_byte = link.latency_s, 1 / link.bandwidth_bytes_per_s
     steps, ratio = k // 2, bytes_ratio(kind, k)
@@ -461,13 +466,14 @@ def _ring_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
 def _line_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
     """The time of a collective along `k` devices without wrap-around, as one line.
 
-    A device at an end has only one neighbour, which limits all devices. The bandwidth
-    is that of one direction, half of the bandwidth of a ring, and k-1 steps reach all
-    devices. In an all_to_all, floor(k^2/4) messages cross the middle, each with 1/k of
-    a device's data. A permutation around the line sends one message back over all
-    links, in the opposite direction to the others. The source of the bandwidth without
-    wrap-around is https://jax-ml.github.io/scaling-book/sharding/; the number of hops
-    is our own count.
+    A device at an end has only one neighbour, which limits all devices. Only the
+    bandwidth of one direction counts, which is half of a ring's bandwidth, and k-1
+    steps reach all devices. In an all_to_all, floor(k^2/4) messages cross the middle,
+    each with 1/k of a device's data. A cyclic permutation sends the message of the last
+    device back over all links, in the opposite direction to the other messages. The
+    source of the bandwidth without wrap-around is
+    https://jax-ml.github.io/scaling-book/sharding/; the number of hops is our own
+    count.
     """
     a, per_byte = link.latency_s, 1 / link.bandwidth_bytes_per_s
     steps = k - 1
@@ -486,7 +492,8 @@ def _measured_curve(kind: str, k: int, link: LinkSpec) -> TimeCurve | None:
     """The measured curve for `k` devices, or None if the link was not measured.
 
     Between measured group sizes, the latency and the time per byte sent are linear in
-    the group size. Outside their range, the values of the nearest size hold.
+    the group size. For smaller and larger groups, the values of the nearest measured
+    size are used.
     """
     fits = [fit for fit in link.measured if fit.kind == kind]
     if not fits:
@@ -520,9 +527,10 @@ def _route(kind: str, groups: tuple[tuple[int, LinkSpec], ...]) -> TimeCurve:
 
     An all_gather runs over the outer levels first, while the data is smallest, then
     over the inner level. A reduce_scatter runs in the reverse order. An all_reduce is a
-    reduce_scatter inside, an all_reduce across and an all_gather inside, or an
-    all_reduce of all data at every level where that is faster. An all_to_all makes one
-    exchange per level. A permutation takes the time of its slowest level.
+    reduce_scatter on the inner level, an all_reduce across the outer levels and an
+    all_gather on the inner level. If it is faster, it is instead an all_reduce of all
+    data at every level. An all_to_all makes one exchange per level. A permutation takes
+    the time of its slowest level.
     """
     if not groups:
         return line(0.0, 0.0)
@@ -543,7 +551,7 @@ def _route(kind: str, groups: tuple[tuple[int, LinkSpec], ...]) -> TimeCurve:
 
 
 def _is_nccl(kind: str, groups: Sequence[tuple[int, LinkSpec]]) -> bool:
-    """Whether NCCL's times apply to all levels: no link has measurements of its own."""
+    """Whether NCCL's times apply to all levels: the user's profile measured no link."""
     return bool(groups) and all(
         link.rates and not any(fit.kind == kind for fit in link.measured)
         for _, link in groups

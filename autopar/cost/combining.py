@@ -1,12 +1,12 @@
 """The compiler's combiners, which join several collectives into one message.
 
-XLA joins collectives of one kind over the same groups of devices, of one element
-type and in one computation, where none needs the result of another
+XLA joins collectives of one kind over the same groups of devices, of one element type
+and in one computation, if none needs the result of another
 (``xla/service/collective_combiner_utils.h``, ``all_reduce_combiner.cc``,
-``all_gather_combiner.cc`` and ``reduce_scatter_combiner.cc`` in openxla/xla). A message
-has the latency of its link once, for any number of arrays.
+``all_gather_combiner.cc`` and ``reduce_scatter_combiner.cc`` in openxla/xla). Each
+message costs the latency of its link once, however many arrays it carries.
 
-`autopar.steps.independence` finds the collectives that need no other's result.
+`autopar.steps.independence` finds the collectives that need no result of another.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ ALONE = frozenset[str]()
 
 # Kind and mesh axes of a collective. Collectives of one group may share a message.
 Group = tuple[str, tuple[int, ...]]
-# The place of a collective: its computation (as the last operator of the innermost loop
-# or branch), its barrier, and its element type. Only collectives with the same place
-# may share a message. The barrier is the equation of the optimization barrier that the
-# collective follows, or one of the values `FREE`, `NORMS` and `UPDATED`.
+# The place of a collective in the program: its computation (given by the last operator
+# of the innermost loop or branch), its barrier, and its element type. Only collectives
+# with the same place may share a message. The barrier is the equation of the
+# optimization barrier that the collective follows, or one of the values `FREE`, `NORMS`
+# and `UPDATED`.
 Place = tuple[int, int, str]
-# The collective follows no barrier.
+# In place of a barrier: the collective follows no barrier.
 FREE = -1
-# The collective sums a norm in the update, which needs scattered sums of gradients.
+# In place of a barrier: the collective sums a norm in the update. It needs scattered
+# sums of gradients.
 NORMS = -2
-# The collective gathers a result of the update. It needs the gathers of both passes.
+# In place of a barrier: the collective gathers a result of the update. It comes after
+# the gathers of both passes.
 UPDATED = -3
 
 
@@ -42,9 +45,9 @@ class Combiner:
 
     Attributes:
       kinds: the kinds of collectives that the compiler joins.
-      most_bytes: the most bytes of results in one message. A larger array has a message
-        of its own.
-      most_arrays: the most arrays in one message.
+      most_bytes: the largest number of bytes of results in one message. A larger array
+        has a separate message.
+      most_arrays: the largest number of arrays in one message.
     """
 
     kinds: frozenset[str]
@@ -52,7 +55,7 @@ class Combiner:
     most_arrays: int
 
     def bytes_of_messages(self, sizes: Iterable[float]) -> list[float]:
-        """The bytes of the message that each array travels in.
+        """For each array, the bytes of the message that carries it.
 
         Arrays are taken in order. An array that would make a message too large begins
         the next message (``CombineInstructionsByKey`` in
@@ -88,7 +91,7 @@ class Combiner:
         return [m for m in (*together, *alone) if m]
 
 
-# A combiner that joins nothing: every collective is a message of its own.
+# A combiner that joins nothing: every collective is a separate message.
 NO_COMBINER = Combiner(frozenset(), 0.0, 1)
 
 

@@ -5,8 +5,8 @@ model", CACM 52(4), 2009.
 
 On devices with a table of rates, the time of matrix products follows the table
 (`autopar.cluster.rates.ProductRates`). This time is the launch of a kernel plus a
-smooth maximum of three times: the depth of one tile, the arithmetic and the memory
-traffic. An interpolated factor corrects the result to XLA's measurements.
+smooth maximum of three times: of one tile's loop over K, of the arithmetic and of the
+memory traffic. An interpolated factor then corrects it to XLA's measurements.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST_DEPTH = 32.0
 
 
 def rates_of(device: DeviceSpec, itemsize: float) -> ProductRates | None:
-    """The table of a device; None without a table or with a calibration of its own.
+    """The table of rates of a device; None if there is none, or other corrections.
 
     Args:
       device: the device.
@@ -53,7 +53,7 @@ def products_s(
     batch: Array,
     sides: Array,
 ) -> Array:
-    """Seconds of batched matrix products, without the gap to the next kernel.
+    """Seconds of batched matrix products, without the pause before the next kernel.
 
     Args:
       rates: the table.
@@ -85,7 +85,7 @@ def products_s(
 def _log_residual(
     rates: ProductRates, batch: Array, m: Array, n: Array, k: Array
 ) -> Array:
-    """Logarithm of measured over modelled time, interpolated between knots."""
+    """Logarithm of measured time divided by modelled time, interpolated."""
     if not rates.areas:
         return np.zeros_like(batch)
     deep, area = _weights(k, rates.depths), _weights(batch * m * n, rates.areas)
@@ -110,7 +110,7 @@ def _weights(values: Array, knots: Sequence[float]) -> Weights:
 def _interpolate(
     along: Weights, table: Sequence[Sequence[float]], deep: Weights
 ) -> Array:
-    """Bilinear interpolation; beyond the knots the values at the ends hold."""
+    """Bilinear interpolation; outside of the knots, the value of the nearest knot."""
     (i, u), (j, v), of = along, deep, np.array(table)
     low = (1 - v) * of[i, j] + v * of[i, j + 1]
     high = (1 - v) * of[i + 1, j] + v * of[i + 1, j + 1]
@@ -159,8 +159,8 @@ def roofline_s(
     """Seconds of an operator on one device's shard, without the start of its kernel.
 
     ``max(flops / (rate * efficiency), nbytes / memory bandwidth)``: arithmetic and
-    memory traffic overlap. Operators other than matrix products take
-    `Calibration.vector_slowdown` times as long. The arrays broadcast.
+    memory traffic overlap. The time of operators other than matrix products is
+    multiplied by `Calibration.vector_slowdown`. The arrays broadcast.
 
     Args:
       flops: floating point operations of the shard; a multiply-add counts as two.
@@ -236,10 +236,10 @@ def in_table_s(
     nbytes: np.ndarray | float,
     device: DeviceSpec,
 ) -> np.ndarray:
-    """Seconds of products within a step, by the device's table of rates.
+    """Seconds of matrix products in a step, by the device's table of rates.
 
     A product that leaves most of a tile empty, such as a depthwise convolution, runs on
-    the vector units where they are faster.
+    the vector units if these are faster.
 
     Args:
       dtype: NumPy or ml_dtypes name of the operands' dtype.
@@ -264,7 +264,7 @@ def kernel_flops_per_s(kernel: KernelWork, device: DeviceSpec) -> float:
     """FLOP/s of a hand-written kernel that works on the matrix units.
 
     The kernel's efficiency is a fraction of the device's peak. It does not depend on
-    the fraction that XLA's own products attain.
+    the fraction of the peak that XLA's own products attain.
     """
     return device.peak(kernel.dtype) * kernel.efficiency * device.kept_rate
 
@@ -279,7 +279,7 @@ def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:
 
 
 def matrix_efficiency(sides: np.ndarray, half_rate_side: float) -> np.ndarray:
-    """The fraction of the rate of large products that products of these sides attain.
+    """The rate of products with these sides, divided by the rate of large products.
 
     This is the product of ``side / (side + half_rate_side)`` over M, N and K.
 

@@ -1,15 +1,16 @@
 """The work and the messages of a training step on one device, with their seconds.
 
 `Work` has a row for each class of equivalent operators, and `Messages` has a row for
-each collective. Every microbatch takes the time of some rows. Other rows count once per
-step: the sums of gradients and the update of the state. The same formulas price a row
-at the planned batch and at any other batch. `StepEstimate` adds the rows up. Reports,
-goodput and stages read its totals.
+each collective. Some rows run once per microbatch, all others once per step: Other rows
+count once per
+step: the sums of gradients and the update of the state. The same formulas give the
+seconds of a row for the planned batch size and for any other. `StepEstimate` adds the
+rows up. Reports, goodput and stages read its totals.
 
 Sums over replicas run once per step, after the loop over microbatches
 (`autopar_passes.replay.replicas.Replicas.add_up`). Each sum is an all-reduce over the
-replicas' mesh axis, of a device's part of one result of the loop. No work overlaps with
-these sums: the loop has ended and the update waits for them.
+mesh axis of the replicas. It sums a device's shard of one result of the loop. No work
+overlaps with these sums: the loop has ended and the update waits for them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from autopar_passes.replay.replicas import AXIS
 # A step is divided into parts: its passes, and within a pass the bodies of loops that
 # communicate. A compiler's scheduler handles one loop body at a time. Therefore a
 # message that begins in a body ends in the same body, and overlaps only with work of
-# this body. A loop without communication is treated like any other work.
+# this body. A loop without communication counts as ordinary work.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ class Slot:
 
     Attributes:
       key: the part of the step.
-      sums: whether the message holds sums and may start after ``position``; a message
-        of gathers must end before ``position``.
+      sums: whether the message carries sums, which may start after ``position``. If
+        not, it carries gathers, which must end before ``position``.
       position: for sums, the rank (`Analysis.ranks`) of the operator that completes the
         last array of the message; for gathers, the index of the first operator that
         reads an array of the message.
@@ -67,19 +68,19 @@ class Slot:
     position: int
 
     def within(self, cut: PartCut) -> bool:
-        """Whether the message lies in a stretch of its part."""
+        """Whether the message lies in a stretch (`PartCut`) of its part."""
         first, last = cut.moved
         return self.sums is not cut.gathers and first <= self.position < last
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MessagePlaces:
-    """The parts of a planned step, independent of seconds.
+    """Where the messages of a planned step may run, without their seconds.
 
     Attributes:
       assignment: strategies as layouts.
-      slots: the slot of each collective; None where an operator waits for the
-        collective, or where the update sends it.
+      slots: the slot of each collective; None if an operator waits for the collective,
+        or if it belongs to the update.
       inside: for each part, whether each operator runs in the part.
       needs: for each operator of the update, the last rank of a message of sums that
         the operator needs, or -1 if it needs none. For operators outside of the update,
@@ -120,7 +121,7 @@ class MessagePlaces:
         ]
 
     def covering(self, key: Key, cut: PartCut) -> np.ndarray:
-        """Whether each operator's work hides messages of a stretch, as 0 or 1."""
+        """For each operator, 1 if its work may hide messages of a stretch, else 0."""
         analysis = self.assignment.analysis
         count = len(self.needs)
         at = np.arange(count) if cut.gathers else analysis.ranks
@@ -154,7 +155,10 @@ def placing(assignment: Assignment, collectives: Sequence[Collective]) -> Messag
 def _slots(
     assignment: Assignment, collectives: Sequence[Collective]
 ) -> list[Slot | None]:
-    """The slot of each collective; collectives of a message share a slot per part."""
+    """The slot of each collective.
+
+    Collectives of one message in one part have the same slot.
+    """
     found = [_own_slot(assignment, c) for c in collectives]
     decides: dict[tuple[int, Key, bool], int] = {}
     for c, slot in zip(collectives, found, strict=True):
@@ -172,7 +176,7 @@ def _slots(
 
 
 def _own_slot(assignment: Assignment, c: Collective) -> Slot | None:
-    """The slot that a collective would have in a message of its own."""
+    """The slot that a collective would have in a separate message."""
     if c.place is None:
         return None
     places = assignment.analysis.positions
@@ -215,7 +219,7 @@ def _needs(
     collectives: Sequence[Collective],
     slots: Sequence[Slot | None],
 ) -> np.ndarray:
-    """The last message of sums that each operator of the update needs, as a rank."""
+    """For each operator of the update, the rank of the last sums that it needs."""
     count = len(assignment.graph.operators)
     needs = [count] * count
     last: dict[int, int] = {}
@@ -342,14 +346,15 @@ class Messages:
 
     Attributes:
       collectives: the collectives of one step.
-      once: bool ``[rows]``, whether the collective runs once per step rather than once
-        per microbatch.
+      once: bool ``[rows]``, whether the collective runs once per step. If not, it runs
+        once per microbatch.
       hideable: bool ``[rows]``, whether work may overlap with the collective because no
         operator waits for it.
-      beside: bool ``[rows]``, whether the work of the collective's own operator may
-        overlap with it.
-      row_of: int ``[rows]``, the index in ``priced`` that gives a row its price.
-      priced: one collective for each distinct price, with the number of dimensions of
+      beside: bool ``[rows]``, whether the collective may overlap with the work of the
+        operator that it belongs to, as in ring attention.
+      row_of: int ``[rows]``, the index in ``priced`` of the collective with the same
+        price.
+      priced: one collective for each distinct price, and the number of dimensions of
         its array that grow with the batch.
       pricer: the mesh and cluster.
     """
@@ -432,7 +437,8 @@ def messages_of(
     row_of: list[int] = []
     for c in collectives:
         degree = labels.degree(c.value) if c.size > 0 else 0
-        # The key holds all that decides the price. Equal layers have equal keys.
+        # The key has everything that determines the price. Equal layers have equal
+        # keys.
         key = c.step.kind, c.step.axes, c.size, c.trips, c.message_bytes, degree
         number = numbers.setdefault(key, len(priced))
         if number == len(priced):
@@ -503,7 +509,7 @@ class StepEstimate:
         return accumulation * micro_s + once_s - slowed * hidden_s
 
     def microbatch_s(self, scale: float = 1.0) -> float:
-        """Seconds of a microbatch, without overlap and without what runs once per step.
+        """Seconds of a microbatch if nothing overlaps, without rows that run per step.
 
         Args:
           scale: ratio of the microbatch's rows to the planned rows.
@@ -519,7 +525,7 @@ class StepEstimate:
         return self._priced[scale]
 
     def _paid_s(self, scale: float) -> tuple[float, float]:
-        """Seconds of every microbatch, and seconds that a step takes only once."""
+        """Seconds of each microbatch, and seconds that a step takes only once."""
         work_s, sent_s = self._rows_s(scale)
         update, once = self.work.table.update, self.messages.once
         once_s = float(work_s[update].sum() + sent_s[once].sum())
@@ -542,7 +548,7 @@ class StepEstimate:
         return self._hidden[scale, last]
 
     def _beside_s(self, work_s: np.ndarray, sent_s: np.ndarray) -> float:
-        """Seconds of communication that overlap with the work of its own operator."""
+        """Seconds of communication that overlap with the work of the same operator."""
         rows = np.flatnonzero(self.messages.beside)
         if not len(rows):
             return 0.0
@@ -691,7 +697,7 @@ def estimate(assignment: Assignment, pricer: Pricer) -> StepEstimate:
     return StepEstimate(assignment, pricer, work_of(assignment, pricer), sent)
 
 
-# Sums over replicas use 32 bits for each element of a narrower type.
+# Sums over replicas send at least 4 bytes for each element, also of narrower types.
 _WIDE_BYTES = 4
 
 
@@ -710,7 +716,10 @@ def all_collectives(assignment: Assignment, pricer: Pricer) -> list[Collective]:
 
 
 def _between(assignment: Assignment) -> Iterator[Collective]:
-    """Yields the sum over replicas of each result of the loop, not yet in messages."""
+    """Yields the sum over replicas of each result of the loop over microbatches.
+
+    The sums are not grouped into messages yet.
+    """
     loop = assignment.analysis.pytrees.loop
     for op in assignment.graph.operators:
         if op.equation != loop or op.kind not in ("carry", "stack_step"):

@@ -3,27 +3,27 @@
 The model follows XLA:
 
 * Inputs are allocated during the whole step. Carried outputs take the place of the
-  inputs that they replace (donation). Spare copies may be needed besides
+  inputs that they replace (donation). Additional copies may be needed
   (`autopar.steps.spares`).
 * XLA fuses an element-wise result into its readers. Such a result has no buffer, and
   its operands stay live until its readers run. XLA writes two kinds of element-wise
   results to memory: costly results with several readers, and results that a product, a
-  reduction or a region reads.
+  reduction, or a loop or branch reads.
 * The update of a parameter runs as soon as the parameter's gradient is complete.
 * A resharded copy of an array lives from its first reader to its last reader.
 * An array that enters a loop lives until the loop ends.
 
 XLA's GPU compiler differs in some ways (`Habits`, `habits_of`). It recomputes
 element-wise results rather than keep them. It writes operands and results of batched
-products in fixed orders of their dimensions (`autopar.steps.orders`). It delays the
-products that make gradients behind other operators of the backward pass, to hide
-messages. The operands of the delayed products live until then, even if a checkpoint was
-meant to free them. Its matrix products need a workspace.
+products in fixed orders of their dimensions (`autopar.steps.orders`). To hide messages,
+it runs the products that make gradients later than other operators of the backward
+pass. The operands of these products live until then, even if a checkpoint was meant to
+free them. Its matrix products need a workspace.
 
 XLA's CPU compiler runs operators as soon as possible (`autopar.steps.lifetimes`). It
 joins sums of gradients into one message (`autopar.cost.buffers`). It copies parameters
-that their updates might overwrite too early (`autopar.steps.lifetimes`). It computes
-16-bit types in 32 bits (`autopar.steps.rounding`).
+that an update could overwrite before they are last read (`autopar.steps.lifetimes`). It
+computes 16-bit types in 32 bits (`autopar.steps.rounding`).
 
 XLA's compiler for TPUs with one core also fuses element-wise results into products. It
 keeps short-lived buffers in the memory on the chip (`on_chip`) and stores arrays in
@@ -53,15 +53,16 @@ LOST = "between arrays"
 WORK_SPACE = "products' work space"
 SUMS = "sums over microbatches"
 
-# `lost_bytes` ignores buffers below this fraction of the peak. They fit into holes, and
-# ignoring them limits the run time.
+# `lost_bytes` ignores buffers smaller than this fraction of the peak. They fit into
+# gaps between other buffers, and ignoring them limits the run time of this function.
 _LEAST_PART = 0.005
 # Bytes of the chip's memory that the compiler reserves as workspace of a kernel
 # (``xla_tpu_scoped_vmem_limit_kib``, 16384).
 _KERNEL_BYTES = 2**24
-# Fraction of the remaining chip memory that holds buffers, as (part, whole). Measured
-# with a GPT and a Llama of two layers on 64 v5e, whose buffers would just fill the
-# chip: 98 to 105 MB of buffers stay in the 117 MB on the chip (libtpu 0.0.42).
+# Fraction of the on-chip memory, without the workspace of kernels, that holds buffers,
+# as (part, whole). Measured with a GPT and a Llama of two layers on 64 v5e, whose
+# buffers would just fill the
+# memory: 98 to 105 MB of buffers stay in the 117 MB (libtpu 0.0.42).
 _BUFFERS = (5, 6)
 
 # Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2). A GPT
@@ -84,8 +85,8 @@ _CPU = Habits(breadth_first=True, widens=True)
 _HABITS = {"gpu": _GPU, "cpu": _CPU}
 # XLA compiles a GPT that would need 18 GB to 15.7 GB on v5e, which has 16.9 GB.
 _TPU_ROOM = (0.93, 1.0)
-# Read from the scheduled programs of v5e (libtpu 0.0.42). This scheduler hides messages
-# too. Its weight gradients are assumed to be as late as on GPUs.
+# Read from the scheduled programs of v5e (libtpu 0.0.42). This compiler's scheduler
+# also hides messages. It is assumed to compute weight gradients as late as on GPUs.
 _ON_CHIP = Habits(
     makes_again=True,
     into_products=True,
@@ -98,11 +99,11 @@ _ON_CHIP = Habits(
 
 
 def habits_of(device: DeviceSpec) -> Habits:
-    """The memory habits of a device's compiler.
+    """What a device's compiler does with memory, unlike other compilers.
 
     TPUs with two cores write more results to memory than TPUs with one core
-    (docs/record), by a rule that is not known. Specs of TPUs with two cores have no
-    ``on_chip_bytes``, so the only habits taken for them are rounding and room.
+    (docs/record), by a rule that is not known. Device specs of TPUs with two cores have
+    no ``on_chip_bytes``, so only the fields ``rounds`` and ``room`` are set for them.
     """
     found = _habits_of(device)
     if device.corrections.makes_room:
@@ -118,7 +119,7 @@ def _habits_of(device: DeviceSpec) -> Habits:
     if device.rounds_operands:
         found = dataclasses.replace(found, rounds=True, room=_TPU_ROOM)
     if found.breadth_first:
-        # This compiler joins sums of any size into one message.
+        # The CPU compiler joins sums of any size into one message.
         number = device.corrections.combined_arrays
         found = dataclasses.replace(found, joined_sums=number)
     if device.workspace_bytes is None:
@@ -145,16 +146,17 @@ class Live:
         `autopar.cost.local.BUFFER_KINDS`.
       held: number of arrays that are live during the whole step.
       length: number of times.
-      factor: factor on the bytes of all arrays that are not held
+      factor: the bytes of all arrays that are not held are multiplied by this factor
         (`Calibration.memory_overhead`).
       workspace_bytes: bytes of workspace for matrix products.
       on_chip_bytes: bytes of the chip's memory for arrays that are not held.
-      rest_part: fraction of the held bytes that is subtracted from ``room_bytes``.
+      rest_part: this fraction of the bytes of held arrays is subtracted from
+        ``room_bytes``.
       gaps: int ``[gaps, 3]``, an array and the two times between which the array is not
         live if memory is short (`autopar.steps.lifetimes.gaps`).
-      room_bytes: limit of the bytes of arrays that are not held, before the subtraction
-        of ``rest_part``. Above this limit memory is short.
-      placed: whether bytes lost between arrays count (`lost_bytes`).
+      room_bytes: memory is short if the arrays that are not held have more bytes than
+        this limit, minus the bytes of ``rest_part``.
+      placed: whether unused bytes between arrays count (`lost_bytes`).
     """
 
     values: np.ndarray
@@ -199,7 +201,7 @@ class Live:
     def _beside(self, nbytes: np.ndarray) -> np.ndarray:
         """Bytes of arrays that are not held, at each time, ``[length]``.
 
-        Where memory is short, the compiler frees arrays in their gaps.
+        If memory is short, the compiler frees arrays in their ``gaps``.
         """
         whole = self.factor * self._usage(nbytes, ~self._on_chip(nbytes))
         whole += self.workspace_bytes
@@ -210,7 +212,7 @@ class Live:
         return np.maximum(np.minimum(whole, room), least)
 
     def _room(self, nbytes: np.ndarray) -> float:
-        """Bytes of arrays that are not held above which the compiler frees arrays."""
+        """The limit of arrays that are not held; above it the compiler frees arrays."""
         return self.room_bytes - self.rest_part * float(nbytes[: self.held].sum())
 
     def _is_short(self, nbytes: np.ndarray, beside: np.ndarray) -> bool:
@@ -228,8 +230,8 @@ class Live:
     def peak_bytes(self, rows: float = 1.0, accumulation: int = 1) -> float:
         """Bytes of device memory that the step needs.
 
-        The peak of live bytes, plus the bytes lost between arrays if the compiler frees
-        no array early.
+        This is the peak of live bytes. If the compiler frees no array early, the unused
+        bytes between arrays are added.
         """
         nbytes = self.bytes_at(rows, accumulation)
         beside = self._beside(nbytes)
@@ -237,7 +239,7 @@ class Live:
         return peak + self._lost_bytes(nbytes, beside)
 
     def _lost_bytes(self, nbytes: np.ndarray, beside: np.ndarray) -> float:
-        """Bytes lost between arrays; 0 where memory is short."""
+        """Unused bytes between arrays; 0 if memory is short."""
         if not self.placed or self._is_short(nbytes, beside):
             return 0.0
         off = ~self._on_chip(nbytes)
@@ -284,7 +286,7 @@ class Live:
         return np.cumsum(change)[: self.length]
 
     def _on_chip(self, nbytes: np.ndarray) -> np.ndarray:
-        """Which arrays the timeline of device memory leaves out, bool ``[arrays]``.
+        """Marks the arrays that the timeline of device memory leaves out, ``[arrays]``.
 
         These are arrays on the chip, and held arrays, which are counted separately.
         Results of the step are always in the device's memory.
@@ -395,11 +397,12 @@ def each_held_bytes(assignment: Assignment, *, tiled: bool = False) -> list[floa
 
 
 def lost_bytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> float:
-    """Bytes lost to fragmentation: the size of the memory block less peak live bytes.
+    """Bytes lost to fragmentation: the size of the memory block minus peak live bytes.
 
     XLA places the buffers of a program at fixed addresses, the largest first. Each
-    buffer goes into the smallest sufficient hole between placed buffers whose lifetimes
-    overlap with its own (openxla/xla, ``GlobalDecreasingSizeBestFitHeap`` in
+    buffer goes into the smallest gap that is large enough, between the placed buffers
+    whose lifetimes overlap with its own (openxla/xla,
+    ``GlobalDecreasingSizeBestFitHeap`` in
     ``xla/service/heap_simulator/heap_simulator.cc``).
 
     >>> first, last = np.array([0, 1, 2]), np.array([0, 1, 2])
@@ -430,7 +433,7 @@ def lost_bytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> float
 
 
 def _hole(begins: np.ndarray, ends: np.ndarray, size: float) -> float:
-    """The address of the smallest hole of at least ``size``, or else the end."""
+    """The address of the smallest gap of at least ``size`` bytes, or else the end."""
     if not len(begins):
         return 0.0
     order = np.argsort(begins)
@@ -458,9 +461,9 @@ def room_bytes(chip_bytes: int) -> int:
     ``xla/service/memory_space_assignment``). These buffers take no device memory. A
     buffer that waits long for its reader is moved to device memory.
 
-    Part of the chip's memory is reserved as workspace of kernels. One sixth of the rest
-    is not available for buffers: it holds operands that are prefetched for the next
-    kernel, and bytes lost between buffers.
+    Part of the on-chip memory is reserved as workspace of kernels. One sixth of the
+    rest is not available for buffers: it holds operands that are prefetched for the
+    next kernel, and is lost between buffers.
     """
     part, whole = _BUFFERS
     return max(0, chip_bytes - _KERNEL_BYTES) * part // whole
@@ -471,7 +474,7 @@ def on_chip(
 ) -> np.ndarray:
     """Which buffers lie on the chip for their whole life.
 
-    Where live buffers exceed the chip's memory, the buffer with the longest lifetime is
+    If live buffers exceed the on-chip memory, the buffer with the longest lifetime is
     removed first, until the rest fits at every time. A long-lived buffer occupies room
     that many short-lived buffers could use in turn (Belady, IBM Systems Journal 5(2),
     1966).

@@ -14,7 +14,7 @@ from autopar.steps.analysis import Analysis
 BUFFER_KINDS: tuple[str, ...] = (
     "activations",  # of the forward pass, for the backward pass
     "gradients",
-    "gathered copies",  # arrays in a layout other than their own
+    "gathered copies",  # arrays resharded for their readers
     "collective buffers",  # send and receive buffers of collectives
     "results",  # results of the step that do not take the place of an input
     "temporaries",
@@ -86,10 +86,10 @@ def tiled_bytes(
 ) -> float:
     """Bytes of an array that memory holds in tiles.
 
-    The compiler chooses one dimension for the lanes of tiles and one for the rows, such
-    that padding is least. The dimension of the lanes is padded to a multiple of 128.
-    The dimension of the rows is padded to a multiple of 8, or to a power of two if it
-    is smaller than 8.
+    The compiler chooses one dimension for the lanes of tiles and one for the rows, so
+    that the padding has the fewest bytes. The dimension of the lanes is padded to a
+    multiple of 128. The dimension of the rows is padded to a multiple of 8, or to a
+    power of two if it is smaller than 8.
 
     Args:
       shape: shape of the array.

@@ -1,4 +1,4 @@
-"""The number of messages of a step after the compiler's combiner."""
+"""The number of messages of a step, after the compiler has combined collectives."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ def messages(
 ) -> dict[str, float]:
     """Number of messages in one step by kind of collective, as the compiler sends them.
 
-    Norms of gradients are priced as messages of their own, because the planner's
+    The planner prices each norm of a gradient as a separate message, because its
     optimisation problem would have weaker bounds if norms could share messages. The
     compiler, however, joins norms with sums of gradients over the same axes, or with
-    other norms. There is one exception. A norm needs the scattered sums of gradients.
-    If these also run as all-reduces, a combiner that takes all-reduces in program order
-    cannot join a norm with them.
+    other norms. This function counts what the compiler does. There is one exception: a
+    norm needs the scattered sums of gradients. If these also run as all-reduces, a
+    combiner that takes all-reduces in program order cannot join a norm with them.
 
-    The same holds for sums of activations, which are joined only if ``assignment`` is
-    given: a message takes sums in program order, up to the first sum that needs another
-    sum of the message.
+    The planner also prices each sum of activations as a separate message. If
+    ``assignment`` is given, this function joins these sums as the compiler does: a
+    message takes sums in program order, up to the first sum that needs another sum of
+    the message.
 
     Args:
       pricer: the mesh and cluster.
       collectives: the collectives of one step, after
         `autopar.cost.traffic.join_messages`.
-      assignment: the plan of the step; None: each sum of activations is a message of
-        its own.
+      assignment: the plan of the step; None to count each sum of activations as a
+        separate message.
     """
     out: dict[str, float] = {}
     norms: set[tuple[Group, Place, float]] = set()
@@ -69,7 +70,7 @@ def messages(
 def _in_order(
     pricer: Pricer, collectives: Sequence[Collective], assignment: Assignment
 ) -> tuple[dict[str, float], list[Collective]]:
-    """Number of messages with sums of activations by kind, and other collectives."""
+    """Number of messages of sums of activations by kind; all other collectives."""
     known, graph = assignment.independent, assignment.graph
     alike: dict[_Alike, list[Collective]] = {}
     left: list[Collective] = []
@@ -100,7 +101,7 @@ def rounds(
     sums: Iterable[tuple[int, int, float]],
     combiner: Combiner,
 ) -> int:
-    """Number of messages for sums of one kind, where some sums need other sums.
+    """Number of messages for sums of one kind, if some sums need other sums.
 
     A message takes sums in program order. A sum starts the next message if it needs a
     sum of the current message, or if it would make that message too large

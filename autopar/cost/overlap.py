@@ -5,26 +5,28 @@ work: gathers of parameters, before the operators that read them, and sums of gr
 after the operators that complete them. Communication that work does not hide is
 exposed.
 
-*A lower bound* (`Stretch`, `Timeline.least_s`) on exposed communication, simple enough
-for the planner's optimisation problem. Each collective has a window. The window of a
-gather reaches from the start of the pass to the gather's reader. The window of a sum
-reaches from the operator that completes it to the end of the update. Communication is
-one stream, work is another stream. A stretch is an interval of the pass. All
-communication whose window lies within a stretch must run in it:
+*A lower bound* of exposed communication (`Stretch`, `Timeline.least_s`) is simple
+enough for the planner's optimisation problem. Each collective has a window: the
+interval of the pass in which it may run. The window of a gather reaches from the start
+of the pass to the gather's reader. The window of a sum reaches from the operator that
+completes it to the end of the update. A device does one communication and one piece of
+work at a time. A stretch is an interval of the pass. All communication whose window
+lies within a stretch must run in it:
 
     exposed >= max over stretches (communication within - share x work within, 0)
 
-``share`` is the fraction of work that communication may overlap with. The bound is
-exact if transfers can be interrupted (the interval bound of preemptive scheduling on
-one machine, Horn 1974). The windows of all gathers begin with the pass, and the windows
-of all sums end with it. Therefore three kinds of stretches suffice: from the start,
-to the end, and the whole pass.
+``share`` is the fraction of the seconds of work that communication may overlap with.
+The bound is exact if transfers can be interrupted (the interval bound of preemptive
+scheduling on one machine, Horn 1974). The windows of all gathers begin with the pass,
+and the windows of all sums end with it. Therefore three kinds of stretches suffice:
+from the start, to the end, and the whole pass.
 
-Hidden communication slows the overlapping work by the device's ``contention``.
+Hidden communication makes the overlapping work slower, by the fraction ``contention``
+of the device.
 
-*The messages of a plan* (`Part`). A part of a step is a pass, or the body of a loop
-that communicates. A message that starts in a part ends in the same part. One message
-is sent at a time.
+*The messages of a plan* (`Part`) give the predicted time. A part of a step is a pass,
+or the body of a loop that communicates. A message that starts in a part ends in the
+same part. One message is sent at a time.
 
 A message of gathers must arrive before the first of its arrays is read. The compiler
 waits for the message at that operator, and only then starts the next message. For each
@@ -34,8 +36,8 @@ message,
 
 A message of sums can start when its last array is complete. The update of parameters
 whose gradients are summed continues while later sums are sent. Therefore a stretch with
-messages of sums may end within the update, at the first operator that needs a given
-message:
+messages of sums may end within the update, at the first operator that needs one of
+these messages:
 
     exposed = max over stretches (sums within - share x work within, 0)
 """
@@ -60,10 +62,10 @@ class PartCut:
     Attributes:
       gathers: whether the messages are gathers. Otherwise they are sums, and positions
         are ranks (`Analysis.ranks`).
-      moved: the positions of the messages in the stretch.
-      work: the positions of the operators whose work hides these messages.
-      needs: operators of the update that need only sums of ranks below this one also
-        hide the messages; -1: no operator of the update does.
+      moved: the range of positions of the messages in the stretch.
+      work: the range of positions of the operators whose work hides these messages.
+      needs: operators of the update that need only sums of lower ranks than this also
+        hide the messages; -1 if no operator of the update does.
     """
 
     gathers: bool
@@ -104,7 +106,7 @@ class Part:
         return sum(max(0.0, self.excess_s(cut, share)) for cut in cuts)
 
     def excess_s(self, cut: PartCut, share: float) -> float:
-        """Seconds of messages in a stretch, less ``share`` of the work there."""
+        """Seconds of messages in a stretch, minus ``share`` of the work there."""
         messages = self.gathers if cut.gathers else self.sums
         work = self.work if cut.gathers else self.late_work
         done = work[slice(*cut.work)].sum()
@@ -130,7 +132,8 @@ class Part:
         if not self.sums.any():
             return None
         done, summed = _running(self.late_work), _running(self.sums)
-        # Seconds of sums up to each position, less the update that can overlap.
+        # Seconds of sums up to each position, minus the seconds of the update that can
+        # overlap.
         ends = summed[1:] - share * self._update_seconds_below()
         # Seconds of sums before each position, plus the work after the position.
         starts = summed[:-1] + share * (done[-1] - done[1:])
@@ -192,8 +195,8 @@ class Timeline:
       gathers: for each operator, seconds of the gathers that must end before it.
       sums: for each operator, seconds of the sums that can start after it.
       after_s: seconds of work after the pass that sums may overlap with.
-      parts: the messages of the plan, by part; () where each array has a message of its
-        own and no work follows the pass.
+      parts: the messages of the plan, by part; () if each array has a separate message
+        and no work follows the pass.
     """
 
     role: Role
@@ -246,7 +249,7 @@ class Timeline:
         return max(found, key=lambda s: self.excess_s(s, share))
 
     def excess_s(self, stretch: Stretch, share: float) -> float:
-        """Seconds of communication in a stretch, less ``share`` of the work in it."""
+        """Seconds of communication in a stretch, minus ``share`` of the work in it."""
         moved, done = self.within(stretch)
         return moved - share * done
 

@@ -35,9 +35,9 @@ class Pricer:
     Attributes:
       cluster: the devices and links.
       mesh: the mesh.
-      combining: whether collectives may share messages.
+      combining: whether several collectives may be sent as one message.
       joined_bytes: total bytes of the sums that may share messages, and total bytes of
-        such gathers.
+        the gathers that may share messages.
       messages: for each group, bytes of its largest message in a plan; None: messages
         may be as large as ``joined_bytes``.
     """
@@ -92,8 +92,8 @@ class Pricer:
     ) -> float:
         """Seconds of one elementary collective on an array of ``nbytes``.
 
-        In a message of ``message_bytes``, the collective takes a share of the message's
-        time in proportion to its bytes.
+        If a message of ``message_bytes`` carries the collective, the collective's
+        seconds are its share of the message's time, in proportion to its bytes.
         """
         kind = self.runs_as(step.kind)
         if kind == "slice":
@@ -106,14 +106,14 @@ class Pricer:
         return waiting * part * wire + self.move_s(step, size)
 
     def apart(self, step: ReshardStep) -> bool:
-        """Whether the arrays of a message are sent separately, each with a latency."""
+        """Whether the arrays of a message are sent one by one, each with a latency."""
         innermost = len(self.cluster.levels) - 1
         return self.cluster.device.corrections.arrays_apart and any(
             axis.level < innermost and axis.size > 1 for axis in self._axes(step.axes)
         )
 
     def whole(self, step: ReshardStep, size: float, message_bytes: float) -> float:
-        """Bytes that share one latency with an array, including the array's own bytes.
+        """Bytes that are sent with one latency: those of an array and its message.
 
         Args:
           step: the collective.
@@ -124,22 +124,25 @@ class Pricer:
         return size if self.apart(step) else message_bytes or size
 
     def group_of(self, step: ReshardStep) -> Group:
-        """The kind and axes of a collective; only equal groups may share a message."""
+        """The kind and axes of a collective.
+
+        Only collectives with equal kinds and axes may share a message.
+        """
         return self.runs_as(step.kind), tuple(sorted(step.axes))
 
     def bytes_s(self, step: ReshardStep, nbytes: float) -> float:
-        """Seconds of a collective at the least time per byte of any message size."""
+        """Seconds of a collective at the least seconds per byte of any message."""
         axes = self._axes(step.axes)
         size = step.fraction * nbytes
         wire = collective_s_per_byte(self.runs_as(step.kind), axes) * size
         return self.skew(axes) * wire + self.move_s(step, size)
 
     def least_s(self, step: ReshardStep, nbytes: float) -> float:
-        """A lower bound on a collective's seconds, over all messages it may travel in.
+        """A lower bound of a collective's seconds, for all messages that may carry it.
 
         The message holds the array itself. It is at most as large as the compiler
-        allows, and at most as large as all arrays that may be joined. An array above
-        these limits travels in a message of its own, and the bound is exact.
+        allows, and at most as large as all arrays that may be joined. A larger array
+        has a separate message, for which the bound is exact.
         """
         size = step.fraction * nbytes
         if not size or step.kind == "slice":
@@ -177,8 +180,8 @@ class Pricer:
         The pieces of an all-gather arrive one after the other and are copied into the
         array. An all-to-all also packs the pieces before it sends them. A
         reduce-scatter copies its piece out of the sum. Each copy reads and writes the
-        bytes once. Compilers that adapt the order of dimensions to collectives make no
-        copies.
+        bytes once. A compiler makes no copies if it adapts the order of dimensions to
+        collectives.
         """
         if not self.cluster.device.corrections.copies_pieces:
             return 0.0
@@ -215,7 +218,8 @@ class Pricer:
     ) -> float:
         """Seconds to reshard an array from one layout to another; see `price_s`.
 
-        If all steps are sums or slices, the seconds are multiplied by ``share``.
+        If all steps are sums or slices, the seconds are multiplied by ``share``, the
+        fraction of a sum that is charged to one operator.
         """
         steps = reshard_steps(start, target, partial, reduction, self.sizes)
         part = share if all(s.kind in (*SUMS, "slice") for s in steps) else 1.0
@@ -258,7 +262,7 @@ class Pricer:
 
 @functools.lru_cache(maxsize=1 << 6)
 def _alone(pricer: Pricer) -> Pricer:
-    """A pricer with the same prices for collectives in messages of their own."""
+    """A pricer with the same prices for collectives that share no message."""
     return dataclasses.replace(pricer, joined_bytes=(math.inf, math.inf), messages=None)
 
 
@@ -309,7 +313,7 @@ def _step_table(
     Returns:
       The distinct pairs (kind, axes) of steps. For each pair of layouts and each
       position in its sequence of steps: the index of the step's (kind, axes), or -1 for
-      no step. The fraction of each step.
+      no step. For each step, `ReshardStep.fraction`.
     """
     codes: dict[Axes, int] = {}
     numbers: dict[tuple[str, Axes], int] = {}

@@ -1,4 +1,4 @@
-"""All-reduces that the compiler merges because their results are added."""
+"""All-reduces that the compiler merges into one because their results are added."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def reassociate_sums(
     """Merges equal all-reduces whose results are added into one after the addition.
 
     See `autopar_passes.sums.reassociated`. No resharding may lie between the sums and
-    the addition, because the compiler merges only adjacent collectives. If sums consist
-    of several collectives each, the last collectives may be equal and merged.
+    the addition, because the compiler merges only adjacent collectives. If each sum
+    consists of several collectives, only the last ones may be equal and merged.
 
     Args:
       assignment: strategies as layouts.
@@ -69,7 +69,7 @@ def reassociate_sums(
 
 
 def _alike(one: Sequence[Collective], other: Sequence[Collective]) -> int:
-    """Number of trailing collectives that are equal sums: same devices, same bytes.
+    """How many of the last collectives are equal sums: same devices, same bytes.
 
     The number is 0 if either sequence has a collective other than a sum.
     """

@@ -32,12 +32,12 @@ class Collective:
         reads the resharded array.
       place: key of the collectives with which the compiler may join this one; None if
         the collective cannot be joined.
-      ready: the operator that completes the summed array, or that reads the gathered
-        array.
+      ready: the operator that completes the array before its sum, or that reads the
+        gathered array.
       message_bytes: bytes of the message that holds the collective; 0 if the collective
         is not joined with others.
       message: number of that message in the step; -1 if the collective is not joined.
-      beside: whether the collective overlaps with the work of its own operator.
+      beside: whether the collective overlaps with the work of ``operator``.
     """
 
     step: ReshardStep
@@ -77,7 +77,7 @@ class Collective:
         )
 
     def shared_s(self, pricer: Pricer) -> float:
-        """The part of `seconds` that depends on the other arrays in its message."""
+        """The part of `seconds` that other arrays in the same message can change."""
         if not self.message_bytes:
             return 0.0
         own = self.trips * pricer.least_s(self.step, self.nbytes)
@@ -92,8 +92,8 @@ class Collective:
 _HANDED_OUT = ("carry", "stack_step")
 
 # A form of a value: one array of the planned program. It has the value's number,
-# whether the array is gathered anew, and the layouts through which it was resharded.
-# Equal forms are the same array.
+# whether the backward pass gathers the array again, and the layouts through which it
+# was resharded. Equal forms are the same array.
 Form = tuple[object, ...]
 
 
@@ -103,7 +103,7 @@ class _Forms:
 
     Attributes:
       collectives: the collectives that make forms, in the order of their readers.
-      children: the forms made from each form by one resharding step.
+      children: for each form, the forms that one resharding step makes of it.
       read: the forms that operators read, apart from those in ``whole``.
       rounds: whether values that only products read are sent in bfloat16.
       whole: for each value, whether an operator reads it in its own layout.
@@ -201,8 +201,8 @@ def join_messages(
     out = list(collectives)
     count = 0
     for ((kind, axes), _, _), numbers in groups.items():
-        # The limit of a message counts bytes of results. The result of a scattered sum
-        # is a fraction of its size.
+        # The limit of a message counts bytes of results. The result of a reduce-scatter
+        # is smaller than its operand, which the size counts.
         parts = pricer.group(axes) if kind == "reduce_scatter" else 1
         for message in combiner.messages([out[k].size / parts for k in numbers]):
             members = [numbers[place] for place in message]
@@ -247,8 +247,8 @@ def _read(
 ) -> None:
     """Adds the collectives that reshard a value for one reader.
 
-    Each program makes a form once. A value passes from one program to another in its
-    original form. Therefore each program makes the forms that it reads itself.
+    Each program makes a form once. Values pass from one program to another without
+    resharding. Therefore each program itself makes the forms that it reads.
     """
     steps, fresh = way
     program = (assignment.analysis.programs or {}).get(op.equation, 0)
@@ -278,7 +278,7 @@ def _gather_place(
     reader: Operator,
     step: ReshardStep,
 ) -> Place | None:
-    """The place of a parameter's gather; None: the gather is not joined with others."""
+    """The place of a parameter's gather; None if it is not joined with others."""
     known = assignment.independent
     maker = assignment.contraction.producer[source]
     if step.kind not in GATHERS or maker.class_index not in known.gathered:
@@ -292,7 +292,7 @@ def _gather_place(
 def _sum_place(
     assignment: Assignment, maker: Operator, value: int, step: ReshardStep, at: Operator
 ) -> Place | None:
-    """The place of a sum; None: the sum is not joined with others.
+    """The place of a sum; None if it is not joined with others.
 
     Args:
       assignment: strategies as layouts.
@@ -358,7 +358,10 @@ def _exchanges(
 def exchanges_of(
     assignment: Assignment, op: Operator
 ) -> Iterator[tuple[Exchange, ReshardStep, int, int]]:
-    """Yields each exchange of an operator, its message, their number, and the array."""
+    """Yields the exchanges of an operator.
+
+    Each comes with its message, the number of messages, and the array.
+    """
     for exchange in op.rule.exchanges:
         dims, value = exchanged_array(op, exchange)
         axes = exchange_axes(assignment, op, exchange)
@@ -384,9 +387,9 @@ def exchanged_array(op: Operator, exchange: Exchange) -> tuple[Dims, int]:
 
 
 def _is_reduced(assignment: Assignment, op: Operator) -> bool:
-    """Whether an operator's results need a collective or a slice to be at home.
+    """Whether an operator's results need a collective or a slice to reach their home.
 
-    A result is at home in the layout that the assignment gives to its value.
+    The home of a result is the layout that the assignment gives to its value.
     """
     if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
         return False
@@ -433,7 +436,7 @@ def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
 def _finish_reduction(
     assignment: Assignment, forms: _Forms, value: int, steps: tuple[ReshardStep, ...]
 ) -> tuple[ReshardStep, ...]:
-    """The steps of a reduction; it is scattered if readers keep only slices."""
+    """The steps of a reduction: a reduce-scatter if readers keep only slices."""
     if not steps or steps[-1].kind != "all_reduce":
         return steps
     kept = _sliced_axes(forms, (value, False), frozenset(steps[-1].axes))
@@ -441,7 +444,7 @@ def _finish_reduction(
 
 
 def _sliced_axes(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:
-    """The subset of ``axes`` over which every reader keeps only a slice of an array.
+    """The axes, among ``axes``, over which every reader keeps only a slice.
 
     A compiler does not merge a slice with a reduction if the slice has other axes too.
     """
@@ -462,8 +465,8 @@ def scatter_sum(
 ) -> tuple[ReshardStep, ...]:
     """Turns an all-reduce into a reduce-scatter over the axes in ``kept``.
 
-    Readers keep only a slice over these axes. The returned steps have the layout of the
-    all-reduce, because the slice is a step of its own after them.
+    Readers keep only a slice over these axes. The returned steps end in the layout of
+    the all-reduce, because the slice is a separate step after them.
     """
     out: list[ReshardStep] = []
     fraction = step.fraction

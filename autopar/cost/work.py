@@ -21,10 +21,10 @@ from autopar_passes.graph.operators import Operator
 
 
 def share_of(analysis: Analysis, pricer: Pricer, class_index: int) -> float:
-    """The fraction of its sum over devices that an operator of a class is charged.
+    """The fraction of a sum over devices that is charged to an operator of a class.
 
-    If the compiler may merge several all-reduces into one, each of them is charged a
-    fraction of the one.
+    If the compiler may merge the all-reduces of several operators into one, each
+    operator is charged a fraction of this one.
 
     Args:
       analysis: the step.
@@ -51,8 +51,8 @@ def node_seconds(
     Returns:
       Three float64 arrays. Seconds of work in each segment of both passes and in the
       update, ``[2 * SEGMENTS + 1, strategies]``. Seconds of sums that no operator waits
-      for, by the segment that completes them, ``[SEGMENTS, strategies]``. All other
-      seconds, ``[strategies]``.
+      for, by the segment of the backward pass that completes their operands,
+      ``[SEGMENTS, strategies]``. All other seconds, ``[strategies]``.
     """
     device = pricer.cluster.device
     works = analysis.works(streamed=device.streams)
@@ -95,7 +95,7 @@ def node_seconds(
 def _split(
     strategies: Sequence[Strategy], pricer: Pricer, without: Axes = ()
 ) -> np.ndarray:
-    """The number of parts into which each strategy splits each factor of a node.
+    """Into how many parts each strategy splits each factor of a node.
 
     Args:
       strategies: the node's strategies.
@@ -207,7 +207,7 @@ def _exchange_s(
 
 
 def beside_ring_s(work_seconds: float, pricer: Pricer, axes: Axes) -> float:
-    """The most seconds of communication around a ring that an operator's run can hide.
+    """The most seconds of ring communication that one run of an operator can hide.
 
     On n devices the operator works in n rounds. The first round needs no message. The
     message of each later round is sent during the round before it.
@@ -243,7 +243,7 @@ def _reduction_s(
     sums: Sequence[tuple[int, float]],
     together: frozenset[str],
 ) -> np.ndarray:
-    """Seconds of the all-reduces of a small reduction in the node of its operand.
+    """Seconds of the all-reduces of a small reduction, which has its operand's node.
 
     Args:
       op: the reduction.

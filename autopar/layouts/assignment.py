@@ -1,14 +1,14 @@
 """Converts the solution of a planning problem to the layouts of each operator's
 operands and results.
 
-*All-gathers over all devices of a slice* are stated so that the compiler keeps them. On
-slices of 64 chips or more, XLA's TPU compiler turns an all-gather over all devices into
-an all-reduce: each device pads its shard with zeros, and twice the bytes are sent. On
-v5e the compiler does so for results up to 16 MiB, on v5p for any size (libtpu 0.0.42;
-slices of 8 to 256 chips, float32 and bfloat16, either dimension, arrays of .25 MiB to 1
-GiB). An all-gather along one dimension of the torus is not changed. So the program
-states the gather one mesh axis at a time. Gathering axis by axis sends the same bytes
-as a single all-gather, and the cost model prices these bytes.
+*All-gathers over all devices of a TPU slice*: the program states them in a form that
+the compiler keeps. On slices of 64 chips or more, XLA's TPU compiler turns an
+all-gather over all devices into an all-reduce: each device pads its shard with zeros,
+and twice the bytes are sent. On v5e the compiler does so for results up to 16 MiB, on
+v5p for any size (libtpu 0.0.42; slices of 8 to 256 chips, float32 and bfloat16, either
+dimension, arrays of .25 MiB to 1 GiB). An all-gather along one dimension of the torus
+is not changed. So the program gathers over one mesh axis at a time. Gathering axis by
+axis sends the same bytes as a single all-gather, so the cost model prices a single one.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ from autopar_passes.sums.finish import Sum
 def written_sums(
     start: Layout, steps: Sequence[ReshardStep], kept: Layout | None = None
 ) -> tuple[Sum, ...]:
-    """The sums of a resharding that a program has to state; empty: the compiler inserts
-    them.
+    """The sums of a resharding that a program has to state.
 
-    XLA inserts a sum over one axis by itself. On some platforms XLA cuts a sum over
-    several axes into other collectives than the plan (`autopar_passes.sums.finish`).
+    The result is empty if the compiler inserts the sums itself.
+
+    XLA inserts a sum over one axis itself, as planned. On some platforms XLA cuts a sum
+    over several axes into other collectives than those of the plan
+    (`autopar_passes.sums.finish`).
 
     Args:
       start: the layout before the steps.
       steps: from `reshard_steps`.
-      kept: the layout of the slices, if readers read only these slices of the result of
-        the last step (`kept_slices`); None: readers read more.
+      kept: if readers use only slices of the result of the last step, the layout of
+        these slices (`kept_slices`); None if readers use more.
     """
     out: list[Sum] = []
     layout = start
@@ -83,7 +85,7 @@ def _scatters(before: Layout, after: Layout) -> list[Sum]:
 def kept_slices(
     ways: Collection[tuple[Sequence[ReshardStep], bool]], axes: Axes
 ) -> Layout | None:
-    """The layout of the slice that all readers of an array take first.
+    """The layout of the slice that the resharding to every reader begins with.
 
     Args:
       ways: the resharding to each reader (`Assignment.fetch_steps`).
@@ -106,13 +108,17 @@ def kept_slices(
     return None
 
 
-# The steps to a reader's layout, and whether they make a new backward copy.
+# The resharding steps to a reader's layout, and whether they make a new copy for the
+# backward pass.
 Way = tuple[tuple[ReshardStep, ...], bool]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyChoice:
-    """The layout of a shared copy, and whether the copy is the kept forward copy."""
+    """The layout of a copy that several readers share.
+
+    ``reuse`` says whether the backward pass uses the forward copy again.
+    """
 
     layout: Layout
     reuse: bool
@@ -128,17 +134,17 @@ class Assignment:
       strategies: the strategy of each node.
       copies: (value class, whether backward readers use the copy) -> the choice of the
         copy.
-      codecs: value whose sum is due -> its codec as text; other values are summed
-        without a codec.
-      waiting: values whose sum is postponed although they have no codec, because an
-        operator reads their partial sums.
-      settled: values whose sum was due and has been computed, so that they are not
-        partial.
+      codecs: value at which a postponed sum is computed -> the codec of the sum, as
+        text. Other values are summed without a codec.
+      waiting: values without a codec whose sum is postponed too, because an operator
+        reads their partial sums.
+      settled: values whose postponed sum has been computed already, so that they are
+        not partial.
       sums_each_microbatch: whether gradients are summed over devices in each
         microbatch, so that they are stored sharded. If False, gradients whose sum can
         be postponed are summed once a step.
-      apart_bytes: the most bytes of an array whose gathers over all devices are stated
-        axis by axis (`autopar.layouts.assignment`).
+      apart_bytes: arrays of at most this many bytes are gathered over all devices axis
+        by axis (`autopar.layouts.assignment`).
       graph: the graph of the analysis.
       contraction: the contraction of the analysis.
     """
@@ -152,11 +158,11 @@ class Assignment:
     settled: frozenset[int] = frozenset()
     sums_each_microbatch: bool = False
     apart_bytes: float = 0.0
-    # Copies of the analysis's fields, because a program reads them for every operator.
+    # Copies of fields of the analysis, because they are read for every operator.
     graph: OperatorGraph = dataclasses.field(init=False, repr=False)
     contraction: Contraction = dataclasses.field(init=False, repr=False)
-    # Cached answers by class, because a program asks the same for every repeated layer.
-    # A changed assignment starts with an empty cache.
+    # Cached results by operator class, because every repeated layer needs the same
+    # results. A changed assignment starts with an empty cache.
     _known: dict[tuple[object, ...], Any] = dataclasses.field(
         default_factory=dict[tuple[object, ...], Any],
         init=False,
@@ -221,7 +227,7 @@ class Assignment:
         return partial_axes(self.strategies[node.index], node.summed_factors(op)[slot])
 
     def partial_of(self, op: Operator) -> Axes:
-        """As `partial`, for any operator; () if the operator has no node."""
+        """Like `partial`, but () for an operator without a node."""
         has = op.class_index in self.contraction.node_of
         return self.partial(op) if has else ()
 
@@ -328,8 +334,9 @@ class Assignment:
         return written_sums(start, steps, kept)
 
     def _scatters_apart(self, op: Operator) -> bool:
-        """Whether the result of a scatter is the sum of the devices' own scatters into
-        zeros.
+        """Whether the result of a scatter is the sum of all devices' own scatters.
+
+        Each device scatters into zeros.
         """
         makers: frozenset[int] = self._memo(
             ("makers",),
@@ -390,8 +397,8 @@ class Assignment:
     def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
         """See `LayoutPlan`."""
         steps, fresh = self.fetch_steps(value, layout, backward)
-        # The home layout is stated, too, because the compiler could otherwise choose
-        # any layout in between.
+        # The program also states the home layout, because the compiler could otherwise
+        # choose any layout in between.
         home = self.home_layout(value)
         start = (home,) if fresh else ()
         return LayoutRoute((*start, *self._stated_layouts(value, home, steps)), fresh)
@@ -474,7 +481,7 @@ def assign(
 
 
 def unsplit(analysis: Analysis, sizes: Sequence[int]) -> Assignment:
-    """An assignment in which every device computes the whole step without sharding."""
+    """The assignment in which every device computes the whole step without sharding."""
     nodes = analysis.contraction.nodes
     whole = tuple(((),) * len(node.factors) for node in nodes)
     return Assignment(analysis, tuple(sizes), whole, {})
@@ -485,12 +492,13 @@ _ONE_CORE_BYTES = 16 * 2**20
 
 
 def apart_bytes(device: DeviceSpec, devices: int) -> float:
-    """The most bytes of an array that must not be gathered over all devices in one
-    collective.
+    """The most bytes of arrays that are gathered axis by axis.
+
+    Such arrays must not be gathered over all devices in one collective.
     """
     if device.kind != "tpu" or devices < _DEVICES:
         return 0.0
-    # Only chips with one core (v5e) have `on_chip_bytes`.
+    # Only device specs of chips with one core (v5e) have `on_chip_bytes`.
     return _ONE_CORE_BYTES if device.on_chip_bytes else math.inf
 
 

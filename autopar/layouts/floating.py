@@ -1,4 +1,4 @@
-"""The layouts of values without a home between two programs."""
+"""The layouts in which values without a home pass from one program to the next."""
 
 from __future__ import annotations
 

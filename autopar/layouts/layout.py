@@ -1,5 +1,4 @@
-"""Layouts: how an array is sharded over a mesh, and the steps from one layout to
-another.
+"""Layouts: how an array is sharded over a mesh, and how it gets another layout.
 
 A *layout* gives each dimension of an array the mesh axes that split it, major
 to minor, as positions in the mesh: ``((0,), (), (2, 1))`` splits dimension 0
@@ -33,8 +32,8 @@ class ReshardStep:
       kind: ``slice`` (free), ``all_gather``, ``all_to_all``, ``all_reduce``,
         ``reduce_scatter`` or ``collective_permute``.
       axes: the mesh axes that take part.
-      fraction: the bytes of the collective, in the convention of
-        `autopar.cost.collectives`, as a fraction of the whole array.
+      fraction: the size of the collective, as `autopar.cost.collectives` defines it,
+        divided by the bytes of the whole array.
       layout: the layout after the step.
     """
 
@@ -57,8 +56,7 @@ def axes_of(layout: Layout) -> frozenset[int]:
 def exchange_step(
     exchange: Exchange, axes: Axes, layout: Layout, sizes: Sequence[int]
 ) -> tuple[ReshardStep, int]:
-    """A message that the shards of an operator exchange, and the number of such
-    messages.
+    """A message between the shards of an operator, and how many a device sends.
 
     Args:
       exchange: the exchange in the operator's rule.
@@ -84,17 +82,17 @@ def reshard_steps(
     Args:
       start: the layout the array has.
       target: the layout it must get.
-      partial: axes over which the array is partial: the sum or maximum over them is
-        still to be computed.
+      partial: axes over which the array is partial: the sum or maximum over these axes
+        is still to be computed.
       reduction: how partial results are combined; only a sum may use a reduce-scatter.
       sizes: size of each mesh axis.
 
     The steps come in this order. First the array is reduced; a reduce-scatter is used
     if the target has the axis and the axis can be appended. Second, slices are taken,
     which is free. Third, axes move between dimensions by all-to-all. Last, the
-    remaining axes are gathered. If an axis must leave the middle of a dimension, the
-    axes behind it leave, too. The reduction comes first because a program cannot state
-    the layout of a partial value.
+    remaining axes are gathered. If an axis in the middle of a dimension's axes is
+    gathered, the axes behind it are gathered too. The reduction comes first because a
+    program cannot state the layout of a partial value.
     """
     path = _LayoutPath(start, target, sizes)
     path.reduce(partial, scatter=reduction == "sum")
@@ -124,9 +122,7 @@ class _LayoutPath:
         return (*self.layout[:dim], axes, *self.layout[dim + 1 :])
 
     def next_axis(self, dim: int) -> int | None:
-        """The next axis of the target on a dimension, if all axes before it are in
-        place.
-        """
+        """The target's next axis on a dimension, if all axes before it are in place."""
         have, want = self.layout[dim], self.target[dim]
         if len(have) < len(want) and want[: len(have)] == have:
             return want[len(have)]
@@ -181,8 +177,9 @@ class _LayoutPath:
         return False
 
     def gather(self) -> bool:
-        """Gathers axes that the target does not have on the dimension, fewest bytes
-        first.
+        """Gathers axes that the target does not have on the dimension.
+
+        The gather with the fewest bytes comes first.
         """
         best: tuple[float, int] | None = None
         for dim, have in enumerate(self.layout):

@@ -35,9 +35,10 @@ class Piece:
     Attributes:
       device: device that has the piece.
       process: process of that device.
-      begin: begin of the piece in the block that the device holds.
+      begin: for each dimension, the index in the device's block at which the piece
+        begins.
       shape: shape of the piece.
-      place: begin of the piece in the new block.
+      place: for each dimension, the index in the new block at which the piece begins.
     """
 
     device: Any
@@ -136,9 +137,9 @@ def _piece(
 def wire_layout(
     mine: Layout, sizes: Sequence[int], theirs: Layout, other_sizes: Sequence[int]
 ) -> Layout:
-    """The layout in which a stage sends a value to another stage, or receives it.
+    """The layout in which a pipeline stage sends or receives a value.
 
-    Each dimension is split into the most parts that the leading axes of both stages
+    Each dimension is split into as many parts as the leading mesh axes of both stages
     allow. The devices of both stages then hold the same parts, and copy them without
     the host. Each stage reshards the value on its own devices.
 
@@ -158,7 +159,7 @@ def wire_layout(
 
 
 def _parts(axes: tuple[int, ...], sizes: Sequence[int]) -> frozenset[int]:
-    """The numbers of parts into which leading axes can split a dimension."""
+    """The numbers of parts into which the leading axes of a dimension can split it."""
     found = itertools.accumulate((sizes[a] for a in axes), operator.mul, initial=1)
     return frozenset(found)
 
@@ -166,7 +167,7 @@ def _parts(axes: tuple[int, ...], sizes: Sequence[int]) -> frozenset[int]:
 def _leading(
     axes: tuple[int, ...], sizes: Sequence[int], parts: frozenset[int]
 ) -> tuple[int, ...]:
-    """The most leading axes that give one of some numbers of parts."""
+    """The longest list of leading axes whose number of parts is in ``parts``."""
     for count in range(len(axes), 0, -1):
         if math.prod(sizes[a] for a in axes[:count]) in parts:
             return axes[:count]

@@ -1,10 +1,10 @@
-"""Deferred sums: sums over devices that a plan postpones, and the layouts of the values
-until then.
+"""Sums over devices that a plan postpones, and the layouts of partial values.
 
-A plan uses a `autopar_passes.sums.stacked.Deferral` under two conditions. All
-contributions of the deferral must be partial over the same mesh axes. Without these
-axes, every value of the deferral must have the same layout as the operators around it.
-Under these conditions the stacked value needs no communication until the sum.
+A plan uses a `autopar_passes.sums.stacked.Deferral` under two conditions. First, all
+operators that contribute to the deferral must have results that are partial over the
+same mesh axes. Second, apart from these axes, every value of the deferral must have the
+layout that the operators around it use. The stacked value then needs no communication
+until the sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Layouts(Protocol):
 
     @property
     def contraction(self) -> Contraction:
-        """The nodes with a choice."""
+        """The nodes, each of which chooses a sharding."""
         ...
 
     @property
@@ -81,10 +81,10 @@ def without(layout: Layout, axes: Axes) -> Layout:
 
 
 def partial_along(assignment: Layouts, deferral: Deferral) -> Axes:
-    """The axes over which all contributions to a deferral are partial.
+    """The axes over which all results that contribute to a deferral are partial.
 
-    The result is () if the contributions are partial over different axes; then no sum
-    is postponed.
+    The result is () if these results are partial over different axes. No sum is
+    postponed in this case.
     """
     makers = [assignment.graph.operators[c] for c in deferral.contributions]
     partials = {assignment.partial_of(op) for op in makers}
@@ -112,7 +112,7 @@ def stacking_of(assignment: Layouts, deferral: Deferral) -> Stacking | None:
 
 
 def _starts(assignment: Layouts, stacking: Stacking, op: Operator) -> bool:
-    """Whether a partial result becomes the stacked value only by slicing."""
+    """Whether slicing alone turns a partial result into the stacked value."""
     own = assignment.layout(op, op.rule.results[0])
     home = stacking.strip(assignment.home_layout(op.outputs[0]))
     steps = reshard_steps(own, home, (), "", assignment.sizes)
@@ -122,7 +122,7 @@ def _starts(assignment: Layouts, stacking: Stacking, op: Operator) -> bool:
 
 
 def whole_rows(assignment: Layouts, op: Operator) -> bool:
-    """Whether a scatter's indices find every row on each device.
+    """Whether each device has all rows that a scatter's indices may select.
 
     The indexed factors are the factors of the operand that the updates do not have.
     """

@@ -17,8 +17,8 @@ from autopar_passes.rules.factor_rule import Dims
 # A strategy gives each factor of a node the mesh axes that split it.
 Strategy = tuple[Axes, ...]
 
-# With three axes or more, the order of the axes on one dimension is a choice only for
-# state, because the number of orders grows as a factorial.
+# On meshes with more axes than this, only state may have its axes in any order on a
+# dimension, because the number of orders grows as a factorial.
 _ORDERED_MESHES = 2
 
 
@@ -95,7 +95,7 @@ def _compound_dims(
 def _split_wholly(
     strategy: Strategy, node: Node, factor: int, sizes: Sequence[int]
 ) -> bool:
-    """Whether one mesh axis splits a factor into single elements."""
+    """Whether one mesh axis alone splits a factor into single elements."""
     axes = strategy[factor]
     return len(axes) == 1 and sizes[axes[0]] == node.factors[factor][0]
 
@@ -111,7 +111,9 @@ def _has_halves(
 def _dense(
     strategy: Strategy, node: Node, dim: tuple[int, ...], sizes: Sequence[int]
 ) -> bool:
-    """Whether a minor factor is split only if all major factors are split into single
+    """Whether the factors of a dimension are split from major to minor.
+
+    A factor may be split only if all factors that are more major are split into single
     elements.
     """
     complete = True
@@ -125,7 +127,7 @@ def _dense(
 
 
 class Mode(enum.Enum):
-    """The way in which a copy is made."""
+    """How a copy is made."""
 
     FETCH = "resharded from the value"
     REUSE = "the forward copy, kept"
@@ -155,8 +157,10 @@ class Copy:
     uses: tuple[Use, ...]
 
     def mode_of(self, same: bool, reuse: bool) -> Mode:
-        """The mode of a copy, given whether it has the value's own layout and whether
-        it reuses the forward copy.
+        """How a copy is made.
+
+        This depends on whether the copy has the value's own layout, and whether it
+        reuses the forward copy.
         """
         if reuse:
             return Mode.REUSE

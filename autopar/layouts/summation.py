@@ -1,12 +1,11 @@
-"""How the devices that sum a gradient share the work of sending it.
+"""How devices sum a gradient: over fast links first, then with a codec over slow links.
 
 If links have several speeds, a gradient is first summed over the fast links without a
 codec, by a reduce-scatter. Each device of a host then holds one part. Only this part is
-encoded and crosses the slow links. With F devices behind a slow link, each device
-encodes and sends 1/F of the elements that it would encode and send if the codec summed
-over all devices at once (the two hops of ZeRO++, arXiv 2306.10209, with an exact first
-hop). If every device needs the whole sum, the parts are gathered over the fast links at
-the end.
+encoded and crosses the slow links. If F devices share a slow link, each device encodes
+and sends only 1/F of the elements that it would send if the codec summed over all
+devices at once (the two hops of ZeRO++, arXiv 2306.10209, with an exact first hop). If
+every device needs the whole sum, the parts are gathered over the fast links at the end.
 """
 
 from __future__ import annotations
@@ -30,14 +29,16 @@ class Summation:
     """One way to sum a gradient over devices.
 
     Attributes:
-      axes: mesh axes over which the codec sums, worker numbers major to minor.
-      workers: number of devices along them.
+      axes: mesh axes over which the codec sums, from major to minor in the number of a
+        worker. A worker is one of the devices along these axes.
+      workers: number of devices along ``axes``.
       local_shape: shape of the array that a device encodes.
-      scatter_dim: the dim of which each worker needs only its own part of the sum;
-        None: all need the whole.
+      scatter_dim: each worker needs only its own part of the sum, along this dim; None
+        if all workers need the whole sum.
       within: mesh axes over which the gradient is summed first, without a codec.
       dim: the dim that the axes of ``within`` split; -1 if there are none.
-      keeps: whether the sum stays split over ``within``; otherwise it is gathered.
+      keeps: whether the sum stays split over ``within``. If not, it is gathered at the
+        end.
       interleaved: whether ``dim`` is split first among the workers and then over
         ``within``, so that each device of ``within`` holds a piece of every worker's
         part.
@@ -66,7 +67,9 @@ class Summation:
 def summations(
     shape: tuple[int, ...], home: Layout, axes: Axes, mesh: Sequence[MeshAxis]
 ) -> tuple[Summation, ...]:
-    """The ways to sum a gradient; the way that sums over all links at once comes first.
+    """Returns the ways to sum a gradient.
+
+    The first way sums over all links at once.
 
     Args:
       shape: shape of the whole gradient; dims in front of the dims of ``home`` are not
@@ -91,7 +94,7 @@ def summation_of(
     within: Axes,
     sizes: Sequence[int],
 ) -> Summation | None:
-    """The way that sums over ``within`` first; None if the layout allows no such way.
+    """Returns the way that sums over ``within`` first; None if the layout allows none.
 
     Args:
       shape: as for `summations`.
@@ -119,7 +122,7 @@ def summation_of(
 
 
 def scattered_dim(home: Layout, axes: Axes) -> int | None:
-    """The dim that all axes of a sum split, as its innermost axes."""
+    """The dim whose innermost axes are all axes of a sum; None if there is none."""
     if not set(axes) <= axes_of(home):
         return None
     for dim, split in enumerate(home):
@@ -131,8 +134,9 @@ def scattered_dim(home: Layout, axes: Axes) -> int | None:
 def _gather_whole(
     local: tuple[int, ...], slow: Axes, within: Axes, sizes: Sequence[int]
 ) -> Summation | None:
-    """The way if every device needs the whole sum: meanwhile the largest divisible dim
-    is split.
+    """The way to sum if every device needs the whole sum.
+
+    The largest divisible dim is split until the final gather.
     """
     count = _count(within, sizes)
     fitting = [dim for dim, n in enumerate(local) if n and n % count == 0]
@@ -151,7 +155,7 @@ def _keep_local(
     within: Axes,
     sizes: Sequence[int],
 ) -> Summation | None:
-    """The way if the sum is needed split over the fast links only."""
+    """The way to sum if the result must be split over the fast links only."""
     dim = scattered_dim(home, within)
     if dim is None or not slow:
         return None
@@ -167,7 +171,7 @@ def _scatter_all(
     within: Axes,
     sizes: Sequence[int],
 ) -> Summation | None:
-    """The way if the sum is needed split over all links, along one dim."""
+    """The way to sum if the result must be split over all links, along one dim."""
     dim = scattered_dim(home, axes)
     if dim is None or set(within) >= set(axes):
         return None
@@ -195,13 +199,13 @@ def _cut(shape: tuple[int, ...], dim: int, count: int) -> tuple[int, ...]:
 # A mesh axis, by number or by name.
 A = TypeVar("A", int, str)
 
-# The round number of sums and gathers over the fast links of a bucket.
+# Stands for the round number in the sums and gathers of a bucket over the fast links.
 WITHIN = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket(Generic[A]):
-    """The bucket of a gradient; gradients that are sent together have equal buckets.
+    """A group of gradients that are sent together; they have equal buckets.
 
     Attributes:
       number: number of the plan's bucket.
@@ -220,7 +224,7 @@ class BucketCollective(Generic[A]):
 
     Attributes:
       bucket: the bucket.
-      round: number of the codecs' round, or `WITHIN`.
+      round: number of the codecs' round of messages, or `WITHIN`.
       kind: as in `autopar.compression.exchange.Message`.
     """
 

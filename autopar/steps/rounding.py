@@ -33,9 +33,8 @@ programs (jaxlib 0.10.2, on a CPU without 16-bit products):
 * the operand of a reduction stays in 32 bits for all its readers, because the compiler
   drops a rounding to 16 bits that a conversion to 32 bits follows
   (``xla_allow_excess_precision``);
-* a rounded result that both passes read is kept for the backward pass. The compiler
-  would recompute the same result if it were a float32 type and depended on only one
-  array.
+* a rounded result that both passes read is kept for the backward pass. If this result
+  were of type float32 and depended on only one array, the compiler would recompute it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HomeValue:
-    """A class of equivalent values, the home that decides their layout, and their uses."""
+    """A class of equivalent values, with their home and their uses."""
 
     value_class: ValueClass
     example: int
