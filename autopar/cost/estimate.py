@@ -1,11 +1,10 @@
 """The work and the messages of a training step on one device, with their seconds.
 
 `Work` has a row for each class of equivalent operators, and `Messages` has a row for
-each collective. Some rows run once per microbatch, all others once per step: Other rows
-count once per
-step: the sums of gradients and the update of the state. The same formulas give the
-seconds of a row for the planned batch size and for any other. `StepEstimate` adds the
-rows up. Reports, goodput and stages read its totals.
+each collective. Most rows run once per microbatch. The sums of gradients and the update
+of the state run once per step. The same formulas give the seconds of a row for the
+planned batch size and for any other. `StepEstimate` adds the rows up. Reports, goodput
+and stages read its totals.
 
 Sums over replicas run once per step, after the loop over microbatches
 (`autopar_passes.replay.replicas.Replicas.add_up`). Each sum is an all-reduce over the

@@ -61,8 +61,8 @@ _LEAST_PART = 0.005
 _KERNEL_BYTES = 2**24
 # Fraction of the on-chip memory, without the workspace of kernels, that holds buffers,
 # as (part, whole). Measured with a GPT and a Llama of two layers on 64 v5e, whose
-# buffers would just fill the
-# memory: 98 to 105 MB of buffers stay in the 117 MB (libtpu 0.0.42).
+# buffers would just fill the memory: 98 to 105 MB of buffers stay in the 117 MB (libtpu
+# 0.0.42).
 _BUFFERS = (5, 6)
 
 # Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2). A GPT
