@@ -187,7 +187,8 @@ def audit(
         communication and memory from the compiled program.
       target: also compiles the step with the compiler of this accelerator (``h100``,
         ``a100``, ``b200``, ``v5e``, ``v5p`` ...), which need not be there; the
-        compiler comes with ``autopar[gpu-compiler]`` or ``autopar[tpu-compiler]``.
+        compiler comes with ``autopar[gpu-compiler]`` or ``autopar[tpu-compiler]``. On
+        groups of unequal devices, what runs on this accelerator is compiled.
       kwargs: the step's arguments that are given by name.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from autopar.cluster import Cluster
 from autopar.compilers.compiled import check_target, compile_for
 from autopar.compilers.targets import Target, target_of
 from autopar.errors import PlanError
+from autopar.planner.replicas import sites_of, slowest_of
 from autopar.plans import Plan
 from autopar.reports.audit import (
     ACTIVATIONS,
@@ -23,7 +23,10 @@ from autopar.reports.audit import (
     COTANGENTS,
     ONCE,
     Audit,
+    ProgramRuns,
     StageAudit,
+    TargetAudit,
+    Transfer,
     bytes_by_kind,
     predicted_by_kind,
     target_audit,
@@ -32,8 +35,9 @@ from autopar.reports.audit import (
 )
 from autopar.reports.explain import BoundPlan, bind_plan
 from autopar.reports.staged import bind_stages, links
-from autopar.runtime.placement import abstract_mesh, device_mesh, stage_meshes
+from autopar.runtime.placement import abstract_mesh, stage_meshes
 from autopar.runtime.planned import lowering_platform, planned_step
+from autopar.runtime.stages.held_bytes import held_bytes
 from autopar.runtime.stages.pipeline import StageCopy, StagePipeline
 from autopar.runtime.stages.planned import audited_pipeline
 from autopar.runtime.stages.stage import RESULT, Sent, Stage, wide
@@ -52,14 +56,19 @@ class AuditedProgram:
       stage: number of the stage.
       lowered: JAX's ``Lowered`` of the program.
       times: number of runs of the program in a step.
+      held_bytes: bytes of all arrays that a device of the stage holds as the program
+        begins; None: the device holds only the program's arguments.
     """
 
     stage: int
     lowered: Any
     times: int
+    held_bytes: int | None = None
 
 
-def programs(pipeline: StagePipeline, plan: Plan) -> Iterator[AuditedProgram]:
+def programs(
+    pipeline: StagePipeline, plan: Plan, platform: str | None = None
+) -> Iterator[AuditedProgram]:
     """Lowers the programs that communicate within a stage.
 
     These are the tasks of the stage, the programs that finish its running sums, and the
@@ -69,29 +78,33 @@ def programs(pipeline: StagePipeline, plan: Plan) -> Iterator[AuditedProgram]:
     Args:
       pipeline: the tasks (`autopar.runtime.stages.planned.audited_pipeline`).
       plan: the plan of the pipeline.
+      platform: JAX's name of the platform to lower for, used without devices; None for
+        a platform that has the kernels of the stage.
 
     Raises:
       PlanError: no platform has all kernels of a stage.
     """
     kind, count = plan.cluster.read().device.kind, pipeline.microbatches
+    held = held_bytes(pipeline)
 
     def lower_times(
-        stage: int, function: Any, structs: Any, times: int
+        stage: int, function: Any, structs: Any, times: int, nbytes: int | None = None
     ) -> AuditedProgram:
+        own = pipeline.stages[stage]
+        on = platform or lowering_platform(own.assignment.graph, kind)
         return AuditedProgram(
-            stage,
-            _lower_function(pipeline.stages[stage], function, structs, kind),
-            times,
+            stage, _lower_function(own, function, structs, on), times, nbytes
         )
 
     for key, call in pipeline.calls.items():
         if not call.idle:
             times = 1 if key.phase is Phase.UPDATE else count
+            code = call.code
             yield lower_times(
-                key.stage, call.code.function, call.code.in_structs, times
+                key.stage, code.function, code.in_structs, times, held[key]
             )
     for stage, finish in pipeline.finish.items():
-        yield lower_times(stage, finish, _end_structs(pipeline, stage), 1)
+        yield lower_times(stage, finish, _end_structs(pipeline, stage), 1, held[stage])
     batch = pipeline.cut.parts.flow.batch
     for copy in (*pipeline.copies, *pipeline.late_copies):
         own = pipeline.stages[copy.stage]
@@ -128,11 +141,10 @@ def _read(stage: Stage, copy: StageCopy) -> list[Any]:
     return [stage.struct(v) for v in copy.sent.values]
 
 
-def _lower_function(stage: Stage, function: Any, structs: Any, kind: str) -> Any:
+def _lower_function(stage: Stage, function: Any, structs: Any, platform: str) -> Any:
     if not isinstance(stage.mesh, AbstractMesh):
         return function.lower(*structs)
     bare = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), structs)
-    platform = lowering_platform(stage.assignment.graph, kind)
     with lowered_without_devices():
         return function.trace(*bare).lower(lowering_platforms=(platform,))
 
@@ -203,8 +215,28 @@ _NAMES = {
     None: ONCE,
 }
 
-# Lowers the programs of all stages, with devices or without.
-_Lower = Callable[[], Iterable[AuditedProgram]]
+# Lowers the programs of all stages, on the mesh of each stage and for a platform. The
+# meshes are None for meshes without devices.
+_Lower = Callable[[Sequence[Any] | None, str | None], Iterable[AuditedProgram]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+    """A plan whose programs are audited.
+
+    Attributes:
+      plan: the plan.
+      stages: the stages as plans; one stage for a plan with replicas.
+      lower: lowers the programs.
+      transfers: the communication between stages.
+      replica: number of the replica whose program is audited.
+    """
+
+    plan: Plan
+    stages: tuple[BoundPlan, ...]
+    lower: _Lower
+    transfers: tuple[Transfer, ...] = ()
+    replica: int | None = None
 
 
 def audit_analysis(
@@ -226,107 +258,143 @@ def audit_analysis(
 
     Raises:
       PlanError: the plan is for another step or cluster, there are too few devices, or
-        the compiler of the target cannot compile such a plan.
+        no stage or replica of the plan runs on devices of the target.
     """
+    device = None if target is None else target_of(target)
     if len(plan.stages) > 1:
-        return _audit_stages(analysis, plan, cluster, compiled=compiled, target=target)
-    bound = bind_plan(analysis, plan, cluster)
-    turns = bound.analysis.turns
+        subject = _several_stages(analysis, plan, cluster)
+    else:
+        subject = _one_stage(analysis, plan, cluster, device)
+    made: dict[int, TargetAudit] = {}
+    if device is not None:
+        made = _audits_of_target(subject, device, cluster)
+    shardy = [list[AuditedCollective]() for _ in subject.stages]
+    for program in subject.lower(None, None):
+        shardy[program.stage] += _often(program, shardy_collectives(program.lowered))
+    here = _compiled_here(subject) if compiled else {}
+    stages = [
+        StageAudit(
+            bound.plan,
+            predicted_by_kind(bound if number in made else without_rounding(bound)),
+            bytes_by_kind(shardy[number]),
+            here.get(number),
+            made.get(number),
+        )
+        for number, bound in enumerate(subject.stages)
+    ]
+    return Audit(plan, tuple(stages), subject.transfers, subject.replica)
 
-    def _lower_program(mesh: Any) -> list[AuditedProgram]:
-        step = planned_step(analysis, plan, mesh, turns=turns)
-        return [AuditedProgram(0, step.lower(), 1)]
 
-    made = None
-    if target is not None:
-        device = _device(plan, cluster, target)
-        step = planned_step(analysis, plan, abstract_mesh(plan), turns=turns)
-        program = compile_for(step.lower(device.platform), device, cluster)
-        made = target_audit(bound, device, program)
-    expected = bound if made is not None else without_rounding(bound)
-    here = functools.partial(_lower_program, device_mesh(plan)) if compiled else None
-    (stage,) = _audits_of_stages(
-        [bound], [expected], _lower_program(abstract_mesh(plan)), here
+def _one_stage(
+    analysis: Analysis, plan: Plan, cluster: Cluster, device: Target | None
+) -> _Subject:
+    """The program of a plan of one stage; for a plan with replicas, of one replica.
+
+    The replica is the slowest of those that run on the target's devices.
+    """
+    replica = _replica_on(plan, cluster, device) if plan.replicas else None
+    bound = bind_plan(analysis, plan, cluster, replica)
+
+    def lower(
+        meshes: Sequence[Any] | None, platform: str | None
+    ) -> list[AuditedProgram]:
+        mesh = abstract_mesh(plan) if meshes is None else meshes[0]
+        step = planned_step(analysis, plan, mesh, turns=bound.analysis.turns)
+        return [AuditedProgram(0, step.lower(platform), 1)]
+
+    return _Subject(plan, (bound,), lower, replica=replica)
+
+
+def _replica_on(plan: Plan, cluster: Cluster, device: Target | None) -> int:
+    """The slowest replica, or the slowest on the target's devices."""
+    if device is None:
+        return slowest_of(plan)
+    names = [site.part.device.name for site in sites_of(cluster)]
+    found = [k for k, name in enumerate(names) if name == device.name]
+    if not found:
+        raise _other_devices(device, "replica", names)
+    return max(found, key=lambda k: plan.replicas[k].step_s)
+
+
+def _other_devices(device: Target, what: str, names: Iterable[str]) -> PlanError:
+    return PlanError(
+        f"target {device.name}: no {what} of the plan runs on such devices; there are "
+        f"{', '.join(dict.fromkeys(names))}. Name one of these that is a target."
     )
-    return Audit(plan, (dataclasses.replace(stage, target=made),))
 
 
-def _device(plan: Plan, cluster: Cluster, target: str) -> Target:
-    """Returns the accelerator whose compiler is to compile a plan with one stage.
+def _several_stages(analysis: Analysis, plan: Plan, cluster: Cluster) -> _Subject:
+    """The programs of a plan of several stages."""
+    bound = bind_stages(analysis, plan, cluster)
+    abstract = [abstract_mesh(stage.plan) for stage in bound.stages]
+    pipeline = audited_pipeline(bound.cut, plan, abstract)
+
+    def lower(
+        meshes: Sequence[Any] | None, platform: str | None
+    ) -> Iterator[AuditedProgram]:
+        made = pipeline
+        if meshes is not None:
+            made = audited_pipeline(bound.cut, plan, meshes)
+        return programs(made, plan, platform)
+
+    sent = sent_between(pipeline, _NAMES, BATCH)
+    moved = transfers_of(links(bound), sent, plan.microbatches)
+    return _Subject(plan, bound.stages, lower, moved)
+
+
+def _audits_of_target(
+    subject: _Subject, device: Target, cluster: Cluster
+) -> dict[int, TargetAudit]:
+    """The audit of each stage that an accelerator's compiler compiles.
+
+    On a cluster of groups of unequal devices, these are the stages on the target's
+    devices. On other clusters all stages are compiled.
 
     Raises:
-      PlanError: the compiler cannot compile such a plan.
+      PlanError: the compiler is not installed, or no stage runs on such devices.
+      CompileError: the compiler refuses a program.
     """
-    if plan.replicas:
-        raise PlanError(
-            f"target {target}: the compilers of accelerators take steps for devices of "
-            "one kind, and the plan has replicas of several. Leave target out."
-        )
-    device = target_of(target)
-    check_target(device, cluster)
-    return device
+    parts = [bound.pricer.cluster for bound in subject.stages]
+    wanted = [
+        number
+        for number, part in enumerate(parts)
+        if not cluster.groups or part.device.name == device.name
+    ]
+    if not wanted:
+        raise _other_devices(device, "stage", (part.device.name for part in parts))
+    for number in wanted:
+        check_target(device, parts[number])
+    own: dict[int, list[AuditedProgram]] = {number: [] for number in wanted}
+    for program in subject.lower(None, device.platform):
+        if program.stage in own:
+            own[program.stage].append(program)
+    out: dict[int, TargetAudit] = {}
+    for number, lowered in own.items():
+        made = compile_for([p.lowered for p in lowered], device, parts[number])
+        runs = [
+            ProgramRuns(program, p.times, p.held_bytes)
+            for program, p in zip(made, lowered, strict=True)
+        ]
+        out[number] = target_audit(subject.stages[number], device, runs)
+    return out
 
 
-def _audit_stages(
-    analysis: Analysis,
-    plan: Plan,
-    cluster: Cluster,
-    *,
-    compiled: bool,
-    target: str | None,
-) -> Audit:
-    """Audits a plan with several stages (`audit_analysis`)."""
-    if target is not None:
-        raise PlanError(
-            f"target {target}: the compilers of accelerators take steps of one "
-            f"stage, and this plan has {len(plan.stages)}. Leave target out."
-        )
-    bound = bind_stages(analysis, plan, cluster)
-    meshes = [abstract_mesh(stage.plan) for stage in bound.stages]
-    pipeline = audited_pipeline(bound.cut, plan, meshes)
-
-    def here() -> Iterable[AuditedProgram]:
-        own = stage_meshes(plan, jax.devices())
-        return programs(audited_pipeline(bound.cut, plan, own), plan)
-
-    stages = _audits_of_stages(
-        bound.stages, bound.stages, programs(pipeline, plan), here if compiled else None
-    )
-    sent = sent_between(pipeline, _NAMES, BATCH)
-    return Audit(plan, stages, transfers_of(links(bound), sent, plan.microbatches))
-
-
-def _audits_of_stages(
-    stages: Sequence[BoundPlan],
-    expected: Sequence[BoundPlan],
-    lowered: Iterable[AuditedProgram],
-    here: _Lower | None,
-) -> tuple[StageAudit, ...]:
-    """Returns the audit of each stage.
-
-    Args:
-      stages: the stages as plans.
-      expected: the same stages, with the dtypes in which their devices send values.
-      lowered: the programs of all stages.
-      here: lowers the programs for this process's devices, to compile them; None if
-        they are not compiled.
-    """
-    shardy = [list[AuditedCollective]() for _ in stages]
-    for program in lowered:
-        shardy[program.stage] += _often(program, shardy_collectives(program.lowered))
-    done: list[CompiledAudit | None] = [None for _ in stages]
-    for program in here() if here is not None else ():
-        axes = tuple(stages[program.stage].plan.mesh["axes"].items())
+def _compiled_here(subject: _Subject) -> dict[int, CompiledAudit]:
+    """The audit of each stage, compiled for this process's devices."""
+    done: dict[int, CompiledAudit] = {}
+    for program in subject.lower(stage_meshes(subject.plan, jax.devices()), None):
+        axes = tuple(subject.stages[program.stage].plan.mesh["axes"].items())
         one = compiled_audit(program.lowered.compile(), axes)
         own = tuple(_often(program, one.collectives))
+        held = one.argument_bytes if program.held_bytes is None else program.held_bytes
         one = dataclasses.replace(
-            one, collectives=own, communication_bytes=sum(c.sent_bytes for c in own)
+            one,
+            collectives=own,
+            communication_bytes=sum(c.sent_bytes for c in own),
+            peak_memory_bytes=one.peak_memory_bytes - one.argument_bytes + held,
         )
-        done[program.stage] = _together(done[program.stage], one)
-    return tuple(
-        StageAudit(stage.plan, predicted_by_kind(own), bytes_by_kind(sent), made)
-        for stage, own, sent, made in zip(stages, expected, shardy, done, strict=True)
-    )
+        done[program.stage] = _together(done.get(program.stage), one)
+    return done
 
 
 def _often(

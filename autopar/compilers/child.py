@@ -4,8 +4,9 @@ compilation.
     python -m autopar.compilers.child FOLDER
 
 FOLDER holds ``request.json``, as `autopar.compilers.compiled.compile_for` writes it,
-and ``module.mlirbc``. The process writes ``program.txt`` and ``memory.json``, or
-``error.txt`` with the compiler's message.
+and the modules ``0.mlirbc``, ``1.mlirbc`` ... For each module the process writes its
+program, such as ``0.txt``, and its memory, such as ``0.json``. If the compiler refuses
+a module, the process writes the compiler's message to ``error.txt``.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ from autopar_passes import jax_compat
 
 
 def main(folder: pathlib.Path) -> int:
-    """Compiles the program in a folder; returns 1 if the compiler refuses it."""
+    """Compiles the programs in a folder; returns 1 if the compiler refuses one."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    modules = (
+        (folder / f"{k}.mlirbc").read_bytes() for k in range(request["programs"])
+    )
     try:
-        program, memory = jax_compat.compile_without_devices(
-            (folder / "module.mlirbc").read_bytes(),
+        found = jax_compat.compile_without_devices(
+            modules,
             platform=request["platform"],
             topology=request["topology"],
             description=request["description"],
             devices=request["devices"],
         )
+        for k, (program, memory) in enumerate(found):
+            (folder / f"{k}.txt").write_text(program, encoding="utf-8")
+            (folder / f"{k}.json").write_text(json.dumps(memory), encoding="utf-8")
     # The compiler may raise any exception; the parent process reports it.
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         (folder / "error.txt").write_text(text, encoding="utf-8")
         return 1
-    (folder / "program.txt").write_text(program, encoding="utf-8")
-    (folder / "memory.json").write_text(json.dumps(memory), encoding="utf-8")
     return 0
 
 

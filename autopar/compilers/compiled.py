@@ -1,4 +1,4 @@
-"""Compiles a planned step for an accelerator, in a separate process."""
+"""Compiles planned programs for an accelerator, in a separate process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
@@ -81,38 +82,46 @@ def check_target(target: Target, cluster: Cluster) -> None:
         )
 
 
-def compile_for(lowered: Any, target: Target, cluster: Cluster) -> CompiledProgram:
-    """Compiles a lowered step for the devices of a cluster, which need not be
+def compile_for(
+    programs: Sequence[Any], target: Target, cluster: Cluster
+) -> list[CompiledProgram]:
+    """Compiles lowered programs for the devices of a cluster, which need not be
     available.
 
     The compiler runs in a child process, so that this process keeps its backend.
 
     Args:
-      lowered: JAX's ``Lowered`` for the target's platform.
+      programs: JAX's ``Lowered`` of each program, for the target's platform.
       target: the device.
-      cluster: the cluster of the plan.
+      cluster: the devices that run each program.
 
     Raises:
       PlanError: the compiler is not installed, or the cluster does not consist of the
         target's devices.
-      CompileError: the compiler refuses the program.
+      CompileError: the compiler refuses a program.
     """
     check_target(target, cluster)
     with tempfile.TemporaryDirectory(prefix="autopar-compile-") as name:
         folder = pathlib.Path(name)
-        module = io.BytesIO()
-        lowered.compiler_ir().operation.write_bytecode(module)
-        (folder / "module.mlirbc").write_bytes(module.getvalue())
+        for k, lowered in enumerate(programs):
+            module = io.BytesIO()
+            lowered.compiler_ir().operation.write_bytecode(module)
+            (folder / f"{k}.mlirbc").write_bytes(module.getvalue())
         request = {
             "platform": target.platform,
             "topology": topology(target, cluster),
             "description": target.gpu.text() if target.gpu else "",
             "devices": cluster.num_devices,
+            "programs": len(programs),
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         _run(folder, target, cluster)
-        memory = json.loads((folder / "memory.json").read_text(encoding="utf-8"))
-        text = (folder / "program.txt").read_text(encoding="utf-8")
+        return [_compiled_program(folder, k) for k in range(len(programs))]
+
+
+def _compiled_program(folder: pathlib.Path, number: int) -> CompiledProgram:
+    memory = json.loads((folder / f"{number}.json").read_text(encoding="utf-8"))
+    text = (folder / f"{number}.txt").read_text(encoding="utf-8")
     return CompiledProgram(text, Memory(**memory))
 
 

@@ -700,14 +700,17 @@ def estimate(assignment: Assignment, pricer: Pricer) -> StepEstimate:
 _WIDE_BYTES = 4
 
 
-def all_collectives(assignment: Assignment, pricer: Pricer) -> list[Collective]:
+def all_collectives(
+    assignment: Assignment, pricer: Pricer, *, rounds: bool | None = None
+) -> list[Collective]:
     """The collectives of one step with their messages, also those between replicas.
 
     Args:
       assignment: strategies as layouts; for one replica if its analysis has ``turns``.
       pricer: the mesh and cluster.
+      rounds: as for `compiled_traffic`.
     """
-    found = join_messages(pricer, compiled_traffic(assignment, pricer))
+    found = join_messages(pricer, compiled_traffic(assignment, pricer, rounds=rounds))
     if assignment.analysis.turns is None:
         return found
     between = _pack_sums(pricer, list(_between(assignment)))

@@ -15,13 +15,18 @@ from typing import Any
 from autopar.compilers.compiled import CompiledProgram, Memory
 from autopar.compilers.targets import Target
 from autopar.compilers.timeline import DeviceTimeline, timeline
+from autopar.cost.estimate import all_collectives
 from autopar.cost.messages import messages
-from autopar.cost.reassociation import compiled_traffic
 from autopar.plans import Plan
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
 from autopar.reports.staged import StageLink
-from autopar.reports.table import bytes_text, mesh_text, seconds_text
+from autopar.reports.table import (
+    bytes_text,
+    mesh_text,
+    replica_lines,
+    seconds_text,
+)
 from autopar.terminal import columns
 from autopar_passes.audit.compiled import (
     CompiledAudit,
@@ -40,7 +45,9 @@ class TargetAudit:
 
     Attributes:
       target: the kind of device.
-      memory: memory of one device, by the compiler.
+      memory: memory of one device, by the compiler. Of a stage with several programs
+        it is that of the program with the largest peak; its arguments then include the
+        other arrays that the device holds while the program runs.
       predicted_memory_bytes: peak memory that the plan predicts.
       bytes_by_kind: bytes that one device sends in a step, by kind of collective.
       messages: number of messages in a step, by kind of collective.
@@ -135,24 +142,60 @@ class TargetAudit:
         return rows
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramRuns:
+    """A compiled program of a stage, and its runs in a step.
+
+    Attributes:
+      program: the program.
+      times: number of runs in a step.
+      held_bytes: bytes of all arrays that a device holds as the program begins; None:
+        the device holds only the program's arguments.
+    """
+
+    program: CompiledProgram
+    times: int = 1
+    held_bytes: int | None = None
+
+    @property
+    def memory(self) -> Memory:
+        """Memory of a device while the program runs, with the arrays that it holds."""
+        own = self.program.memory
+        if self.held_bytes is None:
+            return own
+        return dataclasses.replace(own, argument_bytes=self.held_bytes)
+
+
 def target_audit(
-    bound: BoundPlan, target: Target, compiled: CompiledProgram
+    bound: BoundPlan, target: Target, runs: Sequence[ProgramRuns]
 ) -> TargetAudit:
-    """Compares a compiled program with the predictions of its plan."""
+    """Compares the compiled programs of a stage with the predictions for the stage.
+
+    Args:
+      bound: the stage as a plan.
+      target: the device.
+      runs: the programs of the stage.
+    """
     axes = tuple(bound.plan.mesh["axes"].items())
-    found = device_events(compiled.text, axes)
     sent: dict[str, float] = defaultdict(float)
-    for collective in hlo_collectives(compiled.text, axes, as_run=True):
-        sent[collective.kind] += collective.sent_bytes
+    found: dict[str, float] = defaultdict(float)
+    line = DeviceTimeline()
+    for run in runs:
+        events = device_events(run.program.text, axes)
+        for collective in hlo_collectives(run.program.text, axes, as_run=True):
+            sent[collective.kind] += run.times * collective.sent_bytes
+        for kind, count in _count(events, run.times):
+            found[kind] += count
+        line += timeline(events, bound.pricer) * run.times
     predicted = bound.plan.predicted
     return TargetAudit(
         target=target,
-        memory=compiled.memory,
+        memory=max((run.memory for run in runs), key=lambda m: m.peak_bytes),
         predicted_memory_bytes=predicted.peak_memory_bytes,
         bytes_by_kind=dict(sent),
-        messages=_messages(found),
+        messages=dict(found),
         predicted_messages=predicted_messages(bound),
-        timeline=timeline(found, bound.pricer),
+        timeline=line,
         predicted_compute_s=predicted.compute_s,
         predicted_exposed_s=max(0.0, predicted.step_s - predicted.compute_s),
     )
@@ -166,13 +209,6 @@ def predicted_messages(bound: BoundPlan) -> dict[str, float]:
     for row in codec_rows(bound.plan.gradients, bound.pricer):
         if row.sent_bytes:
             out[row.kind] += row.trips
-    return dict(out)
-
-
-def _messages(found: Sequence[Event], trips: float = 1.0) -> dict[str, float]:
-    out: dict[str, float] = defaultdict(float)
-    for kind, count in _count(found, trips):
-        out[kind] += count
     return dict(out)
 
 
@@ -209,9 +245,10 @@ class StageAudit:
       predicted: predicted bytes that one device sends in a step, by kind of collective.
       shardy: bytes that one device sends in the program as partitioned by Shardy, by
         kind of collective.
-      compiled: communication of all compiled programs of a step, and memory of the
-        program that needs the most; None if the programs were not compiled.
-      target: the step compiled for an accelerator; None if no target was given.
+      compiled: communication of all compiled programs of a step, and the memory of a
+        device; None if the programs were not compiled.
+      target: the programs compiled for an accelerator; None if they were not compiled
+        for one.
     """
 
     plan: Plan
@@ -288,11 +325,14 @@ class Audit:
       plan: the plan.
       stages: for each stage, the communication of its programs in a step.
       transfers: the communication between stages.
+      replica: number of the replica that is described; None for a plan without
+        replicas.
     """
 
     plan: Plan
     stages: tuple[StageAudit, ...]
     transfers: tuple[Transfer, ...] = ()
+    replica: int | None = None
 
     @property
     def agrees(self) -> bool:
@@ -339,15 +379,16 @@ class Audit:
 
     def __str__(self) -> str:
         """The comparison as tables, each with a verdict."""
+        first = self.stages[0]
         if len(self.stages) == 1:
-            return "\n".join(_whole_lines(self.stages[0]))
+            lines = [f"plan     {self.plan.cluster}, mesh {mesh_text(first.plan)}"]
+            if self.replica is not None:
+                lines.append(replica_lines(self.plan)[self.replica])
+            return "\n".join([*lines, "", *stage_lines(first)])
         lines = [f"plan     {self.plan.cluster}, {len(self.stages)} stages"]
         for number, stage in enumerate(self.stages):
             lines += ["", f"stage {number}: mesh {mesh_text(stage.plan)}"]
-            lines += [*kind_rows(stage), *verdicts(stage)]
-            if stage.compiled is not None:
-                held = bytes_text(stage.compiled.peak_memory_bytes)
-                lines.append(f"memory   compiled {held} for the task that needs most")
+            lines += stage_lines(stage)
         return "\n".join([*lines, "", *transfer_lines(self.transfers)])
 
 
@@ -359,8 +400,8 @@ def without_rounding(bound: BoundPlan) -> BoundPlan:
     """
     if not bound.pricer.cluster.device.rounds_operands:
         return bound
-    found = compiled_traffic(bound.assignment, bound.pricer, rounds=False)
-    return dataclasses.replace(bound, collectives=tuple(found))
+    found = all_collectives(bound.assignment, bound.pricer, rounds=False)
+    return dataclasses.replace(bound, collectives=(*found, *bound.crossing))
 
 
 def predicted_by_kind(bound: BoundPlan) -> BytesByKind:
@@ -386,10 +427,9 @@ def _totals(found: BytesByKind) -> dict[str, Any]:
     return {"communication_bytes": sum(found.values()), "by_kind": dict(found)}
 
 
-def _whole_lines(audit: StageAudit) -> list[str]:
-    """The comparison of a whole plan as a table, and a verdict."""
-    lines = [f"plan     {audit.plan.cluster}, mesh {mesh_text(audit.plan)}", ""]
-    lines += kind_rows(audit)
+def stage_lines(audit: StageAudit) -> list[str]:
+    """The comparison of a stage as tables, and a verdict of each audit."""
+    lines = kind_rows(audit)
     if audit.compiled is not None:
         held = bytes_text(audit.compiled.peak_memory_bytes)
         expected = bytes_text(audit.plan.predicted.peak_memory_bytes)

@@ -8,8 +8,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from autopar.cluster import Cluster, MeshShape
-from autopar.cost.estimate import all_collectives
+from autopar.cost.estimate import all_collectives, estimate
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective
 from autopar.errors import PlanError
@@ -103,23 +105,68 @@ class Alternative:
     proved: bool
 
 
-def bind_plan(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundPlan:
-    """Combines a plan with its step.
+def bind_plan(
+    analysis: Analysis, plan: Plan, cluster: Cluster, replica: int | None = None
+) -> BoundPlan:
+    """Combines a plan of one stage with its step.
 
-    For a plan with replicas, the result describes the slowest replica.
+    Args:
+      analysis: the step.
+      plan: the plan.
+      cluster: the cluster of the plan.
+      replica: number of the replica that the result describes, for a plan with
+        replicas; None: the slowest replica.
 
     Raises:
       PlanError: the plan is for another step or cluster.
     """
     assignment = restore(analysis, plan)
-    if plan.replicas:
-        whole, last = assignment.analysis, slowest_of(plan)
-        view, pricer = on_replica(whole, plan, cluster, last)
-        assignment = assignment_of(view, plan)
-    else:
+    if not plan.replicas:
         pricer = Pricer(cluster, mesh_of(plan, cluster))
-    collectives = tuple(all_collectives(assignment, pricer))
-    return BoundPlan(assignment.analysis, plan, assignment, pricer, collectives)
+        collectives = tuple(all_collectives(assignment, pricer))
+        return BoundPlan(assignment.analysis, plan, assignment, pricer, collectives)
+    number = slowest_of(plan) if replica is None else replica
+    view, pricer = on_replica(assignment.analysis, plan, cluster, number)
+    own = plan.replicas[number]
+    return bind_part(
+        plan, assignment_of(view, plan), pricer, own.step_s, own.peak_memory_bytes
+    )
+
+
+def bind_part(
+    plan: Plan,
+    assignment: Assignment,
+    pricer: Pricer,
+    step_s: float,
+    peak_memory_bytes: float,
+    crossing: Sequence[Collective] = (),
+) -> BoundPlan:
+    """Combines the part of a plan that some devices run with the predictions for it.
+
+    Args:
+      plan: the plan, with the stage of these devices as its only stage.
+      assignment: the layouts of the stage or replica.
+      pricer: its mesh and cluster.
+      step_s: predicted seconds of its work and communication in a step.
+      peak_memory_bytes: predicted bytes on one of its devices.
+      crossing: as for `BoundPlan`.
+    """
+    cost = estimate(assignment, pricer).cost
+    predicted = msgspec.structs.replace(
+        plan.predicted,
+        step_s=step_s,
+        compute_s=min(step_s, cost.work_s + cost.contention_s),
+        peak_memory_bytes=peak_memory_bytes,
+    )
+    found = [*all_collectives(assignment, pricer), *crossing]
+    return BoundPlan(
+        assignment.analysis,
+        msgspec.structs.replace(plan, predicted=predicted),
+        assignment,
+        pricer,
+        tuple(sorted(found, key=lambda c: c.operator)),
+        tuple(crossing),
+    )
 
 
 def mesh_of(plan: Plan, cluster: Cluster) -> MeshShape:

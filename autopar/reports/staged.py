@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import msgspec
-
 from autopar.cluster import Cluster
-from autopar.cost.reassociation import compiled_traffic
-from autopar.cost.traffic import join_messages
 from autopar.planner.record import assignment_of
 from autopar.planner.stages.entry import cut_as
 from autopar.planner.stages.stage_costs import link_bytes, wire_collectives
 from autopar.planner.stages.submeshes import one_stage, stage_pricers
 from autopar.plans import Plan
 from autopar.reports.attribution import AttributedTime, attribute, step_of
-from autopar.reports.explain import BoundPlan
+from autopar.reports.explain import BoundPlan, bind_part
 from autopar.reports.schedule import play_plan
 from autopar.reports.table import bytes_text, seconds_text
 from autopar.steps.analysis import Analysis
@@ -87,32 +83,22 @@ def bind_stages(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundStages
       PlanError: the plan is for another step or cluster.
     """
     cut = cut_as(analysis, plan)
-    busy = busy_s(plan)
-    alone = [_alone(plan, number, seconds) for number, seconds in enumerate(busy)]
-    layouts = [assignment_of(cut.stages[k], own) for k, own in enumerate(alone)]
-    stages: list[BoundPlan] = []
-    for number, pricer in enumerate(stage_pricers(plan, cluster)):
-        assignment = layouts[number]
-        found = join_messages(pricer, compiled_traffic(assignment, pricer))
-        crossing = tuple(c for _, c in wire_collectives(cut, number, layouts))
-        collectives = tuple(sorted([*found, *crossing], key=lambda c: c.operator))
-        own = alone[number]
-        bound = BoundPlan(
-            assignment.analysis, own, assignment, pricer, collectives, crossing
-        )
-        stages.append(bound)
-    return BoundStages(plan, cut, tuple(stages))
-
-
-def _alone(plan: Plan, number: int, seconds: float) -> Plan:
-    """A stage as a plan of its own, with the predictions for this stage."""
-    own = one_stage(plan, number)
     assert plan.pipeline is not None
-    held = plan.pipeline.memory_bytes[number]
-    predicted = msgspec.structs.replace(
-        own.predicted, step_s=seconds, peak_memory_bytes=held
+    alone = [one_stage(plan, number) for number in range(len(plan.stages))]
+    layouts = [assignment_of(cut.stages[k], own) for k, own in enumerate(alone)]
+    pricers = stage_pricers(plan, cluster)
+    stages = tuple(
+        bind_part(
+            alone[number],
+            layouts[number],
+            pricers[number],
+            seconds,
+            plan.pipeline.memory_bytes[number],
+            [c for _, c in wire_collectives(cut, number, layouts)],
+        )
+        for number, seconds in enumerate(busy_s(plan))
     )
-    return msgspec.structs.replace(own, predicted=predicted)
+    return BoundStages(plan, cut, stages)
 
 
 def busy_s(plan: Plan) -> list[float]:

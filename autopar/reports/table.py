@@ -83,7 +83,7 @@ def summary_lines(plan: Plan) -> list[str]:
         *(f"decided  {text}" for text in plan.decided),
         *_remat_lines(plan),
         *_bubble_lines(plan),
-        *_replica_lines(plan),
+        *replica_lines(plan),
         *worth_lines(plan),
     ]
 
@@ -163,7 +163,7 @@ def _bubble_lines(plan: Plan) -> list[str]:
     return [f"bubble   a stage waits {bubble(plan):.1%} of the step on average"]
 
 
-def _replica_lines(plan: Plan) -> list[str]:
+def replica_lines(plan: Plan) -> list[str]:
     """A line for each replica: its microbatches, seconds, memory and devices."""
     return [
         f"replica  {k}: {r.microbatches} of {plan.microbatches} microbatches in "

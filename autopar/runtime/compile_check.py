@@ -209,7 +209,7 @@ def _compiled_bytes(
     step = planned_step(analysis, plan, abstract_mesh(plan))
     try:
         part = _part_of(plan, cluster)
-        found = compile_for(step.lower(target.platform), target, part)
+        (found,) = compile_for([step.lower(target.platform)], target, part)
     except CompileError as error:
         used = _USED.search(str(error))
         return float(used[1]) * _UNITS[used[2]] if used else 0.0

@@ -12,7 +12,7 @@ import dataclasses
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -490,9 +490,14 @@ def lowered_without_devices() -> Generator[None]:
 
 
 def compile_without_devices(
-    module: bytes, *, platform: str, topology: str, description: str, devices: int
-) -> tuple[str, dict[str, int]]:
-    """Compiles a module for devices that this host does not have.
+    modules: Iterable[bytes],
+    *,
+    platform: str,
+    topology: str,
+    description: str,
+    devices: int,
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Compiles modules for devices that this host does not have.
 
     ``jax.experimental.topologies`` describes the devices. JAX's public functions
     compile for such devices only a function of the same process. A module from another
@@ -500,14 +505,14 @@ def compile_without_devices(
     of modules and the compile options are private too (0.10.2).
 
     Args:
-      module: bytecode of a lowered program.
+      modules: bytecode of each lowered program.
       platform: "cuda", "tpu" or "cpu"; "cpu" can have any number of devices.
       topology: the devices, in the compiler's format.
       description: the description of a GPU, in the compiler's format.
-      devices: the number of devices that run the program, counted from the first.
+      devices: the number of devices that run each program, counted from the first.
 
-    Returns:
-      The text of the optimized module, and its memory in bytes by kind.
+    Yields:
+      The text of each optimized module, and its memory in bytes by kind.
     """
     if platform == "cpu":
         jax.config.update("jax_num_cpu_devices", devices)
@@ -519,10 +524,16 @@ def compile_without_devices(
         name = topology if platform == "tpu" else "gpu"
         found = _topologies.get_topology_desc(name, platform, **given).devices
     used = np.array(found[:devices])
+    for module in modules:
+        yield _compile_module(module, used)
+
+
+def _compile_module(module: bytes, used: np.ndarray) -> tuple[str, dict[str, int]]:
+    """The text of an optimized module for devices, and its memory in bytes by kind."""
     with _mlir.make_ir_context():
         parsed = _ir.Module.parse(module)
         options = _compiler.get_compile_options(
-            1, devices, device_assignment=used[None, :], backend=used[0].client
+            1, len(used), device_assignment=used[None, :], backend=used[0].client
         )
         built = options.executable_build_options
         built.allow_spmd_sharding_propagation_to_output = _free_results(parsed)

@@ -91,7 +91,7 @@ class _Lowered:
 def test_what_the_compiler_says_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "check_target", lambda *_: None)
     with pytest.raises(CompileError, match="XLA's compiler for h100 refuses the step"):
-        compiled.compile_for(_Lowered(), target_of("h100"), Cluster.parse("8:h100"))
+        compiled.compile_for([_Lowered()], target_of("h100"), Cluster.parse("8:h100"))
 
 
 @pytest.mark.parametrize("name", ["h100", "v5e"])

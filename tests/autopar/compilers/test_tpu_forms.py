@@ -38,7 +38,8 @@ def compiled(function: object, *layouts: Layout) -> Counter[str]:
     traced = jax.jit(function, in_shardings=shardings).trace(*structs)  # type: ignore[arg-type]
     with lowered_without_devices():
         lowered = traced.lower(lowering_platforms=("tpu",))
-    text = compile_for(lowered, target_of("v5e"), CLUSTER).text
+    (program,) = compile_for([lowered], target_of("v5e"), CLUSTER)
+    text = program.text
     found: Counter[str] = Counter()
     for collective in hlo_collectives(text, as_run=True):
         found[collective.kind] += int(collective.sent_bytes)

@@ -78,14 +78,14 @@ def test_what_the_compiler_makes_too_large_is_dropped(
     """The next plan takes less, by as much as the compiler took more."""
     asked: list[float] = []
 
-    def large(memory: float, lowered: Any, *given: Any) -> CompiledProgram:
+    def large(memory: float, lowered: Any, *given: Any) -> list[CompiledProgram]:
         del lowered, given
         asked.append(memory)
         nbytes = int(memory * (1.2 if len(asked) == 1 else 0.9))
         held = Memory(
             argument_bytes=nbytes, output_bytes=0, alias_bytes=0, temp_bytes=0
         )
-        return CompiledProgram("", held)
+        return [CompiledProgram("", held)]
 
     memory = int(1.1 * free().predicted.peak_memory_bytes)
     monkeypatch.setattr(compile_check, "compile_for", functools.partial(large, memory))
@@ -110,7 +110,7 @@ def test_where_nothing_fits_the_compiler_is_quoted(
         argument_bytes=90 * memory, output_bytes=0, alias_bytes=0, temp_bytes=0
     )
     monkeypatch.setattr(
-        compile_check, "compile_for", lambda *_: CompiledProgram("", held)
+        compile_check, "compile_for", lambda *_: [CompiledProgram("", held)]
     )
     with pytest.raises(
         autopar.InfeasibleError, match=r"compiler for cpu needs .*B on each"
@@ -137,7 +137,7 @@ def test_a_plan_that_needs_room_is_kept_where_it_compiles(
     )
     monkeypatch.setattr(compile_check, "check_target", lambda *_: None)
     monkeypatch.setattr(
-        compile_check, "compile_for", lambda *_: CompiledProgram("", held)
+        compile_check, "compile_for", lambda *_: [CompiledProgram("", held)]
     )
     if part > 1:
         with pytest.raises(autopar.InfeasibleError, match="no plan fits on"):

@@ -14,6 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
+from autopar import audits
+from autopar.compilers.targets import CPU
 from autopar.errors import PlanError
 from autopar.runtime.placement import device_mesh
 from autopar.runtime.planned import planned_step
@@ -291,3 +293,24 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
     )
     with pytest.raises(PlanError, match="edits of plans with replicas"):
         autopar.parallelize(step, plan=swapped)(state(), batch())
+
+
+def test_an_audit_compiles_for_the_devices_of_a_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(audits, "target_of", {"cpu": CPU}.__getitem__)
+    options: Any = {"pins": DATA, "axis_names": ("data",)}
+    plan = autopar.plan(step, *SHAPES, cluster=MIXED, microbatches=[8, 4], **options)
+    found = autopar.audit(step, *SHAPES, plan=plan, target="cpu").target
+    assert found is not None
+    slowest = max(plan.replicas, key=lambda replica: replica.step_s)
+    assert found.predicted_memory_bytes == slowest.peak_memory_bytes
+    assert found.memory.peak_bytes > 0
+    assert found.bytes_by_kind["all_reduce"] > 0
+    assert found.messages.keys() == found.predicted_messages.keys()
+
+
+def test_a_target_that_no_replica_runs_on_is_named() -> None:
+    plan = autopar.plan(step, *SHAPES, cluster="1x4:h100+1x4:a100", microbatches=[8, 4])
+    with pytest.raises(PlanError, match=r"no replica .* such devices; .*h100, a100"):
+        autopar.audit(step, *SHAPES, plan=plan, target="v100")

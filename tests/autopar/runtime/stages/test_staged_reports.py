@@ -11,13 +11,17 @@ from jax.sharding import PartitionSpec as P
 from stage_cases import LOSSES, adam, batch, copied, weights
 
 import autopar
+from autopar import audits
 from autopar.cluster import Cluster
+from autopar.compilers.targets import CPU
 from autopar.errors import PlanError
 from autopar.layouts.floating import kept_layout
 from autopar.reports.attribution import WAYS, step_of
 from autopar.reports.audit import ACTIVATIONS, BATCH, COTANGENTS, ONCE
 from autopar.reports.schedule import play_plan
 from autopar.reports.staged import WAITS, bind_stages, busy_s, links, staged_parts
+from autopar.runtime.stages.held_bytes import held_bytes
+from autopar.runtime.stages.run import _Run
 from autopar.runtime.stages.stage import Sent
 from autopar.steps.analysis import analyse
 
@@ -145,10 +149,61 @@ def test_an_audit_finds_what_the_plan_predicts_of_each_stage():
     assert len(audit.to_json()["stage_audits"]) == 2
 
 
-def test_an_audit_with_a_target_is_refused():
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_an_audit_compiles_every_stage_for_a_target(monkeypatch, schedule):
+    monkeypatch.setattr(audits, "target_of", {"cpu": CPU}.__getitem__)
+    step, args, plan = planned(schedule=schedule)
+    audit = autopar.audit(step, *args, plan=plan, target="cpu")
+    assert len(audit.stages) == 2
+    for stage, nbytes in zip(audit.stages, plan.pipeline.memory_bytes, strict=True):
+        found = stage.target
+        assert found.bytes_by_kind == pytest.approx(stage.predicted)
+        assert found.predicted_memory_bytes == nbytes
+        assert found.memory.peak_bytes > found.memory.argument_bytes > 0
+        assert 0 < found.predicted_compute_s <= plan.predicted.step_s
+    data = [stage["target"]["name"] for stage in audit.to_json()["stage_audits"]]
+    assert data == ["cpu", "cpu"]
+    assert str(audit).count("predicted / compiled") == 2
+
+
+def test_a_target_that_no_stage_runs_on_is_named():
     step, args, plan = planned()
-    with pytest.raises(PlanError, match="Leave target out"):
+    with pytest.raises(PlanError, match=r"devices are cpus, and h100 is a gpu"):
         autopar.audit(step, *args, plan=plan, target="h100")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["mean", "tied", "masked"])
+def test_a_stage_holds_the_bytes_that_are_counted(monkeypatch, name, schedule):
+    step, args, plan = planned(name, schedule=schedule)
+    run = autopar.parallelize(step, plan=plan)
+    pipeline = run.prepare(*args).pipeline
+    pipeline.threads = None  # tasks are then issued in the order of the schedule
+    held = dict[object, int]()
+
+    def count(self, key, stage):
+        kept = (self.step[stage], self.micro[stage], self.sums.get(stage, {}))
+        arrays = {id(x): x for x in jax.tree.leaves(kept)}.values()
+        device = jax.devices()[plan.stages[stage].devices[0]]
+        now = sum(
+            s.data.nbytes
+            for x in arrays
+            for s in x.addressable_shards
+            if s.device == device
+        )
+        held[key] = max(held.get(key, 0), now)
+
+    called = _Run.call_task
+
+    def counted(self, call, number):
+        if not call.idle:
+            count(self, call.code.task.key, call.code.task.key.stage)
+        return called(self, call, number)
+
+    monkeypatch.setattr(_Run, "call_task", counted)
+    jax.block_until_ready(run(copied(args[0]), args[1]))
+    expected = held_bytes(pipeline)
+    assert held == {key: expected[key] for key in held}
 
 
 def normed_loss(params, batch):
