@@ -1,8 +1,9 @@
-"""Asks the source of samples for the batch of a step.
+"""Gets the batch of a step from the user's source of samples.
 
 A source is a function ``source(position, rows)``. It returns ``rows`` samples,
-beginning with sample number ``position``. A run counts samples, not batches, so it goes
-on at the same sample under any plan and with any number of processes.
+beginning with sample number ``position``. A run counts samples and not batches. So
+after a change of the plan, the batch size or the processes, it continues with the next
+sample.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ Others = Callable[[int], Sequence[Any] | Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Samples:
-    """The source of samples of a run, with the batch size.
+    """A source of samples, with the batch size of the run.
 
     Attributes:
       source: returns samples.
       batch: samples of a step, over all processes.
-      others: from the number of a step, the arguments of the step after the batch, in
-        order or by name.
-      first: offset that is added to ``step * batch``; not 0 if the run continues a run
-        with another batch size.
+      others: function from the number of a step to the arguments of the step after the
+        batch, in order or by name.
+      first: offset that is added to ``step * batch`` to get the position of a step; not
+        0 after the batch size has changed.
     """
 
     source: Source
@@ -62,8 +63,8 @@ class Samples:
         Args:
           step: number of the step.
           world: the processes.
-          known: shapes and row dimensions of the batch's arrays (`planned_batch`);
-            None: unknown, and the whole batch is returned.
+          known: shapes and row dimensions of the batch's arrays (`planned_batch`). If
+            None, the shapes are not known, and the result has the whole batch.
         """
         position = self.position(step)
         structs, dims = known or (None, None)
@@ -80,15 +81,15 @@ class Samples:
         return (batch, *rest), {}
 
     def _ask(self, position: int, rows: int, dims: Any) -> Any:
-        """Asks the source for samples.
+        """Calls the source, and checks what it returns.
 
         Args:
-          position: number of the first sample.
+          position: number of the first sample to read.
           rows: number of samples.
-          dims: the dimension of the rows in each array; None: not known yet.
+          dims: for each array, the dimension that counts samples; None: not known yet.
 
         Raises:
-          PlanError: the source returns another number of samples.
+          PlanError: the source returned another number of samples.
         """
         try:
             batch = self.source(position, rows)
@@ -117,7 +118,7 @@ class Samples:
         return batch
 
     def _own(self, position: int, structs: Any, dims: Any) -> Any:
-        """The batch as global arrays; this process asks only for its own rows."""
+        """The batch as global arrays; asks the source only for this process's rows."""
         wanted = list(zip(jax.tree.leaves(structs), jax.tree.leaves(dims), strict=True))
         ranges = sorted({r for x, dim in wanted for r in _row_ranges(x, dim)})
         parts = {r: self._ask(position + r[0], r[1] - r[0], dims) for r in ranges}
@@ -143,9 +144,10 @@ def batch_structs(planned: PlannedStep, argument: int) -> Any:
 
 
 def planned_batch(planned: PlannedStep, argument: int, world: World) -> tuple[Any, Any]:
-    """Shapes of a batch (`batch_structs`), and the row dimension of each array.
+    """Shapes of a batch (`batch_structs`), and each array's dimension of samples.
 
-    The shapes are None for a single process. The dimension is 0 in arrays without rows.
+    With a single process, the shapes are None. For an array without a dimension of
+    samples, the dimension is given as 0.
 
     Args:
       planned: the step under a plan.
@@ -177,10 +179,10 @@ def placed_rest(planned: PlannedStep, first: int, rest: Sequence[Any]) -> list[A
 
 
 def _on_stages(structs: Any, world: World) -> bool:
-    """Whether some processes hold no array of the batch: it lies on some stages.
+    """Whether some processes need no part of the batch, which only some stages read.
 
-    Each process then asks for the same number of rows, and sends them to these
-    processes.
+    Each process then reads the same number of rows from the source, and sends them to
+    the processes that need them.
     """
     places = [x.sharding.device_set for x in jax.tree.leaves(structs)]
     return any(
@@ -189,7 +191,7 @@ def _on_stages(structs: Any, world: World) -> bool:
 
 
 def _row_ranges(struct: Any, dim: int) -> set[tuple[int, int]]:
-    """The row ranges of a batch array that this process's devices hold."""
+    """The ranges of rows of a batch array that this process's devices hold."""
     if not struct.shape:
         return set()
     index = struct.sharding.addressable_devices_indices_map(struct.shape)
@@ -199,7 +201,7 @@ def _row_ranges(struct: Any, dim: int) -> set[tuple[int, int]]:
 def _global_array(
     k: int, struct: Any, dim: int, leaves: Mapping[tuple[int, int], Sequence[Any]]
 ) -> Any:
-    """A global array of the batch, assembled from the row ranges of this process."""
+    """Makes a global array of the batch from the rows that this process has read."""
     if not struct.shape:
         return next(iter(leaves.values()))[k]
 
@@ -212,7 +214,7 @@ def _global_array(
 
 
 def others_of(given: Any) -> Others:
-    """The further arguments of a step, as a function of the step's number."""
+    """Makes a function from a step's number to its arguments after the batch."""
     if given is None:
         return lambda step: ()
     return cast("Others", given) if callable(given) else lambda step: given

@@ -1,11 +1,11 @@
-"""Saves a run while it trains, and finds the last save of an earlier run.
+"""Saves checkpoints of a run while it trains, and restores the last one.
 
-If a save fails, for example on a full disk, the failure is written to the ledger and a
-warning is given. Training goes on, and the next save tries again.
+If a save fails, for example because the disk is full, the run writes the failure to the
+ledger and warns. Training goes on, and the next save tries again.
 
-This module also splits the values that a step returns into the next state and the rest.
-The trace of the step tells which results are the next state
-(`autopar_passes.program.carried`), so the loop works with every form of step.
+This module also splits the values that a step returns into the next state and the other
+results. The trace of the step tells which results are the next state
+(`autopar_passes.program.carried`). So the user's step may return them in any order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.steps.analysis import Analysis
 
 
 class Saves:
-    """The checkpoints of a run, and the choice of the steps after which it is saved."""
+    """Saves and restores a run's checkpoints, after every so many steps."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Saves:
         step: ParallelStep[..., Any],
         ledger: Ledger,
     ) -> None:
-        """Reads and writes nothing yet.
+        """Reads and writes no file yet.
 
         Args:
           checkpoints: where the checkpoints are kept; None: nothing is saved.
@@ -45,7 +45,7 @@ class Saves:
         self.checkpoints = checkpoints
         self._every, self._step, self._ledger = every, step, ledger
         self._last: int | None = None
-        # Plain data that is saved with each state.
+        # Returns plain data to save with each state.
         self.notes: Callable[[], Any] = lambda: None
 
     def restore(
@@ -62,12 +62,12 @@ class Saves:
           create_state: makes the state.
           args: arguments of ``create_state``.
           others: the arguments of the step after the state.
-          patience_s: how long to wait for the next sign of a save by another world of
-            this run; 0: there is no other world.
+          patience_s: if other processes of this run may still be saving, seconds to
+            wait for their next write to the checkpoint; 0: there are none.
 
         Raises:
           CheckpointError: there are checkpoints, but none of them can be used; or
-            another run saves there.
+            another run is saving to this directory.
         """
         checkpoints = self.checkpoints
         if checkpoints is None:
@@ -110,7 +110,7 @@ class Saves:
     def _save(self, state: Any, step: int, position: int) -> None:
         if (checkpoints := self.checkpoints) is None:
             return
-        # An earlier save that failed is reported here; it does not stop this save.
+        # If an earlier save failed, this reports it. This save still goes on.
         self._trying(checkpoints.wait)
         saved = self._trying(
             lambda: checkpoints.save(
@@ -120,7 +120,7 @@ class Saves:
         self._last = step if saved else self._last
 
     def _trying(self, work: Callable[[], None]) -> bool:
-        """Runs ``work``; returns whether it raised no checkpoint error."""
+        """Runs ``work``; returns whether it succeeded, without a checkpoint error."""
         try:
             work()
         except CheckpointError as error:
@@ -134,20 +134,21 @@ __all__ = ["carried_out", "splat"]
 
 
 def carried_out(analysis: Analysis, state: Any, result: Any) -> tuple[Any, Any]:
-    """Returns the next state, and the other values that the step returned.
+    """Splits the values that a step returned into the next state and the others.
 
-    An array of the state that the step does not return is kept. The step updates NNX
-    objects in place, so these objects are themselves the next state.
+    If the step does not return some array of the state, the next state keeps the old
+    array. A step updates Flax NNX objects in place, so these objects are themselves the
+    next state.
 
     Args:
       analysis: analysis of the step.
-      state: the state that was passed to the step: one pytree, or a tuple of its
-        leading arguments.
+      state: the state that was passed to the step: one pytree, or a tuple with several
+        leading arguments of the step.
       result: the values that the step returned.
     """
     numbers = _numbers(analysis)
     leaves, structure = jax.tree.flatten(result)
-    if len(leaves) != len(numbers):  # the step returned objects of the caller
+    if len(leaves) != len(numbers):  # the step returned the caller's own objects
         return state, result
     carried = analysis.pytrees.carried
     old, _ = flat_state(state)
@@ -160,9 +161,9 @@ def carried_out(analysis: Analysis, state: Any, result: Any) -> tuple[Any, Any]:
 
 
 def _numbers(analysis: Analysis) -> list[int]:
-    """Position among the flat results of each leaf that the step returns.
+    """For each leaf of the step's result, its index among the step's flat outputs.
 
-    -1 stands for a leaf that is not an array.
+    The index is -1 for a leaf that is not an array.
     """
     fixed = analysis.pytrees.result.fixed
     static = {k for k, _ in fixed.leaves}
@@ -179,9 +180,10 @@ def _numbers(analysis: Analysis) -> list[int]:
 def _rest(
     result: Any, leaves: Sequence[Any], structure: Any, marks: Sequence[bool | None]
 ) -> Any:
-    """The result without the parts whose arrays are all marked as next state.
+    """The result without the subtrees whose arrays all belong to the next state.
 
-    Leaves that are not arrays, such as the sizes in a module, have no mark.
+    ``marks`` tells for each leaf whether it belongs to the next state. The mark is None
+    for leaves that are not arrays, such as the sizes in a module.
     """
     if _whole(marks):
         return None
@@ -205,7 +207,7 @@ def _whole(marks: Sequence[bool | None]) -> bool:
 def _by_child(
     structure: Any, marks: Sequence[bool | None]
 ) -> list[Sequence[bool | None]]:
-    """The marks of each child of a tree."""
+    """Splits the marks of a tree's leaves by the tree's children."""
     found: list[Sequence[bool | None]] = []
     begin = 0
     for child in structure.children():

@@ -1,4 +1,4 @@
-"""`autopar.train`: checks its arguments and starts a run that adapts its batch size."""
+"""Starts runs: `autopar.elastic`, and `autopar.train`, which adapts the batch size."""
 
 from __future__ import annotations
 
@@ -64,11 +64,12 @@ class TrainRun:
         Args:
           run: the elastic run, before its first step.
           step: the train step.
-          following: how the batch size follows the gradient noise.
-          samples: rows of the base batch after which the run ends; None: no such limit.
-          until: ends the run after a step for which it returns true; None: no such
-            test.
-          beside: prepares other programs in the background; None: steps wait for them.
+          following: settings of the adaptive batch size.
+          samples: progress at which the run ends, in rows of the base batch; None: no
+            such limit.
+          until: test of each step; the run ends after a step for which it returns true.
+            None: no test.
+          beside: compiles other programs in the background; None: steps wait for them.
         """
         self.run, self._beside = run, beside
         self._samples, self._until = samples, until
@@ -127,7 +128,7 @@ class TrainRun:
 
     @property
     def progress(self) -> float:
-        """Progress so far, as an equivalent number of rows in base batches."""
+        """The number of rows in base batches that would make the same progress."""
         return self._worth
 
     @property
@@ -142,7 +143,7 @@ class TrainRun:
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger of events, re-plans and changes of the batch."""
+        """The ledger of events, re-plans and changes of the batch size."""
         return self.run.ledger
 
     @property
@@ -173,14 +174,14 @@ class TrainRun:
 
         Raises:
           StopIteration: the run is at its end, or was stopped.
-          PlanError: the source has no more samples; the state is the one before the
-            step.
+          PlanError: the source has no more samples; `state` is then the state before
+            the step.
         """
         if self._samples is not None and self._worth >= self._samples:
             self.run.stop()
         try:
             done = next(self.run)
-        except PlanError:  # such as a source that has no more samples
+        except PlanError:  # such as: the source has no more samples
             self.run.save()
             raise
         self._step_s = done.seconds
@@ -202,7 +203,7 @@ class TrainRun:
         return self.run.horizon_s(rest_s)
 
     def _rest_s(self) -> float:
-        """Seconds until ``samples`` is reached; infinite without ``samples``."""
+        """Estimated seconds until the run reaches ``samples``; infinite without it."""
         if self._samples is None:
             return math.inf
         each = float(self.loop.following.base_batch)
@@ -261,7 +262,7 @@ def elastic(
         run resumes from the last checkpoint there. The run is saved when it ends.
       every: number of steps between saves; None: the run is saved only at its end.
       ledger: path of the file for the record of events and re-plans.
-      ahead: whether plans and programs of likely next clusters are prepared in the
+      ahead: whether the run plans and compiles for likely next clusters in the
         background, with low priority.
       survive: how many processes may die at once without loss of state, if `autopar
         run` started several processes (page 'Processes that come and go' of the
@@ -326,12 +327,13 @@ def saves_of(
 ) -> tuple[Checkpoints | None, int | None]:
     """The checkpoints of a run, and the number of steps between saves.
 
-    A scheduler sets both for scripts that do not, because a job that is preempted
-    resumes from a checkpoint. This function reads and writes no file.
+    If the script sets neither, the values come from environment variables that a
+    scheduler sets, because a preempted job must resume from a checkpoint. This function
+    reads and writes no file.
 
     Args:
       name: name of the calling function, for error messages.
-      checkpoint: where checkpoints are kept; None: the script does not say.
+      checkpoint: where checkpoints are stored; None: the script does not set it.
       every: number of steps between saves; None: only at the end.
 
     Raises:
@@ -362,7 +364,7 @@ def _check_saves(name: str, checkpoint: Any, every: Any) -> None:
 
 
 def check_step(name: str, step: Any, create_state: Any, source: Any) -> None:
-    """Checks the arguments that make a run, before any work is done.
+    """Checks the functions that the user gave, before any work is done.
 
     Args:
       name: name of the calling function, for error messages.
@@ -549,7 +551,7 @@ def train(
 def _rows_left(
     step: ParallelStep[..., Any], checkpoints: Checkpoints | None, following: Following
 ) -> int:
-    """The rows of the first batch: those of the last checkpoint, if there is one."""
+    """The batch size to begin with: that of the last checkpoint, or the base batch."""
     notes = None if checkpoints is None else checkpoints.notes()
     if notes is None:
         return following.base_batch
@@ -564,16 +566,17 @@ def _rows_left(
 def noise_options(
     step: ParallelStep[..., Any], following: Following, rule: Rule | None
 ) -> NoiseOptions:
-    """The default options for measuring gradient noise, as the rule needs them."""
+    """Default options for measuring gradient noise, for the given rule."""
     asked = step.preparation.planner.options
-    # The planner tries no stages in a step that measures noise, unless the user asks.
+    # In a step that measures noise, the planner tries pipeline stages only if the user
+    # asks for them.
     one = asked.stages == 1 or (asked.stages is None and asked.schedule is None)
     metric = rule == "adascale-root" and one
     return NoiseOptions(base_batch=following.base_batch, preconditioned=metric)
 
 
 def _check_end(steps: Any, samples: Any, until: Any) -> None:
-    """Checks the arguments that end the run.
+    """Checks the arguments that say when the run ends.
 
     Raises:
       PlanError: no argument ends the run, or a number is out of its range.
@@ -601,7 +604,8 @@ def _check_state(
     Args:
       create_state: makes the state.
       args: arguments of ``create_state``.
-      wrapped: further arguments of `scale_updates`, for the error message.
+      wrapped: the further arguments that `scale_updates` must get; the error message
+        shows them.
     """
     shapes = state_shapes(create_state, args)
     if not scaled_states(shapes.arguments()):

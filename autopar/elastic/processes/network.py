@@ -1,8 +1,9 @@
 """Connections between the processes of a run: on loopback, or over TLS.
 
 A run on one machine uses only loopback. A run on several hosts has a secret: a private
-key and a certificate that all its processes share. Each side of a connection shows this
-certificate and accepts no other, so a process without the secret can read nothing.
+key and a certificate that all its processes share. Both sides of each connection
+present this certificate and accept no other. So a process without the secret cannot
+read any message.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from typing import Any
 
 from autopar.errors import InputError, PlanError
 
-# The variables of the secret, as PEM text, and of the address of a worker's own host.
+# The environment variables for the secret, as PEM text, and for the address of the host
+# that a worker runs on.
 SECRET_VARIABLE = "AUTOPAR_SECRET"
 HOST_VARIABLE = "AUTOPAR_HOST"
 _LOOPBACK = "127.0.0.1"
 _PIECE = 1 << 18
-# Longest time for a new connection to show the certificate, and the largest number of
-# such connections.
+# Seconds within which a new connection must present the certificate, and the largest
+# number of connections that have not done so yet.
 _GREETING_S = 5.0
 _STRANGERS, _STRANGERS_OF_ONE_HOST = 256, 64
 
@@ -57,7 +59,8 @@ def read_secret(path: pathlib.Path | None) -> str:
                 f"{path} cannot be read: {reason}. Make a secret by `autopar secret "
                 "FILE`, and copy it to each host."
             ) from error
-        # If another user owns the file, this user may read it through the group.
+        # If another user owns the file, this user may have access through the file's
+        # group.
         mine = stat.S_IRWXG if found.st_uid == os.getuid() else 0
         if found.st_mode & (stat.S_IRWXO | mine):
             raise PlanError(
@@ -74,7 +77,7 @@ def read_secret(path: pathlib.Path | None) -> str:
 
 @functools.cache
 def _contexts(secret: str) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
-    """The TLS contexts of the called and the calling side, and the certificate.
+    """The TLS contexts of the accepting and the connecting side, and the certificate.
 
     Raises:
       ssl.SSLError: the secret is damaged.
@@ -83,7 +86,8 @@ def _contexts(secret: str) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
     start = secret.index("-----BEGIN CERTIFICATE-----")
     certificate = secret[start:]
     made: list[ssl.SSLContext] = []
-    # A file in memory without a name: OpenSSL reads a key only from a file.
+    # The secret is written to an anonymous file in memory, because Python's ssl module
+    # loads a key only from a file.
     descriptor = os.memfd_create("secret", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, secret.encode())
@@ -102,18 +106,18 @@ def _contexts(secret: str) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
 
 
 class TlsSocket:
-    """A connected socket with TLS; one thread may receive while any others send.
+    """A connected socket with TLS; one thread may receive while other threads send.
 
-    `ssl.SSLSocket` does not allow its use by two threads at once.
+    It replaces `ssl.SSLSocket`, which two threads must not use at the same time.
     """
 
     def __init__(self, end: socket.socket, secret: str, *, called: bool) -> None:
         """Makes the TLS handshake with the other side.
 
         Args:
-          end: a connected socket, which this object owns from now on.
+          end: a connected socket; this object closes it.
           secret: secret of the run.
-          called: whether the other side has opened the connection.
+          called: whether the other side opened the connection.
 
         Raises:
           OSError: the other side is gone, or has no secret or another secret.
@@ -123,7 +127,8 @@ class TlsSocket:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = server if called else client
         self._tls = context.wrap_bio(self._in, self._out, server_side=called)
-        # Locks for the use of the TLS object, and for sending its output in order.
+        # One lock for the TLS object, and one that keeps the bytes that it produces in
+        # order when several threads send.
         self._using, self._sending = threading.Lock(), threading.Lock()
         try:
             self._greet()
@@ -143,7 +148,7 @@ class TlsSocket:
                 self._hear()
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    self._flush()  # this tells the other side why
+                    self._flush()  # this sends the other side the TLS error
                 raise
         self._flush()
 
@@ -158,7 +163,7 @@ class TlsSocket:
             self._end.sendall(made)
 
     def _hear(self) -> None:
-        """Waits for bytes from the other side."""
+        """Waits for bytes from the other side, and passes them to TLS."""
         data = self._end.recv(_PIECE)
         with self._using:
             if data:
@@ -176,23 +181,24 @@ class TlsSocket:
                 self._send_made()
 
     def recv_into(self, buffer: Any) -> int:
-        """Receives as many bytes as fit, at most; 0: the other side has ended."""
+        """Receives bytes into a buffer; returns their number, 0 after the last byte."""
         view = memoryview(buffer).cast("B")
         while len(view):
             try:
                 with self._using:
-                    # The type stubs do not accept views as buffers.
+                    # The type stubs of `ssl` do not accept a memoryview as a buffer.
                     return int(self._tls.read(len(view), view))  # type: ignore[arg-type]
             except ssl.SSLWantReadError:
                 pass
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 return 0
-            # Answers that TLS itself makes are sent with the next data.
+            # TLS may have produced messages of its own. They are sent with the next
+            # data.
             self._hear()
         return 0
 
     def recv(self, size: int) -> bytes:
-        """Receives at most ``size`` bytes; none: the other side has ended."""
+        """Receives at most ``size`` bytes; b'' after the other side's end."""
         buffer = bytearray(size)
         return bytes(memoryview(buffer)[: self.recv_into(buffer)])
 
@@ -223,7 +229,7 @@ class TlsSocket:
 
 
 class _Received(io.RawIOBase):
-    """The received bytes, for a buffered reader."""
+    """The received bytes as a raw stream, for a buffered reader."""
 
     def __init__(self, end: TlsSocket) -> None:
         self._end = end
@@ -241,9 +247,10 @@ End = socket.socket | TlsSocket
 class Listener:
     """Accepts connections of processes that have the secret, each in its own thread.
 
-    A new connection has a few seconds to show the certificate. If too many connections
-    have not shown it yet, the oldest of them from the same address are closed, so that
-    no other process waits.
+    A new connection must present the certificate within a few seconds. If too many
+    connections have not done so yet, the listener closes the oldest of them from the
+    same address. So a stranger with many connections does not keep other processes
+    waiting.
     """
 
     def __init__(
@@ -253,7 +260,7 @@ class Listener:
 
         Args:
           server: a listening socket.
-          secret: secret of the run; '': connections have no TLS.
+          secret: secret of the run; '': connections do not use TLS.
           serve: function that is called in a thread with each connection.
         """
         self._server, self._secret, self._serve = server, secret, serve
@@ -327,8 +334,8 @@ class Listener:
         self._serve(taken)
 
 
-# Errors of `accept` after which later calls may succeed: no descriptor or memory is
-# free, or the caller has closed the connection.
+# Errors of `accept` that may pass: no file descriptor or memory is free, or the other
+# side has already closed the connection.
 _PASSING = frozenset(
     {
         errno.EMFILE,
@@ -344,7 +351,8 @@ _PASSING = frozenset(
 def keep_alive(end: socket.socket) -> None:
     """Makes the kernel notice within a minute that the other host is gone.
 
-    The kernel probes an idle connection, and limits the wait for acknowledgements.
+    The kernel then probes an idle connection, and ends a connection whose bytes are not
+    acknowledged in time.
     """
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -354,7 +362,7 @@ def keep_alive(end: socket.socket) -> None:
 
 
 def pass_on(taken: End, given: End) -> None:
-    """Copies bytes from one connection to another until one ends, and ends both."""
+    """Copies bytes from one connection to another until one ends; then ends both."""
     with contextlib.suppress(OSError):
         while data := taken.recv(_PIECE):
             given.sendall(data)
@@ -363,17 +371,17 @@ def pass_on(taken: End, given: End) -> None:
 
 
 def hang_up(end: End) -> None:
-    """Ends a connection, and with it the waits of threads for the connection."""
+    """Ends a connection, so that threads that wait for it wake up."""
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Network:
-    """What a process of a run knows about the network between the processes.
+    """How a process of a run listens for other processes and connects to them.
 
     Attributes:
-      host: address of this process's host, as other processes reach it.
+      host: address at which other processes reach this process's host.
       secret: PEM text; '': all processes run on this machine and use loopback.
     """
 
@@ -382,7 +390,7 @@ class Network:
 
     @classmethod
     def of_environment(cls) -> Network:
-        """The network that `autopar worker` set for its workers; otherwise loopback."""
+        """Reads the network that `autopar worker` set for its workers, or loopback."""
         secret = os.environ.get(SECRET_VARIABLE, "")
         host = os.environ.get(HOST_VARIABLE, "")
         return cls(host, secret) if secret and host else cls()
@@ -399,7 +407,7 @@ class Network:
         return {SECRET_VARIABLE: self.secret, HOST_VARIABLE: self.host}
 
     def address(self, port: int) -> str:
-        """The address at which other processes reach a port of this process.
+        """The address by which other processes reach a port of this process.
 
         >>> Network("fd00::1", "...").address(7000)
         '[fd00::1]:7000'
@@ -422,7 +430,7 @@ class Network:
         return Listener(open_listener(host or self.host, port), self.secret, serve)
 
     def connect(self, address: str, timeout_s: float) -> End:
-        """Connects to a process of the run; later waits have no time limit.
+        """Connects to a process of the run; the result has no timeout.
 
         Args:
           address: ``HOST:PORT``.
@@ -473,7 +481,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def route_to(address: str) -> str:
-    """The address of this host on the route to another host.
+    """The address of the interface by which this host reaches another host.
 
     Raises:
       OSError: there is no route.
@@ -482,12 +490,12 @@ def route_to(address: str) -> str:
     found = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, target = sorted(found)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # a datagram socket sends nothing here
+        probe.connect(target)  # connecting a datagram socket sends nothing
         return str(probe.getsockname()[0])
 
 
 def inodes(pid: int) -> dict[int, int]:
-    """Inode -> descriptor of each socket of a process; empty if the process is gone."""
+    """Inode -> file descriptor of each socket of a process; empty if it has ended."""
     found: dict[int, int] = {}
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):

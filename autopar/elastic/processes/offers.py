@@ -1,7 +1,9 @@
-"""Sends tiles of the state to other processes, and stores copies of theirs, over TCP.
+"""Sends parts of the state to other processes, and stores copies of theirs, over TCP.
 
-A request is a JSON object on one line; the elements of arrays follow as bytes. Threads
-answer requests, even while the main thread hangs in a collective.
+A tile is a rectangular part of an array. A holding is the set of tiles that a process
+keeps of one step's state (`autopar.elastic.processes.holding`). A request is a JSON
+object on one line; the elements of arrays follow as bytes. Separate threads answer
+requests, so a process can answer while its main thread hangs in a collective.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _LONGEST_LINE = 16 << 20
 
 
 class Offers:
-    """Serves the holdings of this process, and its copies of other holdings."""
+    """Serves this process's parts of states, and the copies that others stored here."""
 
     def __init__(
         self,
@@ -34,15 +36,15 @@ class Offers:
         network: Network,
         obey: Callable[[Mapping[str, Any]], Any] = lambda _: None,
     ) -> None:
-        """Listens, and holds nothing yet.
+        """Starts to listen, with nothing to serve yet.
 
         Args:
-          token: token that requests must contain.
-          network: network on which other processes send requests.
-          obey: follows an order of another process, and returns the answer.
+          token: secret text that each request must contain.
+          network: how other processes reach this process.
+          obey: called with each order of another process; returns the answer.
         """
         self._token, self._obey = token, obey
-        # Reads a compiled program by its name, for processes of other hosts.
+        # Returns the bytes of a compiled program by name, for processes of other hosts.
         self.program: Callable[[str], bytes | None] = lambda _: None
         self._lock = threading.Lock()
         self._held: dict[str, Holding] = {}
@@ -50,7 +52,7 @@ class Offers:
         self.address = network.address(network.listen(self._serve).port)
 
     def put(self, holding: Holding) -> None:
-        """Offers a holding, merged with the tiles that its version already has here."""
+        """Serves a holding, merged with tiles of the same state that are here."""
         with self._lock:
             known = self._held.get(holding.version)
             if known is not None:
@@ -67,29 +69,29 @@ class Offers:
             self._held[holding.version] = holding
 
     def keep(self, wanted: Callable[[Holding], bool]) -> None:
-        """Keeps the wanted holdings, and drops all others."""
+        """Keeps the holdings of the wanted states, and drops all others."""
         with self._lock:
             self._held = {k: h for k, h in self._held.items() if wanted(h)}
 
     def describe(self) -> dict[str, Any]:
-        """Version -> the tiles that are held here, for a message."""
+        """Name of a state -> its tiles in this process, for a message."""
         with self._lock:
             held = dict(self._held)
         return {name: holding.describe() for name, holding in held.items()}
 
     def holdings(self) -> list[Holding]:
-        """All holdings that are offered."""
+        """All holdings that this process serves."""
         with self._lock:
             return list(self._held.values())
 
     def tiles(self, name: str) -> Tiles:
-        """The tiles of a version."""
+        """The tiles that this process has of a state."""
         with self._lock:
             found = self._held.get(name)
         return {} if found is None else found.tiles
 
     def _serve(self, end: End) -> None:
-        """Answers a connection until it closes or sends an invalid request."""
+        """Answers requests of a connection until it closes or sends an invalid one."""
         stream = end.makefile("rb")
         try:
             while line := stream.readline(_LONGEST_LINE):
@@ -120,7 +122,7 @@ class Offers:
         _send_bytes(end, found)
 
     def _take(self, request: Mapping[str, Any], stream: Any) -> None:
-        """Stores another process's tiles, once all of them have come."""
+        """Stores tiles that another process sends, once all of them have arrived."""
         shapes = {p: (tuple(s), str(d)) for p, (s, d) in request["shapes"].items()}
         found: Tiles = {}
         for path, data in request["copies"]:
@@ -140,7 +142,7 @@ class Offers:
 
 
 def _send_bytes(end: End, found: bytes | memoryview | None) -> None:
-    """Sends the number of bytes, and then the bytes; -1 stands for None."""
+    """Sends the length and then the bytes; for None it sends the length -1."""
     count = -1 if found is None else len(found)
     end.sendall(json.dumps({"bytes": count}).encode() + b"\n")
     if found is not None:
@@ -154,7 +156,7 @@ def _raw(array: np.ndarray) -> memoryview:
 
 
 def _fill(stream: Any, array: np.ndarray) -> None:
-    """Reads the elements of a contiguous array."""
+    """Reads bytes from a stream into a contiguous array."""
     view = _raw(array)
     while len(view):
         count = stream.readinto(view)
@@ -164,7 +166,7 @@ def _fill(stream: Any, array: np.ndarray) -> None:
 
 
 class Peer:
-    """A connection to the offers of another process; one thread uses it.
+    """A connection to another process's `Offers`; only one thread may use it.
 
     Raises:
       OSError: the other process is gone (raised by each method).
@@ -182,7 +184,7 @@ class Peer:
     def fetch(
         self, version: str, path: str, tile: Tile, part: Tile, into: np.ndarray
     ) -> None:
-        """Reads a part of a tile into an array.
+        """Reads a part of another process's tile into an array.
 
         Raises:
           OSError: the other process is gone, or no longer has the tile.
@@ -204,7 +206,7 @@ class Peer:
         into[...] = buffer
 
     def copy(self, holding: Holding) -> None:
-        """Sends copies to the other process, and waits until it has them."""
+        """Sends a holding to the other process, and waits until it is stored there."""
         listed = [(p, tile) for p, held in holding.tiles.items() for tile in held]
         self._ask(
             version=holding.version,
@@ -219,7 +221,7 @@ class Peer:
             raise ConnectionError("another process is gone")
 
     def program(self, name: str) -> bytes | None:
-        """Reads a compiled program of the other process; None: it lacks the program."""
+        """Reads a compiled program from the other process; None if it has none."""
         self._ask(program=name)
         count = json.loads(self._stream.readline() or b'{"bytes": -1}')["bytes"]
         found = self._stream.read(count) if count >= 0 else b""
@@ -247,12 +249,13 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateSource:
-    """A state whose parts several processes hold.
+    """Where the parts of a training state are: which process holds which tiles.
 
     Attributes:
-      version: name of the state.
+      version: name of the state: its step, and the world that made it.
       shapes: path -> shape and dtype of each array.
-      holders: address of a process's offers -> path -> tiles that the process holds.
+      holders: address at which a process serves its tiles -> path of an array -> tiles
+        that the process holds.
     """
 
     version: str
@@ -261,7 +264,7 @@ class StateSource:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> StateSource:
-        """Reads the state from the supervisor's message."""
+        """Reads these fields from the supervisor's message."""
         holders = {
             address: {
                 path: frozenset(map(tiles.from_data, some))
@@ -274,17 +277,17 @@ class StateSource:
 
 
 class Fetcher:
-    """Reads the tiles of a state, here or from the processes that hold them.
+    """Reads tiles of a state from this process, or from the processes that hold them.
 
     Attributes:
       local_bytes: bytes that this process already held.
-      remote_bytes: bytes that came from other processes.
+      remote_bytes: bytes that were received from other processes.
     """
 
     def __init__(
         self, source: StateSource, offers: Offers, token: str, network: Network
     ) -> None:
-        """Has connected to no process yet."""
+        """Connects to no process yet."""
         self.local_bytes = self.remote_bytes = 0
         self._source, self._token, self._network = source, token, network
         self._own: Tiles = offers.tiles(source.version)
@@ -297,7 +300,7 @@ class Fetcher:
         return tuple(self._source.shapes)
 
     def __call__(self, path: str, wanted: Tile) -> np.ndarray:
-        """The elements of a tile.
+        """Reads the elements of a tile.
 
         Raises:
           OSError: a process that holds a part is gone.
@@ -325,7 +328,7 @@ class Fetcher:
         return out
 
     def whole(self, path: str) -> np.ndarray:
-        """The whole array of a path."""
+        """Reads the whole array of a path."""
         return self(path, tiles.whole(self._source.shapes[path][0]))
 
     def _tiles(self, path: str) -> list[Tile]:
@@ -341,7 +344,8 @@ class Fetcher:
         holders = [
             a for a, x in self._source.holders.items() if tile in x.get(path, ())
         ]
-        # Holders take turns, so that a single holder does not serve all requests.
+        # If several processes hold the same tile, requests are spread over them in
+        # turn.
         self._turn += 1
         address = holders[self._turn % len(holders)]
         if address not in self._peers:

@@ -1,12 +1,13 @@
 """Prints the output of a worker in whole lines, with the worker's number before each.
 
-The module runs in its own process, and is started by its path. The process ends with
-the last process that has the worker's pipes open, so a worker can print even after its
-supervisor was killed.
+The module is run as a script in its own process, which reads the worker's output from
+pipes. This process ends when no process has the pipes open any more. So a worker can
+still print after its supervisor was killed.
 
-Usage: output.py PREFIX DESCRIPTOR. The worker's stdout is this process's stdin, and the
-descriptor is that of the worker's stderr. Lines in which gloo counts its connections
-are left out, because gloo prints them again for each program with other collectives.
+Usage: output.py PREFIX DESCRIPTOR. This process reads the worker's stdout from its own
+  stdin, and the worker's stderr from the file descriptor. It does not print the lines
+  in which gloo (JAX's communication library on CPUs) counts its connections, because
+  gloo prints them again for each program that has other collectives.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import re
 import selectors
 import sys
 
-# Linux writes this many bytes to a pipe at once, so lines of several workers do not
-# mix.
+# Linux writes up to this many bytes to a pipe without interruption, so lines of several
+# workers do not mix.
 _AT_ONCE = 4096
 # The line that gloo prints for each group of processes that it connects.
 _GLOO = re.compile(
@@ -28,7 +29,7 @@ _GLOO = re.compile(
 
 
 def print_lines(target: int, prefix: bytes, lines: list[bytes]) -> None:
-    """Writes lines except those of gloo, several short lines at once."""
+    """Writes lines with a prefix, several short lines at once, without gloo's."""
     waiting = b""
     for line in lines:
         if _GLOO.fullmatch(line):

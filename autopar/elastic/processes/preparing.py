@@ -1,13 +1,13 @@
-"""Prepares plans and programs of next worlds, in a process beside a world that trains.
+"""Plans and compiles for possible next worlds, in a process beside the training.
 
 A world is a set of processes that train together. XLA cannot compile for processes that
-do not exist. So the preparing process imitates a world of any size. It registers as
-each process of that world, plans, and compiles the program of the first process. The
-plan and the program are stored in the folder of the run on the host of the first
-process, from which the other processes get them.
+do not exist. So the preparing process imitates a world of any size: it registers with a
+coordination service as each process of that world, plans, and compiles the program of
+the first process. It stores the plan and the program in the run's folder, on the host
+of the first process. The other processes of the next world get them from there.
 
-The supervisor orders preparations from the first process of the world, which starts the
-preparing process and passes the orders on.
+The supervisor sends orders to prepare to the first process of the training world. This
+process starts the preparing process and passes the orders on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from autopar_passes import jax_processes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Echo:
-    """The channel of an imitated world: each process sends the same data.
+    """The channel of an imitated world: every process seems to send the same data.
 
     Attributes:
       count: number of processes.
@@ -73,7 +73,7 @@ class Echo:
 
 
 def imitated_world(processes: int, local_devices: int) -> World:
-    """A world in which nothing runs; programs can be compiled for it."""
+    """A world whose processes do not exist, for which programs can be compiled."""
     address, service = jax_processes.open_service(processes)
     backend = jax_processes.imitated_backend(address, processes, local_devices)
     service.shutdown()
@@ -83,10 +83,10 @@ def imitated_world(processes: int, local_devices: int) -> World:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NextWorlds:
-    """What the preparing process needs to plan and compile for worlds.
+    """Plans and compiles a train step for worlds of any size, in this process.
 
     Attributes:
-      step: the train step; this process does not run it.
+      step: the train step; this process only plans and compiles it.
       shapes: shapes of the state.
       samples: the training samples.
       donate: whether steps consume (donate) the training state.
@@ -98,7 +98,7 @@ class NextWorlds:
     donate: bool
 
     def serve(self) -> NoReturn:
-        """Carries out orders until the process that orders them has ended."""
+        """Carries out orders to prepare until the ordering process has ended."""
         base = self.step.setting.cluster
         with socket.socket(fileno=int(os.environ[AHEAD_VARIABLE])) as orders:
             for line in orders.makefile("rb"):
@@ -116,11 +116,12 @@ class NextWorlds:
     def _prepare(
         self, processes: int, base: Cluster | None, rows: int
     ) -> dict[str, Any]:
-        """Plans and compiles for a world, and returns the times.
+        """Plans and compiles for a world, and returns how long this took.
 
         Args:
           processes: number of processes.
-          base: cluster to plan for; None: the script names no cluster.
+          base: cluster to plan for; None: the script names no cluster, and the
+            processes' own devices form it.
           rows: rows of a batch.
 
         Raises:
@@ -150,20 +151,21 @@ class NextWorlds:
 
 
 class PreparingProcess:
-    """A preparing process, and a thread that passes orders and answers on."""
+    """Starts a preparing process, and a thread that passes on orders and answers."""
 
     def __init__(self, answer: Callable[..., Any], *, nice: int) -> None:
         """Starts the process.
 
         Args:
-          answer: sends an answer to the supervisor.
+          answer: called with each answer, to send it to the supervisor.
           nice: the process's nice value, 0 to 19 (the lowest priority).
         """
         self._answer, self._nice = answer, nice
         self._waiting: dict[int, Message] = {}
         self._child: subprocess.Popen[bytes] | None = None
         self._here, there = socket.socketpair()
-        # The preparing process ends with the thread that starts it.
+        # The preparing process dies with the thread that starts it. So this thread
+        # lives as long as the process.
         threading.Thread(
             target=self._work, args=(there,), daemon=True, name="preparing"
         ).start()
@@ -171,11 +173,11 @@ class PreparingProcess:
     def send(self, order: Message) -> None:
         """Sends an order to the process."""
         self._waiting[order["number"]] = order
-        with contextlib.suppress(OSError):  # the thread answers for a process that died
+        with contextlib.suppress(OSError):  # if it died, the thread answers
             self._here.sendall(json.dumps(order).encode() + b"\n")
 
     def close(self) -> None:
-        """Ends the process; its orders get no answer."""
+        """Ends the process; open orders get no answer."""
         self._waiting.clear()
         with contextlib.suppress(OSError):
             self._here.shutdown(socket.SHUT_RDWR)
@@ -207,8 +209,9 @@ class PreparingProcess:
 class Preparer:
     """Carries out the supervisor's orders to prepare plans and programs.
 
-    Guesses of a next world are prepared at the lowest priority. A cluster for which the
-    supervisor waits is prepared at the priority of the run, in another process.
+    For a next world that is only a guess, it prepares at the lowest CPU priority. For a
+    cluster that the supervisor is waiting for, it prepares in a second process, at the
+    same priority as the training.
     """
 
     def __init__(self, say: Callable[..., Any], rows: Callable[[], int]) -> None:
@@ -216,7 +219,7 @@ class Preparer:
 
         Args:
           say: sends a message to the supervisor.
-          rows: returns the rows of the current batch.
+          rows: returns the present batch size in rows.
         """
         self._say, self._rows = say, rows
         self._guesses = 0
@@ -225,7 +228,7 @@ class Preparer:
         self._done: set[str] = set()
 
     def take(self, order: Message) -> None:
-        """Takes an order; number 0 marks a guess."""
+        """Carries out an order; the order's number is 0 if it is only a guess."""
         made = {k: order[k] for k in ("number", "processes", "cluster")}
         made["rows"] = self._rows()
         if jax.default_backend() != "cpu":

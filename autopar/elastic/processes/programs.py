@@ -1,7 +1,8 @@
-"""Compiled programs of worlds, kept in the folder of a run.
+"""Stores the compiled programs of a run in the run's folder.
 
-The first process of a world compiles a program, and all processes of the world run it.
-A world that existed before, or that was prepared, compiles nothing.
+A world is a set of processes that train together. The first process of a world compiles
+a program, and all its processes run it. If a world of the same form trained before, or
+was prepared for (`autopar.elastic.processes.preparing`), nothing is compiled.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from autopar_passes import jax_compat, jax_processes
 
 
 class LoadedProgram:
-    """A compiled program that replaces its jitted function."""
+    """A compiled program that can be called like the jitted function it came from."""
 
     def __init__(self, compiled: Any, jitted: Any) -> None:
-        """Takes the compiled program and its function, which can still be lowered."""
+        """Stores the compiled program, and the jitted function for `trace`."""
         self._compiled, self._jitted = compiled, jitted
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs the program on arguments with the right shardings."""
+        """Runs the program; arguments must have the shardings it was compiled for."""
         return self._compiled(*arguments)
 
     def trace(self, *arguments: Any) -> Any:
-        """Traces the function."""
+        """Traces the jitted function."""
         return self._jitted.trace(*arguments)
 
     def clear_cache(self) -> None:
@@ -59,8 +60,8 @@ class ReadyProgram:
     """A program that is ready to run.
 
     Attributes:
-      function: the program; None: the step is compiled when it is called.
-      how: ``loaded`` from the folder, or ``compiled``.
+      function: the program; None if JAX compiles the step at its first call instead.
+      how: ``loaded`` if the program came from the folder, or ``compiled``.
       seconds: time of loading or compiling.
     """
 
@@ -74,9 +75,10 @@ class StoredPrograms:
     """The compiled programs in a folder.
 
     Attributes:
-      folder: path of the folder. Its files are sealed, because their contents are
-        executed.
-      fetch: asks the first process of the world for a program that this host lacks.
+      folder: path of the folder. Its files carry an authentication code with this
+        user's key (`autopar.sealed_files`), because they are executed.
+      fetch: called with the name of a program that this host lacks; gets it from the
+        first process of the world.
     """
 
     folder: pathlib.Path
@@ -89,7 +91,7 @@ class StoredPrograms:
     def ready(
         self, planned: PlannedStep, world: World, *, donate: bool
     ) -> ReadyProgram:
-        """The compiled program of a planned step, in every process of a world.
+        """Loads or compiles the program of a planned step, in every process of a world.
 
         Args:
           planned: the step.
@@ -121,7 +123,7 @@ class StoredPrograms:
         return ReadyProgram(made, how, time.perf_counter() - begin)
 
     def prepare(self, planned: PlannedStep, *, donate: bool) -> bool:
-        """Compiles for a world that does not exist; False: the program was stored."""
+        """Compiles for an imitated world; False if the program was already stored."""
         if planned.pipeline is not None:
             return False
         name = _name(planned, donate)
@@ -139,12 +141,12 @@ class StoredPrograms:
         return found, "compiled"
 
     def content(self, name: str) -> bytes | None:
-        """A stored program as bytes, for other hosts; None: it is not stored."""
+        """The bytes of a stored program, for other hosts; None if it is not stored."""
         known = re.fullmatch(r"[0-9a-f]{32}", name)
         return self._files.read(name) if known else None
 
     def _fetch_program(self, name: str, planned: PlannedStep) -> Any:
-        """Fetches and stores the program of the first process; None: it has none."""
+        """Fetches a program from the first process and stores it, or returns None."""
         data = self.fetch(name)
         if data is None:
             return None
@@ -152,7 +154,7 @@ class StoredPrograms:
         return self._read(name, planned)
 
     def _read(self, name: str, planned: PlannedStep) -> Any:
-        """The program of a file; None: there is no usable file."""
+        """Loads a program from its file; None if there is no usable file."""
         data = self._files.read(name)
         if data is None:
             return None
@@ -167,7 +169,7 @@ class StoredPrograms:
             return None
 
     def _write(self, name: str, compiled: Any) -> None:
-        """Writes a whole program, or nothing if JAX cannot serialize it."""
+        """Writes a program to a file; does nothing if JAX cannot serialize it."""
         try:
             data = pickle.dumps(serialize_executable.serialize(compiled))
         except (ValueError, RuntimeError):  # a part of it cannot be serialized
@@ -176,7 +178,7 @@ class StoredPrograms:
 
 
 def _name(planned: PlannedStep, donate: bool) -> str:
-    """A name that depends on everything that a program depends on."""
+    """The program's name: a digest of everything that the program depends on."""
     sums = planned.sums
     how = None if sums is None else (sums.fallback, sums.signals)
     devices = [(d.id, d.process_index) for d in planned.mesh.devices.flat]
@@ -214,14 +216,14 @@ def _host(leaf: Any) -> Any:
 
 
 class _Key:
-    """A random key whose words are on the host."""
+    """A JAX random key whose integers are in host memory."""
 
     def __init__(self, words: np.ndarray, kind: str) -> None:
         self.words, self.kind = words, kind
 
 
 def from_host(tree: Any) -> Any:
-    """The tree that `on_host` was given, with random keys on the current backend."""
+    """Reverses `on_host`: makes JAX random keys again, on the current backend."""
     return jax.tree.map(
         lambda x: (
             jax.random.wrap_key_data(jnp.asarray(x.words), impl=x.kind)

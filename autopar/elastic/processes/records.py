@@ -1,8 +1,9 @@
-"""The files that a run writes in its folder, and commands to its supervisor.
+"""Writes a run's log and state into the run's folder, and sends commands to the run.
 
-The folder holds a log, and the state for a later supervisor. A disk that is full or
-read-only does not stop a run. The failure is printed once, and log lines wait until
-there is room again. This module does not import JAX, so that commands start fast.
+The folder holds a log, and the supervisor's state, from which a later supervisor can
+take over the run. If the disk is full or read-only, the run goes on: the failure is
+printed once, and log lines are kept in memory until they can be written. This module
+does not import JAX, so that commands start fast.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from autopar.errors import PlanError
 from autopar.units import number_of
 from autopar.whole_files import FileLock, WaitingLines, write_whole
 
-# Largest number of lines that wait for room; older lines are dropped.
+# Largest number of log lines to keep in memory while they cannot be written; the oldest
+# are dropped first.
 _WAITING = 10_000
-# How long a supervisor may take to answer a command.
+# Seconds that a supervisor may take to answer a command.
 _ANSWER_S = 10.0
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 
 
 class _StateFields(msgspec.Struct):
-    """The required fields of a state, and the types of all fields that are used."""
+    """The fields of a supervisor's state, with their types."""
 
     workers: dict[int, Any]
     world: list[int]
@@ -46,12 +48,13 @@ class _StateFields(msgspec.Struct):
     formed: bool = True
 
 
-# The decoder is made at import: msgspec crashes if two threads inspect a type at once.
+# The decoder is made when this module is imported, because msgspec crashes if two
+# threads inspect a type at the same time.
 _STATE = msgspec.json.Decoder(_StateFields)
 
 
 def read_state(folder: pathlib.Path) -> Message | None:
-    """The state that a supervisor has written; None: there is no state.
+    """Reads the state that a supervisor has written; None if there is none.
 
     Raises:
       PlanError: the file is damaged, or cannot be read.
@@ -72,7 +75,7 @@ def read_state(folder: pathlib.Path) -> Message | None:
 
 
 def read_ending(folder: pathlib.Path) -> Mapping[str, Any] | None:
-    """How the last run of a folder ended; None: it still runs, or its end is unknown.
+    """How the last run in a folder ended; None if it runs or its end is unknown.
 
     Returns:
       The number of steps done, the exit code and the reason.
@@ -93,14 +96,14 @@ def read_ending(folder: pathlib.Path) -> Mapping[str, Any] | None:
 
 
 def ending_text(ended: Mapping[str, Any]) -> str:
-    """How a run has ended, in a sentence."""
+    """A sentence that tells how a run has ended."""
     steps = number_of(ended["steps"], "step")
     code, reason = ended["code"], ended["reason"]
     return f"the run has ended after {steps} with exit code {code}: {reason}"
 
 
 def _lock(folder: pathlib.Path) -> FileLock:
-    """Locks a folder until this process ends or frees the lock.
+    """Locks a folder until this process ends or releases the lock.
 
     Raises:
       PlanError: another process holds the lock, or the folder cannot be used.
@@ -148,17 +151,17 @@ class Records:
         self._failed = False
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Adds a line to the log, after the lines that wait."""
+        """Adds a line to the log, after earlier lines that could not be written yet."""
         self._log.add(json.dumps(line).encode() + b"\n")
         self.flush()
 
     def state(self, data: Mapping[str, Any]) -> None:
-        """Writes the state in place of the state before."""
+        """Replaces the state in the folder."""
         self._kept = json.dumps(data).encode()
         self.flush()
 
     def flush(self) -> None:
-        """Writes waiting lines; prints once that the folder cannot be written."""
+        """Tries to write the lines in memory; if this fails, prints so once."""
         try:
             self._log.flush()
             if self._kept is not None:
@@ -174,7 +177,7 @@ class Records:
         self._failed = False
 
     def close(self) -> None:
-        """Frees the folder for other supervisors."""
+        """Releases the folder for other supervisors."""
         self._lock.free()
 
     def end(self) -> None:
@@ -193,7 +196,7 @@ class Records:
 
 
 def workers_command(folder: pathlib.Path) -> str:
-    """The command line that shows the processes of a run, and changes them.
+    """The command by which a user can show and change the processes of a run.
 
     >>> workers_command(pathlib.Path("runs/my model"))
     "autopar workers --folder 'runs/my model'"
@@ -202,10 +205,10 @@ def workers_command(folder: pathlib.Path) -> str:
 
 
 def command(folder: pathlib.Path, **words: Any) -> Message:
-    """Sends a command to the supervisor of a run.
+    """Sends a command to a run's supervisor, and returns the answer.
 
     Raises:
-      OSError: there is no supervisor, or it does not answer.
+      OSError: no supervisor runs, or it does not answer.
       PlanError: the state file of the run is damaged.
     """
     state = read_state(folder)

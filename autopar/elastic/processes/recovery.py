@@ -1,8 +1,10 @@
-"""How processes recover from a broken world, and files of their shared memory.
+"""How processes go on after another one was lost, and names of their shared memory.
 
-``inplace``: a process leaves a broken world and joins the next world. ``respawn``: the
-process ends, is started again, and reads its state from shared memory. Supervisors and
-agents use this module, so it does not import JAX.
+A world is a set of processes that train together. It breaks if one of them is lost.
+  With ``inplace``, each other process leaves the broken world and joins the next one.
+  With ``respawn``, each other process ends, is started again, and reads its training
+  state from shared memory. This module does not import JAX, because supervisors and
+  agents use it.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ from typing import Any
 
 from autopar.errors import InputError
 
-# The variable by which `autopar run` tells its workers how to recover.
+# The environment variable by which `autopar run` tells its workers how to recover.
 RECOVERY_VARIABLE = "AUTOPAR_RECOVERY"
-# The variable for the prefix of the workers' shared memory, set by a launcher.
+# The environment variable for the prefix of the names of the workers' shared memory.
+# The launcher of the workers sets it.
 SHARED_VARIABLE = "AUTOPAR_SHARED"
-# The exit status of a worker that is to be started again (not one of <sysexits.h>).
+# With this exit status, a worker asks to be started again. It is not used in
+# <sysexits.h>.
 RESPAWNED = 79
 
-# A file system in memory. Its files outlive processes, but not a restart of the machine
-# (Linux).
+# A file system in memory (Linux). Its files outlive processes, but not a restart of the
+# machine.
 _SHARED = pathlib.Path("/dev/shm")
 HOWS = ("auto", "inplace", "respawn")
 
@@ -36,10 +40,10 @@ class Recovery:
     """How workers recover from a broken world.
 
     Attributes:
-      how: ``inplace``, ``respawn``, or ``auto``. ``auto`` is ``inplace`` on CPUs, whose
-        collectives can be left, and ``respawn`` on other platforms.
-      every: under ``respawn``, number of steps between two writes of the state to
-        shared memory during training.
+      how: ``inplace``, ``respawn``, or ``auto``. ``auto`` is ``inplace`` on CPUs, where
+        a process can stop waiting in a collective, and ``respawn`` on other platforms.
+      every: with ``respawn``, a training process writes its state to shared memory
+        after every this many steps.
 
     Raises:
       InputError: ``how`` is unknown, or ``every`` is less than 1.
@@ -56,7 +60,7 @@ class Recovery:
             raise InputError(f"recovery: every {self.every} steps: expected 1 or more.")
 
     def __str__(self) -> str:
-        """The text for `RECOVERY_VARIABLE`.
+        """The text for the environment variable `RECOVERY_VARIABLE`.
 
         >>> str(Recovery("respawn", 5))
         'respawn:5'
@@ -65,7 +69,7 @@ class Recovery:
 
     @classmethod
     def of_environment(cls) -> Recovery:
-        """The recovery that this worker was given in `RECOVERY_VARIABLE`.
+        """Reads how this worker must recover, from `RECOVERY_VARIABLE`.
 
         Raises:
           InputError: `autopar run` did not set the variable.
@@ -82,7 +86,7 @@ class Recovery:
             ) from error
 
     def respawns(self, platform: str) -> bool:
-        """Whether processes of a platform end with their world.
+        """Whether processes on this device platform end when their world breaks.
 
         Args:
           platform: JAX's name of the platform.
@@ -97,13 +101,13 @@ def shared_prefix(run: str) -> str:
     """The prefix of the paths of a run's shared memory on this host.
 
     Args:
-      run: name of the run; for an agent, name of the run and address of the host.
+      run: name of the run; an agent adds the address of its host.
     """
     return str(_SHARED / f"autopar-{run.replace('/', '_')}-")
 
 
 def remove_shared(prefix: str, workers: Iterable[int] | None = None) -> None:
-    """Removes shared memory; processes that have mapped it can still use it.
+    """Removes files in shared memory; processes that have mapped them keep them.
 
     Args:
       prefix: see `shared_prefix`; '': there is no shared memory.
@@ -121,11 +125,11 @@ def remove_shared(prefix: str, workers: Iterable[int] | None = None) -> None:
                 os.unlink(path)
 
 
-# The notes of a process for the process that replaces it.
+# Notes that a process leaves for the process that replaces it.
 
 
 def write_notes(prefix: str, worker: int, notes: Mapping[str, Any]) -> None:
-    """Writes a worker's notes before it ends to be started again; mode 600."""
+    """Writes a worker's notes to a file that only this user can read."""
     path = f"{prefix}{worker}.notes"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     descriptor = os.open(f"{path}.new", flags, 0o600)
@@ -135,7 +139,7 @@ def write_notes(prefix: str, worker: int, notes: Mapping[str, Any]) -> None:
 
 
 def take_notes(prefix: str, worker: int) -> dict[str, Any]:
-    """Reads and removes the notes of a worker; empty: there are no notes."""
+    """Reads and removes the notes of a worker; empty if there are none."""
     path = f"{prefix}{worker}.notes"
     try:
         with open(path) as file:
@@ -147,5 +151,5 @@ def take_notes(prefix: str, worker: int) -> dict[str, Any]:
 
 
 def have_notes(prefix: str, workers: Iterable[int]) -> bool:
-    """Whether all these workers have ended to be started again."""
+    """Whether all these workers have left notes, so that they can be restarted."""
     return all(os.path.exists(f"{prefix}{w}.notes") for w in workers)

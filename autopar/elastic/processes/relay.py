@@ -1,13 +1,14 @@
 """Keeps a process alive when its coordination service dies.
 
-XLA ends a process when the coordination service closes the connection. A Python
+XLA ends a process when JAX's coordination service closes the connection. A Python
 callback for this case does not help: jaxlib 0.10.2 cannot convert the error to a Python
-object, and ends the process with ``std::bad_cast``. So XLA connects to a relay in its
-own process. When the service dies, the relay keeps XLA's connection open, and answers
-no call.
+object, and ends the process with ``std::bad_cast``. So XLA connects to a relay inside
+its own process, which passes bytes to and from the service. When the service dies, the
+relay keeps XLA's connection open, and answers no call.
 
-XLA also ends a process that cannot connect. So if the service died before that, the
-relay answers in its place, and the process must then leave the world.
+XLA also ends a process that cannot connect at all. So if the service dies before XLA
+has connected, the relay answers instead of the service. The process must then leave its
+world (the set of processes that train together).
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from autopar.elastic.processes.network import (
 )
 from autopar_passes import jax_processes
 
-# Ends the waits of collectives whose other process is gone or has left.
+# The functions below end the waits of collectives for a process that is gone.
 #
-# A collective of gloo waits without limit for a process that does not come. Shutting
-# down the connections between workers turns the wait into an error (Linux only).
+# In gloo, JAX's communication library on CPUs, a collective waits for a missing process
+# without a time limit. Shutting down the connections between workers turns the wait
+# into an error (Linux only).
 
 _ESTABLISHED, _LISTENING = "01", "0A"
-# gloo numbers the connections that it waits for; a world has only few.
+# gloo numbers the connections that it waits for. These are fewer than this number.
 _NUMBERS = 64
 
 
@@ -48,14 +50,15 @@ def break_connections(
     but: Collection[int],
     older: Collection[int] = (),
 ) -> int:
-    """Shuts down this process's TCP connections to other processes of a world.
+    """Shuts down this process's TCP connections to the other processes of a world.
 
     Args:
       pids: process ids of the other processes on this host.
       hosts: addresses of other hosts. All connections to these hosts count as
-        connections of the world.
-      but: ports whose connections stay open.
-      older: inodes of older sockets to other hosts, which stay open.
+        connections to the world.
+      but: connections that use one of these ports stay open.
+      older: inodes of sockets to other hosts that existed before the world; they stay
+        open.
 
     Returns:
       The number of connections that were shut down.
@@ -75,16 +78,16 @@ def break_connections(
 
 
 def listening() -> frozenset[str]:
-    """The addresses at which this process listens for connections."""
+    """The addresses (host and port) on which this process listens."""
     own = inodes(os.getpid())
     found = {here for here, _, x in _rows(_LISTENING) if x in own}
     return frozenset(join_address(_host(x), _port(x)) for x in found)
 
 
 def knock(addresses: Iterable[str]) -> None:
-    """Connects in place of processes that gloo waits for, and disconnects.
+    """Connects to gloo in place of missing processes, and disconnects at once.
 
-    gloo waits without limit for the connection of a process that has died.
+    Otherwise gloo would wait without limit for the connection of a dead process.
 
     Args:
       addresses: addresses at which gloo listens.
@@ -99,7 +102,7 @@ def knock(addresses: Iterable[str]) -> None:
 
 
 def _rows(state: str) -> list[tuple[str, str, int]]:
-    """Own address, other address and inode of each connection in a state."""
+    """Local address, remote address and inode of each TCP socket in a given state."""
     found: list[tuple[str, str, int]] = []
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/self/net/{name}") as lines:
@@ -114,7 +117,7 @@ def _port(address: str) -> int:
 
 
 def _host(address: str) -> str:
-    """The host of an address in ``/proc/net/tcp`` (words in native byte order)."""
+    """The host of an address in ``/proc/net/tcp``, in words of native byte order."""
     digits = bytes.fromhex(address.rpartition(":")[0])
     words = [digits[k : k + 4] for k in range(0, len(digits), 4)]
     if sys.byteorder == "little":
@@ -125,7 +128,7 @@ def _host(address: str) -> str:
 
 
 def _shut_down(descriptor: int) -> int:
-    """Shuts a socket down, and leaves the owner's descriptor open; 1 if it was open."""
+    """Shuts a socket down but does not close it; returns 1 if it was open, else 0."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as found:
             found.shutdown(socket.SHUT_RDWR)
@@ -135,7 +138,8 @@ def _shut_down(descriptor: int) -> int:
 
 
 _CHUNK = 1 << 16
-# HTTP/2 frames (RFC 9113, 4.1 and 6): bytes of the header, two frame types, and a flag.
+# Constants of HTTP/2 frames (RFC 9113, sections 4.1 and 6): bytes of a frame's header,
+# two frame types, and a flag.
 _HEAD = 9
 _DATA, _HEADERS, _END_STREAM = 0, 1, 1
 
@@ -156,16 +160,17 @@ class Relay:
         Args:
           address: address of the service.
           network: network on which the service is reached.
-          index: number of this process in the world.
+          index: rank of this process in the world.
           count: number of processes of the world.
-          limit_s: longest time that this process may take to connect.
+          limit_s: seconds within which this process must connect.
         """
         self._target, self._network = address, network
         self._index, self._count, self._limit_s = index, count, limit_s
         self._client: Any = None
-        self._own: Any = None  # a service in this process, in place of a dead service
+        self._own: Any = None  # a service in this process that replaces a dead one
         self.alone = False
-        # XLA's first call registers the process; XLA repeats it until it is answered.
+        # XLA's first call to the service registers the process. XLA repeats the call
+        # until it gets an answer.
         self._registered, self._connected = threading.Event(), threading.Event()
         self._closed = False
         self._lock = threading.Lock()
@@ -175,16 +180,17 @@ class Relay:
         self._start(self._accept)
 
     def on_client(self, client: Any) -> None:
-        """Takes the connected client, which is shut down when the service dies.
+        """Stores XLA's connected client, to shut it down if the service dies.
 
-        A client that is shut down outlives its connection. The connection is then
-        closed, so that calls that wait for an answer raise an error.
+        XLA does not end the process if a client loses its connection after it was shut
+        down. So the relay first shuts the client down and then closes the connection.
+        Calls that wait for an answer then raise an error.
         """
         self._client = client
         self._connected.set()
 
     def close(self) -> None:
-        """Closes all connections; the client has been shut down before."""
+        """Closes all connections; the client must have been shut down before."""
         with self._lock:
             self._closed = True
             ends, self._ends = [self._listener, *self._ends], []
@@ -206,13 +212,13 @@ class Relay:
             except OSError:
                 return
             if not _is_own(own):
-                own.close()  # another user of this host, who lacks the secret
+                own.close()  # another user's process, which lacks the secret
                 continue
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._start(self._serve, own)
 
     def _serve(self, own: socket.socket) -> None:
-        """Serves a connection until one side ends it."""
+        """Passes bytes of a connection on until one side ends it."""
         if not self._keep(own):
             return
         service = self._reach()
@@ -232,7 +238,7 @@ class Relay:
         hang_up(own)
 
     def _reach(self) -> End:
-        """A connection to the service, or to its replacement if it is dead."""
+        """Connects to the service, or to its replacement if the service is dead."""
         if not self.alone:
             with contextlib.suppress(OSError):
                 return self._network.connect(self._target, self._limit_s)
@@ -240,7 +246,7 @@ class Relay:
         return Network().connect(self._target, self._limit_s)
 
     def _stand_in(self) -> None:
-        """Starts a service in this process, and registers all other processes there."""
+        """Starts a replacement service, and registers all other processes with it."""
         self.alone = True
         address, self._own = jax_processes.open_service(self._count)
         self._target = address
@@ -248,7 +254,7 @@ class Relay:
             self._start(jax_processes.fill_place, address, index, int(self._limit_s))
 
     def _keep(self, end: End) -> bool:
-        """Records a socket, to close it later; False: the relay is already closed."""
+        """Records a socket, so that `close` closes it; False if `close` was called."""
         with self._lock:
             if not self._closed:
                 self._ends.append(end)
@@ -258,7 +264,7 @@ class Relay:
 
 
 def _is_own(end: socket.socket) -> bool:
-    """Whether the other end of a loopback connection is this process, too."""
+    """Whether this process itself opened a loopback connection."""
     here, there = end.getsockname()[1], end.getpeername()[1]
     mine = inodes(os.getpid())
     return any(
@@ -268,17 +274,17 @@ def _is_own(end: socket.socket) -> bool:
 
 
 class _Answers:
-    """Finds the end of a call's answer in the bytes of a gRPC server.
+    """Finds where an answer ends in the bytes that a gRPC server sends.
 
-    An answer is a message in data frames, and then headers that end its stream. An
-    error has no message.
+    An answer consists of data frames with a message, followed by headers with a flag
+    that ends the stream. An error consists of headers only.
     """
 
     def __init__(self) -> None:
         self._rest, self._skip, self._data = b"", 0, False
 
     def whole(self, sent: bytes) -> bool:
-        """Takes received bytes; returns whether an answer ended in these bytes."""
+        """Processes received bytes; returns whether an answer ended in these bytes."""
         found = False
         data = self._rest + sent
         while True:
@@ -296,7 +302,7 @@ class _Answers:
 
 
 def shut_down(client: Any) -> None:
-    """Shuts down a client of a coordination service; does nothing for None."""
+    """Shuts down a client of a coordination service; ignores None."""
     if client is not None:
         with contextlib.suppress(Exception):
             client.shutdown()

@@ -1,8 +1,9 @@
-"""A process that ends with its world, and is replaced by a new process.
+"""Ends a process when its world breaks, and hands its state to a new process.
 
-While the process trains, it regularly writes its state to shared memory. When it ends,
-it writes the states of its last steps. The next process maps these states, offers them
-to other processes, and joins the next world.
+A world is a set of processes that train together. While a process trains, it regularly
+writes its training state to shared memory. Before it ends, it writes the states of its
+last steps. The process that replaces it maps these states into memory, serves them to
+other processes, and joins the next world.
 """
 
 from __future__ import annotations
@@ -32,31 +33,32 @@ from autopar.elastic.processes.shared import SharedStates
 from autopar.errors import PlanError
 from autopar.runtime.threads import Threads
 
-# How long an ending process may take to write its state. A device that hangs may never
-# return the state.
+# Seconds that an ending process may take to write its state. The limit is needed
+# because a device that hangs may never return the state.
 _FLUSH_S = 30.0
-# How long the script may take to end after the state is written.
+# Seconds that the user's script may take to end after the state was written.
 _UNWIND_S = 5.0
 
 
 class Respawning:
-    """Writes states to shared memory, and ends this process with its world.
+    """Writes states to shared memory, and ends this process when its world breaks.
 
     Attributes:
-      is_on: whether this process ends with its world; final after `decide`.
-      notes: plain data that the previous process has left.
-      start_s: seconds from the start of this process to here, for Python, JAX and the
-        script.
+      is_on: whether this process ends when its world breaks; `decide` sets it.
+      notes: plain data that the process before this one left for it.
+      start_s: seconds from the start of this process until this object was made: the
+        start of Python, JAX and the script.
     """
 
     def __init__(self, worker: int) -> None:
-        """Reads the notes that the previous process has left.
+        """Reads the notes that the process before this one left.
 
         Args:
           worker: number of this process's worker.
 
         Raises:
-          PlanError: respawning is asked for, but the launcher of workers cannot do it.
+          PlanError: the run asks for respawning, but the launcher of its workers cannot
+            restart them.
         """
         self._recovery = Recovery.of_environment()
         self._worker, self._prefix = worker, os.environ.get(SHARED_VARIABLE, "")
@@ -76,28 +78,28 @@ class Respawning:
         self.start_s = _age_s()
 
     def decide(self, platform: str) -> None:
-        """Decides by the device platform whether this process ends with its world."""
+        """Decides by the device platform whether to end when the world breaks."""
         there = self._states is not None
         self.is_on = there and self._recovery.respawns(platform)
 
     def load(self, offers: Offers) -> None:
-        """Offers the states that dead processes have left on this host."""
+        """Serves the states that dead processes have left on this host."""
         begin = time.perf_counter()
         for held in [] if self._states is None else self._states.load():
             offers.put(held)
         self._map_s = time.perf_counter() - begin
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after this many steps is written while training goes on."""
+        """Whether `write` must be called with the state after this many steps."""
         return self.is_on and step % self._recovery.every == 0
 
     def write(self, content: Callable[[], Holding], spare: int) -> None:
         """Writes a state in the background.
 
         Args:
-          content: returns the state; later steps must not consume (donate) it.
+          content: returns the state. Later steps must not donate its arrays.
           spare: number of further states that this process may have to write when it
-            ends.
+            ends, for which room must remain.
         """
         self.wait()
         states, writer = self._states, self._writer
@@ -106,11 +108,11 @@ class Respawning:
         self._write = writer.submit(lambda: states.write(content(), spare))
 
     def wait(self) -> None:
-        """Waits until the last state is written.
+        """Waits until the last state has been written.
 
-        This method is also called before each step whose state will be written.
-        Otherwise a process that is ahead could overwrite the state that another process
-        has as its last.
+        The training loop must also call this method before each step whose state will
+        be written. Otherwise a process that is ahead of others could overwrite the
+        state of the last step that all processes have.
 
         Raises:
           PlanError: there is no room for the state.
@@ -122,13 +124,14 @@ class Respawning:
         self._waited_s += time.perf_counter() - begin
 
     def seconds(self) -> dict[str, float | None]:
-        """The times of a respawn, read when a world forms; empty without respawning.
+        """How long the steps of a respawn took; empty without respawning.
 
         Returns:
-          ``start_s``: to start Python, JAX and the script; ``map_s``: to map the states
-          in shared memory; ``write_s``: the wait for writing the state that the world
-          begins with. Two times are those of the previous process. ``flush_s``: to
-          write its last states; ``keep_s``: the wait of its steps for writing states.
+          Seconds. ``start_s``: to start Python, JAX and the script; ``map_s``: to map
+            the states in shared memory; ``write_s``: to wait until the world's first
+            state was written. Two times are of the process before this one.
+            ``flush_s``: to write its last states; ``keep_s``: how long its steps waited
+            for states to be written.
         """
         if not self.is_on:
             return {}
@@ -138,27 +141,27 @@ class Respawning:
         return {**known, **before}
 
     def note(self, **notes: Any) -> None:
-        """Leaves plain data for the next process."""
+        """Stores plain data in a file for the process that replaces this one."""
         self._left |= notes
 
     def drop(self, generation: int) -> None:
-        """Removes the states that dead processes have left of older worlds."""
+        """Removes states that dead processes left from worlds before this one."""
         if self._states is not None:
             self._states.drop(generation)
 
     def remove(self) -> None:
-        """Removes all states of workers on this host, because the run has ended."""
+        """Removes the states of all workers on this host, because the run has ended."""
         if self._prefix:
             remove_shared(self._prefix)
 
     def end(self, holdings: Callable[[], Sequence[Holding]]) -> NoReturn:
-        """Writes the last states, and ends this process, to be started again.
+        """Writes the last states and ends this process, so that it is started again.
 
         Args:
-          holdings: returns the states; reading the states may hang.
+          holdings: returns the states; the call may hang with a device.
 
         Raises:
-          SystemExit: always, so that ``with`` and ``finally`` of the script run.
+          SystemExit: always, so that ``with`` and ``finally`` blocks of the script run.
         """
         begin = time.perf_counter()
         states = self._states
@@ -175,8 +178,8 @@ class Respawning:
         flush_s = time.perf_counter() - begin
         known = {"flush_s": flush_s, "keep_s": self._waited_s}
         write_notes(self._prefix, self._worker, {**self._left, **known})
-        # At exit JAX would wait for a backend that may hang, so the process exits
-        # before.
+        # When Python exits, JAX waits for a backend that may hang. So this handler ends
+        # the process before that.
         atexit.register(_exit_at_once)
         threading.Thread(target=_exit_late, daemon=True).start()
         sys.exit(RESPAWNED)
@@ -195,7 +198,7 @@ def _exit_late() -> NoReturn:
 
 
 def _age_s() -> float:
-    """Seconds since this process was started."""
+    """Seconds since this process started."""
     own = ProcessId.of(os.getpid())
     assert own is not None
     started_s = own.started / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Starts the processes of a script, and acts for the supervisor.
+"""Starts the processes of a run, and carries out what its supervisor decides.
 
 This is the main part of `autopar run`.
 """
@@ -68,7 +68,7 @@ class Console:
     """Turns the events of a supervisor's log into lines for the terminal."""
 
     def __init__(self, folder: pathlib.Path) -> None:
-        """No world has formed yet.
+        """Starts before any processes train together.
 
         Args:
           folder: folder of the run.
@@ -77,18 +77,18 @@ class Console:
         self._world: frozenset[int] | None = None
         self._awaited: frozenset[int] = frozenset()
         self._unplaced: frozenset[int] = frozenset()
-        # Whether a line has already said why the next world forms, and the reason to
-        # give otherwise.
+        # Whether a printed line has already told why the processes change; and the
+        # reason to print if not.
         self._explained, self._reason = False, ""
         self._ends = False
 
     def say(self, event: str, data: Mapping[str, Any]) -> None:
-        """Prints an event if it is of use to a user."""
+        """Prints an event of the log if it matters to a user."""
         for line in self.lines(event, data):
             _print(line)
 
     def lines(self, event: str, data: Mapping[str, Any]) -> list[str]:
-        """The lines that describe an event of the log.
+        """The lines that describe an event of the log; empty if it is not printed.
 
         >>> Console(pathlib.Path("run")).lines("gone", {"worker": 1, "code": -9})
         ['worker 1 died by signal 9']
@@ -147,7 +147,7 @@ class Console:
         return []
 
     def _world_lines(self, data: Mapping[str, Any]) -> list[str]:
-        """The lines for the workers that joined and the world that trains on."""
+        """The lines that tell which workers joined and how many processes train now."""
         workers = data["workers"]
         before, self._world = self._world, frozenset(workers)
         new = sorted(self._world - before) if before is not None else []
@@ -165,7 +165,7 @@ class Console:
         ]
 
     def say_awaited(self, late: frozenset[int]) -> None:
-        """Prints once for each late worker that the run waits for it."""
+        """Prints, once for each late worker, that the run waits for the worker."""
         if new := sorted(late - self._awaited):
             _print(
                 f"waits for {name_numbers('worker', new)}, whose script has not called "
@@ -175,7 +175,7 @@ class Console:
         self._awaited |= late
 
     def say_unplaced(self, unplaced: frozenset[int]) -> None:
-        """Prints once for each worker without a host that no host has room."""
+        """Prints, once for each worker without a host, that no host has room."""
         if new := sorted(unplaced - self._unplaced):
             verb = "waits" if len(new) == 1 else "wait"
             _print(
@@ -195,13 +195,14 @@ def _describe_leaving(data: Mapping[str, Any]) -> str:
     return "has left" if data["code"] == 0 else end_text(data["code"])
 
 
-# If the supervisor does nothing for this long, its process was stopped meanwhile.
+# Seconds between two checks by the supervisor. If `_AWAY_S` seconds pass between two
+# checks, the supervisor's process was stopped meanwhile.
 _TICK_S, _AWAY_S = 0.25, 3.0
-# Commands without arguments.
+# Commands of `autopar workers` that have no arguments.
 _PLAIN = ("status", "stop", "suspend")
-# How long a new connection may take to send its first message.
+# Seconds within which a new connection must send its first message.
 _FIRST_S = 10.0
-# How long workers may take to end after the order to end.
+# Seconds within which workers must end after they were told to end.
 _END_S = 10.0
 _LATE = f"it has not ended within {_END_S:g} s"
 
@@ -211,15 +212,16 @@ class RunJob:
     """The settings of a run.
 
     Attributes:
-      command: command of a worker.
+      command: the command that starts a worker.
       limits: limits on the number of processes and on times.
-      folder: where the run keeps its state, log and programs.
-      devices: number of devices of each process; None: the devices that JAX finds.
-      grace_s: how long workers go on without a supervisor.
-      collective_s: longest time that a process waits for another one in a collective.
-      network: network on which workers reach the supervisor.
+      folder: folder for the run's state, log and compiled programs.
+      devices: number of devices of each process; None: all devices that JAX finds.
+      grace_s: seconds for which workers go on without a supervisor.
+      collective_s: longest time that a process waits in a collective for another
+        process.
+      network: address and secret with which workers reach the supervisor.
       port: port on which workers reach the supervisor; 0: any free port.
-      recovery: how workers recover from a broken world.
+      recovery: what workers do after another worker was lost.
     """
 
     command: tuple[str, ...]
@@ -234,7 +236,7 @@ class RunJob:
 
 
 class Runner:
-    """Starts and ends processes, and passes messages to the supervisor."""
+    """Starts and ends worker processes, and passes their messages to the supervisor."""
 
     def __init__(
         self,
@@ -242,7 +244,7 @@ class Runner:
         launcher: Launcher | None = None,
         metrics: RunMetrics | None = None,
     ) -> None:
-        """Starts to listen; a run whose supervisor died is resumed.
+        """Starts to listen; takes over a run whose supervisor died.
 
         Args:
           job: settings of the run.
@@ -274,15 +276,16 @@ class Runner:
             self._say_anew(reached)
         self._token = known.get("token") or secrets.token_hex(16)
         self._connections: dict[int, Connection] = {}
-        # Whether a worker has sent a message to this supervisor, or will be started by
-        # it.
+        # Whether this supervisor has started a worker, or got a message from one.
         self._heard = not known
         self._turned_s = time.monotonic()
         self._service = ServiceProcess(job.limits.silent_s, job.network)
-        # Whether to form the world again with a coordination service of this process.
+        # Whether the workers that train together (the world) must reconnect to a
+        # coordination service of this run's own, because the old one belongs to an
+        # earlier supervisor.
         self._renews = bool(known.get("world"))
-        # The service of an earlier supervisor, which is needed until its worlds have
-        # been left.
+        # The process that hosts the coordination service of an earlier supervisor.
+        # Workers need it until they have left the worlds of that time.
         self._service_before = ProcessId.from_data(known.get("service"))
         self.supervisor = Supervisor(job.limits, self)
         if reached >= 0:
@@ -303,7 +306,7 @@ class Runner:
         self._address = job.network.address(self._server.port)
 
     def _listening_on(self, port: int) -> Listener:
-        """A listener on the port of an earlier supervisor; 0: any free port."""
+        """Listens on the port of an earlier supervisor, so that workers reconnect."""
         host = self._job.network.host
         try:
             return self._job.network.listen(self._receive, port)
@@ -345,7 +348,7 @@ class Runner:
         return code
 
     def _begin_anew(self) -> None:
-        """Starts new workers if all adopted workers were about to end."""
+        """Starts new workers if all workers of the earlier supervisor were ending."""
         gone = self.supervisor
         self._say_anew(gone.reached)
         self.log("begin anew")
@@ -356,7 +359,7 @@ class Runner:
         self._write()
 
     def _say_anew(self, reached: int) -> None:
-        """Prints where the run begins, if its folder holds an earlier run."""
+        """Prints at which step the run begins, if its folder holds an earlier run."""
         log = self._job.folder / "log.jsonl"
         if not log.exists() or not log.stat().st_size:
             return
@@ -379,7 +382,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _signals(self) -> Generator[None]:
-        """Makes SIGINT and SIGTERM end the run, and SIGUSR1 save it to resume later."""
+        """Makes SIGINT and SIGTERM end the run, and SIGUSR1 suspend it."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -392,7 +395,7 @@ class Runner:
             del number, frame
             self._events.put(lambda: self.supervisor.suspend())
 
-        wakeup = signal.set_wakeup_fd(-1)  # a listener there would end this process
+        wakeup = signal.set_wakeup_fd(-1)  # another listener would end this process
         before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, suspend)
         try:
@@ -422,14 +425,14 @@ class Runner:
             self.log("service gone")
             self._service.start()
             self._renews = len(self.supervisor.world) > 1
-        # Workers that train need no service before they form another world.
+        # Workers that train do not need a service until the next world forms.
         known = self.supervisor.world, self.supervisor.members
         there = all(w in self._connections for w in known[0] if w in known[1])
         if self._renews and there and (self._service.up or self.supervisor.forms):
             self._renews = False
             self.supervisor.renew()
 
-    # The actions that the supervisor asks for.
+    # The methods of `Actions`, which the supervisor calls.
 
     def spawn(self, worker: int) -> None:
         """See `Actions`."""
@@ -499,7 +502,7 @@ class Runner:
         )
 
     def note(self, found: Resolved) -> None:
-        """Logs an event that changes nothing (`Notes`)."""
+        """Logs an event that does not change the cluster (`Notes`)."""
         self._events.put(lambda: self.log("event", **event_data(found)))
 
     def wrong(self, source: str, reason: str) -> None:
@@ -560,7 +563,7 @@ class Runner:
         return self.supervisor.result == 0
 
     def _grow(self, machines: int) -> None:
-        """Adds a worker for each machine that joined, up to the limit."""
+        """Adds a worker for each machine that joined, up to the most processes."""
         wanted = self.supervisor.wanted
         processes = min(wanted + machines, self._job.limits.most)
         if processes > wanted:
@@ -582,7 +585,7 @@ class Runner:
         self._listening.stop()
         end = time.monotonic() + _END_S
         code = self.supervisor.result
-        if not code:  # an order to end does not reach workers that never connected
+        if not code:  # workers that never connected get no order
             for worker in self._processes.keys() - self._connections.keys():
                 self._launcher.signal(worker, signal.SIGTERM)
         for how in (signal.SIGTERM if code else None, signal.SIGKILL):
@@ -628,7 +631,7 @@ class Runner:
             )
 
     def _take(self, worker: int, message: Message, connection: Connection) -> None:
-        """Takes a message of a worker, unless the worker's process has ended since."""
+        """Passes on a worker's message, unless the worker has ended meanwhile."""
         if self._connections.get(worker) is not connection:
             return
         if message["kind"] == "stacks":
@@ -637,7 +640,7 @@ class Runner:
             self.supervisor.take(worker, message)
 
     def _receive_host(self, first: Message, connection: Connection) -> None:
-        """Serves the agent of a host; the run's secret replaces a token."""
+        """Serves the agent of a host, which proves itself by the run's secret."""
         if isinstance(self._launcher, HostLauncher):
             self._launcher.serve(first, connection)
             return
@@ -659,7 +662,7 @@ class Runner:
 
     @staticmethod
     def _send_home(worker: int, first: Message, connection: Connection) -> None:
-        """Ends a worker that was given up because it was unreachable."""
+        """Ends a worker that counted as gone because it was unreachable."""
         reason = f"worker {worker} was out of reach, and the run goes on without it"
         connection.send("abort", generation=first.get("generation", -1))
         connection.send("end", code=1, reason=reason)
@@ -677,7 +680,7 @@ class Runner:
                 wanted = message["worker"]
                 wrong = self._stacks.ask(self._processes, wanted, answer)
                 if not wrong:
-                    return  # the answer is sent once the workers have answered
+                    return  # the reply follows the workers' answers
             else:
                 wrong = self._run_command(message.get("command"), message)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -685,7 +688,7 @@ class Runner:
         answer(wrong)
 
     def _run_command(self, command: Any, message: Message) -> str:
-        """Carries out a command; returns why it failed, or ''."""
+        """Carries out a command of `autopar workers`; returns why it failed, or ''."""
         if command == "resize":
             return self.supervisor.resize(int(message["processes"]))
         if command == "remove":
@@ -699,7 +702,7 @@ class Runner:
         return "" if command in _PLAIN else f"no such command: {command}"
 
     def _place(self, places: Mapping[str, int]) -> str:
-        """Moves the workers to places; returns why this failed, or ''."""
+        """Moves workers to other places (`Placing`); returns why this failed, or ''."""
         if not isinstance(self._launcher, Placing):
             return "this run has no places: a scheduler did not start it."
         leaving = self._launcher.move(places)
@@ -722,7 +725,7 @@ class Runner:
         self._records.state(data)
 
     def _taken_up(self, known: Message) -> Message:
-        """The notes of an earlier supervisor; empty if none of its workers runs."""
+        """The state of an earlier supervisor; empty if none of its workers runs."""
         self._run = known.get("run") or secrets.token_hex(8)
         self._launcher.begin(self._run, self)
         workers = known.get("workers", {}).items()
@@ -733,11 +736,11 @@ class Runner:
         prefix = shared_prefix(self._run)
         if self._processes or (found and have_notes(prefix, known["world"])):
             return known
-        remove_shared(prefix)  # a new run begins, and gets its state from elsewhere
+        remove_shared(prefix)  # a new run must not find the old state
         return {}
 
     def _adopt(self, known: Message) -> None:
-        """Adopts the workers of a supervisor that is gone."""
+        """Takes over the workers of an earlier supervisor, from its saved state."""
         self.supervisor.adopt(known)
         for worker in map(int, known["workers"]):
             if worker not in self._processes:

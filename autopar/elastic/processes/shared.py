@@ -1,10 +1,10 @@
-"""States of a run in shared memory, which outlive the process that wrote them.
+"""Stores training states in shared memory, where they outlive the writing process.
 
-A file holds one state: a header, the tiles, each at a multiple of 64 bytes, and an
-index of the tiles. The header is cleared before anything else is written, and it is
-written last. So if the writer is killed, the file is either complete or clearly
-invalid. Two files are written alternately, so the last complete state is never
-overwritten.
+A tile is a rectangular part of an array of the state. A file holds one state: a header,
+the tiles, each at a multiple of 64 bytes, and an index of the tiles. A writer first
+clears the header, then writes tiles and index, and writes the header last. So if the
+writer is killed, the file is either complete or clearly invalid. A process writes to
+two files in turn, so the last complete state is never overwritten.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ from autopar.elastic.processes.members import ProcessId
 from autopar.errors import PlanError
 from autopar.units import bytes_text
 
-# XLA uses arrays in host memory without a copy if they have this alignment.
+# If an array in host memory has this alignment in bytes, XLA uses it without a copy.
 _ALIGN = 64
 _HEAD_BYTES = 4096
-# Magic number, offset of the index, bytes of the index, and checksum of the index. A
-# checksum of these fields follows.
+# The header: magic number, offset of the index, bytes of the index, and checksum of the
+# index. A checksum of the header follows.
 _HEAD = struct.Struct("<8sQQI")
 _SEAL = struct.Struct("<I")
 _MAGIC = b"autopar1"
-# The process that writes: its number, its start time, and the boot of the machine.
+# Offset at which the file identifies the process that writes it: process number, start
+# time, and identifier of the machine's boot.
 _OWNER_AT = 1024
 _OWNER = struct.Struct("<QQ64s")
-# Number of files that are written in turn.
+# Number of files that a process writes in turn.
 _SLOTS = 2
 
 
 class SharedStates:
-    """The states that this process writes, and the states that dead processes left."""
+    """Writes this process's states, and reads the states that dead processes left."""
 
     def __init__(self, prefix: str, worker: int) -> None:
         """Writes nothing yet.
 
         Args:
-          prefix: prefix of the paths of all workers of the run on this host.
+          prefix: common prefix of the paths of files of all the run's workers on this
+            host.
           worker: number of this process's worker.
         """
         self._prefix = prefix
@@ -61,14 +63,14 @@ class SharedStates:
         self._slots: list[_StateFile | None] = [None] * _SLOTS
         self._versions: list[str] = [""] * _SLOTS
         self._turn = 0
-        self._known: dict[str, str] = {}  # path -> version of the mapped state
+        self._known: dict[str, str] = {}  # path -> name of the state read from it
 
     def write(self, holding: Holding, spare: int = 0) -> None:
-        """Writes a state over the older of the two states in the files.
+        """Writes a state to a file, in place of the older of the two states.
 
         Args:
           holding: the state.
-          spare: number of further states of this size that must have room, too.
+          spare: number of further states of this size for which room must remain.
 
         Raises:
           PlanError: there is no room for the state.
@@ -90,12 +92,11 @@ class SharedStates:
     def flush(self, holdings: Sequence[Holding]) -> None:
         """Writes states before this process ends, each to its own file.
 
-        A state without room is left out, and a message is printed; another process may
-        hold the state.
+        If there is no room for a state, a message is printed and the state is not
+        written. Another process may hold it.
 
         Args:
-          holdings: the states. A state that was mapped from a file is not written
-            again.
+          holdings: the states. Those that were read from a file are not written again.
         """
         for number, held in enumerate(sorted(holdings, key=_newest_first)):
             whole = (
@@ -112,10 +113,11 @@ class SharedStates:
                 print(f"autopar: {error}", file=sys.stderr, flush=True)
 
     def load(self) -> list[Holding]:
-        """Maps the complete states of ended processes that are new since the last call.
+        """Reads states that ended processes left, if they are new since the last call.
 
-        The arrays are read-only views of the memory, which is kept as long as they
-        exist. No other process is asked. Damaged files are skipped.
+        The arrays of the result are read-only views of shared memory, which stays
+        mapped as long as the arrays exist. The method asks no other process. It skips
+        incomplete and damaged files.
         """
         found: list[Holding] = []
         for path in self._paths():
@@ -127,7 +129,7 @@ class SharedStates:
         return found
 
     def drop(self, generation: int) -> None:
-        """Removes states that dead processes left of worlds before a generation."""
+        """Removes states that dead processes left from worlds before ``generation``."""
         for path in self._paths():
             if path.startswith(self._own) or _is_written(path):
                 continue
@@ -140,7 +142,7 @@ class SharedStates:
         return set(self._known.values())
 
     def _of(self, version: str) -> list[Holding]:
-        """The parts of a version that files hold."""
+        """The parts of a state that files hold."""
         paths = [p for p, v in self._known.items() if v == version]
         paths += [
             slot.path
@@ -186,9 +188,9 @@ class _Layout:
     """The layout of a state in a file.
 
     Attributes:
-      places: offset of each tile, in the order of the holding.
+      places: offset of each tile in bytes, in the order of the holding's tiles.
       index: the index as bytes.
-      index_at: offset of the index.
+      index_at: offset of the index in bytes.
       size: bytes of the file.
     """
 
@@ -199,7 +201,7 @@ class _Layout:
 
     @classmethod
     def of(cls, holding: Holding) -> _Layout:
-        """The layout of a holding."""
+        """Computes the layout for a holding."""
         at, places, listed = _HEAD_BYTES, [], []
         for path, some in holding.tiles.items():
             for tile, array in some.items():
@@ -249,10 +251,11 @@ class _StateFile:
         return os.fstat(self.descriptor).st_size
 
     def put(self, data: bytes | memoryview, at: int) -> None:
-        """Writes all bytes. A mapped write would kill the process if there is no room.
+        """Writes all bytes at an offset, by a system call.
 
         Raises:
-          PlanError: there is no room for the bytes.
+          PlanError: there is no room for the bytes. (A write to mapped memory would
+            kill the process instead.)
         """
         view = memoryview(data)
         while len(view):
@@ -281,7 +284,7 @@ class _StateFile:
 
 
 def _is_written(path: str) -> bool:
-    """Whether the process that writes a file still runs."""
+    """Whether the process that wrote a file still runs."""
     try:
         with open(path, "rb") as file:
             file.seek(_OWNER_AT)
@@ -297,7 +300,7 @@ def _is_written(path: str) -> bool:
 
 
 def _read_index(memory: mmap.mmap) -> dict[str, Any] | None:
-    """The index of a complete file; None: the file is not complete."""
+    """The index of a file; None if the file is not complete."""
     if len(memory) < _HEAD_BYTES:
         return None
     head = memory[: _HEAD.size]
@@ -310,7 +313,7 @@ def _read_index(memory: mmap.mmap) -> dict[str, Any] | None:
 
 
 def _map(path: str) -> mmap.mmap | None:
-    """Maps a file of this user for reading; None: there is no such file."""
+    """Maps a file for reading; None if this user has no such file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -332,7 +335,7 @@ def _version(path: str) -> str:
 
 
 def _read(path: str) -> Holding | None:
-    """Maps the state of a file; None: incomplete, or owned by another user."""
+    """Maps the state in a file; None if it is incomplete or of another user."""
     memory = _map(path)
     index = None if memory is None else _read_index(memory)
     if memory is None or index is None:

@@ -1,4 +1,4 @@
-"""The cluster of a world, with a host for each process."""
+"""Makes the cluster for which a run of several processes is planned."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def cluster_of(
     devices: int,
     found: Sequence[Any] | None = None,
 ) -> Cluster:
-    """The cluster for which the plan of a world is made.
+    """The cluster for which the processes of a world plan: each process is a host.
 
     Args:
-      base: the requested cluster, whose links and devices are kept; None: this machine.
-      processes: number of processes of the world.
+      base: the user's cluster, from which kinds of links and devices are taken; None:
+        the devices that exist.
+      processes: number of processes that train together (the world).
       devices: number of devices of each process.
-      found: the world's devices, if they differ from those of this process's backend.
+      found: the world's devices; None: the devices of this process's backend.
 
     Raises:
-      PlanError: the hosts of ``base`` have another number of devices than the
-        processes.
+      PlanError: processes with this number of devices cannot form a part of ``base``.
 
     >>> cluster_of(Cluster.parse("4x2:h100"), 3, 2).num_devices
     6

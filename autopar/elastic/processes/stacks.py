@@ -1,7 +1,7 @@
-"""Asks workers for the Python stacks of their threads, for `autopar workers --stacks`.
+"""Collects Python stacks of workers' threads, for `autopar workers --stacks`.
 
-The thread of a worker's link answers, even while the main thread waits in a collective.
-A stopped process does not answer.
+A worker answers from a separate thread, so it can answer while its main thread waits in
+a collective. A process that a signal has stopped does not answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from autopar.elastic.processes.members import ProcessId
 from autopar.elastic.processes.watching import process_state
 
-# How long workers may take to answer; the command waits twice as long.
+# Seconds that workers may take to answer. The command waits twice as long.
 _ANSWER_S = 5.0
 
 
@@ -27,7 +27,7 @@ class _Request:
 
 
 class StackRequests:
-    """Requests for stacks that workers have not answered yet."""
+    """Open requests for stacks, which some workers have not answered yet."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class StackRequests:
         """Has no requests yet.
 
         Args:
-          send: sends a worker an order.
+          send: called to send a worker an order.
           clock: returns the time in seconds.
-          state_of: returns the state of a process of this machine (`process_state`).
+          state_of: returns the state of a local process as a letter (`process_state`).
         """
         self._send, self._clock, self._state_of = send, clock, state_of
         self._requests: list[_Request] = []
@@ -54,10 +54,11 @@ class StackRequests:
         """Asks workers for their stacks.
 
         Args:
-          workers: number of each worker -> its process.
+          workers: number of a worker -> its process.
           wanted: number of the worker to ask; None: all workers.
-          reply: function that is called with ``stacks``, worker -> text, and
-            ``missing``, worker -> why its stacks are missing and what to do.
+          reply: called once, with ``stacks``, a mapping from worker to text, and
+            ``missing``, a mapping from worker to why its stacks are missing and what to
+            do.
 
         Returns:
           Why the workers cannot be asked, or ''.
@@ -72,14 +73,14 @@ class StackRequests:
         return ""
 
     def take(self, worker: int, text: str) -> None:
-        """Takes the answer of a worker."""
+        """Records the answer of a worker."""
         for request in self._requests:
             if worker in request.waits:
                 del request.waits[worker]
                 request.stacks[worker] = text
 
     def settle(self) -> None:
-        """Replies to the requests that are answered or whose time is over."""
+        """Replies to requests that all workers have answered or whose time is over."""
         now = self._clock()
         for request in list(self._requests):
             if not request.waits or now > request.due_s:
@@ -88,7 +89,7 @@ class StackRequests:
                 request.reply(stacks=request.stacks, missing=missing)
 
     def _why(self, worker: int, process: ProcessId | None) -> str:
-        """Why a worker has not answered, and what to do."""
+        """Why a worker has not answered, and what the user can do."""
         start = f"worker {worker} has not answered within {_ANSWER_S:g} s: "
         state = self._state_of(process)
         if process is not None and state in ("T", "t"):
@@ -110,10 +111,10 @@ class StackRequests:
 
 
 def stack_lines(answer: Mapping[str, Any]) -> Sequence[str]:
-    """The lines that are printed for an answer.
+    """The lines that the command prints for a reply.
 
     Args:
-      answer: ``stacks`` and ``missing``, by worker.
+      answer: the mappings ``stacks`` and ``missing`` (`StackRequests.ask`).
     """
     lines = [f"worker {w}\n\n{text}" for w, text in answer["stacks"].items()]
     return [*lines, *answer["missing"].values()]

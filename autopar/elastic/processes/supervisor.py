@@ -1,8 +1,9 @@
-"""The supervisor: forms worlds of the available workers, one world after another.
+"""The supervisor decides which workers train together.
 
-A world is a set of worker processes that train together. The supervisor is a state
-machine that one thread drives. `take` receives messages of workers, and the supervisor
-sends orders to workers. It does not use JAX; it acts only through `Actions`.
+A world is a set of worker processes that train together. The supervisor forms one world
+after another from the available workers. It is a state machine that a single thread
+drives. It gets workers' messages by `take`, and acts only through the methods of
+`Actions`, such as sending orders to workers. It does not use JAX.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from autopar.elastic.processes.recovery import RESPAWNED
 from autopar.elastic.processes.watching import HangWatch
 from autopar.units import number_of
 
-# How long a world may take to save its state.
+# Seconds that a world may take to save its state.
 _SAVE_S = 300.0
-# The words for a run that was asked to end after a step.
+# How a run that was asked to end is described after it has ended.
 _ENDED = {"suspend": "suspended", "stop": "stopped"}
-# How long the other workers may go on after a worker's script has ended without an
-# error.
+# Seconds for which other workers may go on after the script of one worker has ended
+# without an error.
 _EARLY_S = 5.0
 
 
 class Supervisor:
-    """Forms worlds and watches them.
+    """Forms worlds of workers and watches over them.
 
     Attributes:
-      watch: finds the workers for which other workers wait.
+      watch: finds out for which worker the other workers wait.
     """
 
     def __init__(
@@ -53,18 +54,18 @@ class Supervisor:
         actions: Actions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Has no workers yet (see `begin`); ``clock`` returns the time in seconds."""
+        """Starts without workers (see `begin`); ``clock`` returns seconds."""
         self.limits, self._do, self._clock = limits, actions, clock
         self.members: dict[int, WorkerMember] = {}
         self.watch = HangWatch(limits)
         self.generation = self.numbers = 0
         self.wanted = limits.processes
         self.world: tuple[int, ...] = ()
-        # The cluster that the workers plan for, as plain data; None: the script's
-        # cluster.
+        # The cluster for which the workers plan, as plain data; None: the cluster that
+        # the script names.
         self.cluster: Any = None
-        # The current activity: gather workers, run a world, pause it, or suspend or
-        # stop the run.
+        # What the supervisor does now: gather workers, run a world, pause it, or
+        # suspend or stop the run.
         self.state = "gather"
         self.result: int | None = None
         self.reason = ""
@@ -75,26 +76,26 @@ class Supervisor:
         self._preparation, self._prepare_by_s = 0, math.inf
         self._leaving: frozenset[int] = frozenset()
         self.lost = False
-        # How the run ends after a step: "suspend", "stop", or '' while it shall go on.
+        # "suspend" or "stop" if the run will end after a step; '' while it goes on.
         self._ending = ""
-        # The first worker that did not end by itself, as the end of a sentence.
+        # A text about the first worker that failed while the run was about to end.
         self._undone = ""
-        # Why the next world forms, for the ledger of the run.
+        # The causes of the next change of processes, for the ledger of the run.
         self._causes: list[str] = []
-        # Longest pause that a worker of the world has measured; None: no measurement
-        # yet.
+        # Seconds of the longest pause in training that a worker of the world has
+        # measured; None: no measurement yet.
         self._pause_s: float | None = None
         self._restarts = limits.restarts
-        # Steps done when a world formed, and the most steps that any worker is known to
-        # have done.
+        # Number of steps done when the last world formed, and the largest number of
+        # steps that any worker is known to have done.
         self._done = self.reached = -1
-        # Whether to form a new world of the same workers.
+        # Whether the same workers must form a new world.
         self._renews = False
         self._breaks, self._ended = Breaks(clock), ""
         self._progress_s = clock()
         self._early_s = math.inf
         self._ever = False
-        # Until when an unreachable world may train on.
+        # Time until which an unreachable world may train on.
         self._fenced_s, self._says_fence = -math.inf, False
 
     def begin(self) -> None:
@@ -103,15 +104,15 @@ class Supervisor:
             self._spawn()
 
     def continue_from(self, generation: int, numbers: int, reached: int) -> None:
-        """Continues the numbers of an earlier run whose workers are gone.
+        """Continues to count worlds and workers where an earlier run ended.
 
-        A generation then names only one world, and a number only one worker, in all
-        logs of a run.
+        So in all logs of a run, the number of a world (``generation``) names one world,
+        and the number of a worker one worker.
         """
         self.generation, self.numbers, self.reached = generation, numbers, reached
 
     def adopt(self, known: Mapping[str, Any]) -> None:
-        """Adopts the workers of an earlier supervisor, from that supervisor's notes."""
+        """Takes over the workers of an earlier supervisor, from its `notes`."""
         now = self._clock()
         self.generation, self.numbers = known["generation"], known["numbers"]
         self.wanted, self.world = known["wanted"], tuple(known["world"])
@@ -127,10 +128,11 @@ class Supervisor:
         self.state = "run" if self._ever else "gather"
 
     def meet(self, worker: int) -> bool:
-        """Adopts a worker that an earlier supervisor had no time to write down.
+        """Takes over a worker that is missing in the earlier supervisor's notes.
 
         Returns:
-          False: the worker was given up, and another world has formed since.
+          False if the worker counted as gone and a new world has formed since; it must
+            then end.
         """
         if worker in self.members or self.result is not None:
             return True
@@ -141,17 +143,17 @@ class Supervisor:
         return True
 
     def may_return(self, worker: int) -> bool:
-        """Whether a worker that was given up may return: no world has formed since."""
+        """Whether a worker that counted as gone may return: no world formed since."""
         formed = members.all_formed(self.members, self.world)
         return worker in self.world and not formed and self.result is None
 
     @property
     def forms(self) -> bool:
-        """Whether a world is being formed, which needs its coordination service."""
+        """Whether a world is being formed, which needs a coordination service."""
         return self.state == "run" and not members.all_formed(self.members, self.world)
 
     def renew(self) -> None:
-        """Forms a world of the same workers again, with a new coordination service."""
+        """Makes the same workers form a new world, with a new coordination service."""
         self._do.log("renew", generation=self.generation)
         self._causes.append("the supervisor or the coordination service was replaced")
         if self.forms:
@@ -160,15 +162,15 @@ class Supervisor:
         self._advance()
 
     def resize(self, processes: int) -> str:
-        """Asks for a number of processes; returns why this is impossible, or ''."""
+        """Changes the number of processes; returns why this is impossible, or ''."""
         return self.place(processes, frozenset())
 
     def follow(self, processes: int, gone: Sequence[int], cluster: Any = None) -> None:
-        """Asks for a number of processes, without the processes of some ranks.
+        """Changes the number of processes, and removes the processes of some ranks.
 
-        A given cluster, as plain data, replaces the cluster that is planned for. If
-        the processes stay, the world trains on while its first worker prepares the
-        plan.
+        If ``cluster`` is given (as plain data), workers plan for it from now on. If the
+        processes stay the same, the world trains on while its first worker prepares the
+        new plan.
         """
         leaving = frozenset(self.world[k] for k in gone if k < len(self.world))
         if cluster is not None:
@@ -183,7 +185,7 @@ class Supervisor:
             self._do.log("refused", reason=wrong)
 
     def _prepare_next(self) -> None:
-        """Lets the first worker prepare a plan and a program for the next cluster."""
+        """Orders the first worker to plan and compile for the next cluster."""
         self._preparation += 1
         self._prepare_by_s = self._clock() + self.limits.prepare_s
         number, count = self._preparation, len(self.world)
@@ -191,7 +193,7 @@ class Supervisor:
         self._order_preparation(number, count, self._next)
 
     def _prepare_likely(self) -> None:
-        """Lets the first worker prepare worlds of other sizes."""
+        """Orders the first worker to plan and compile for worlds of other sizes."""
         if self.limits.prepares and self._next is None:
             for count in members.likely_sizes(len(self.world), self.limits):
                 self._order_preparation(0, count, self.cluster)
@@ -209,16 +211,16 @@ class Supervisor:
             self._use_next()
 
     def _use_next(self) -> None:
-        """Replaces the cluster that is planned for; a new world then forms."""
+        """Makes the next cluster the current one, for which a new world forms."""
         self.cluster = self.cluster if self._next is None else self._next
         self._next, self._prepare_by_s = None, math.inf
 
     def remove(self, worker: int, *, spare: bool = False) -> str:
-        """Asks a worker to leave; returns why this is impossible, or ''.
+        """Makes a worker leave; returns why this is impossible, or ''.
 
         Args:
           worker: number of the worker.
-          spare: whether another worker can replace the worker.
+          spare: whether another worker can replace it.
         """
         if worker not in self.members:
             return f"there is no worker {worker}."
@@ -236,7 +238,7 @@ class Supervisor:
         return ""
 
     def place(self, processes: int, leaving: frozenset[int]) -> str:
-        """Asks for processes without some workers; returns an error text, or ''."""
+        """Sets the number of processes and makes some leave; returns an error or ''."""
         if not self.limits.least <= processes <= self.limits.most:
             within = f"{self.limits.least} to {self.limits.most}"
             return f"{processes} processes: expected {within} (--min, --max)."
@@ -277,7 +279,7 @@ class Supervisor:
                 self._do.send(worker, "end", code=code, reason="")
 
     def take(self, worker: int, message: Message) -> None:
-        """Takes a message of a worker."""
+        """Handles a message of a worker."""
         kind, now = message["kind"], self._clock()
         if kind in ("beat", "formed"):
             self.reached = max(self.reached, message["step"])
@@ -294,12 +296,12 @@ class Supervisor:
         self._advance()
 
     def on_wait(self, worker: int) -> None:
-        """Notes that a worker waits for a host; this wait has no time limit."""
+        """Records that no host has room for a worker; the wait has no time limit."""
         if (member := self.members.get(worker)) is not None:
             member.since_s = math.inf
 
     def on_start(self, worker: int) -> None:
-        """Notes that a worker that waited for a host has been started."""
+        """Records that a worker that waited for a host has been started."""
         if (member := self.members.get(worker)) is not None:
             member.since_s = member.heard_s = self._clock()
 
@@ -311,7 +313,7 @@ class Supervisor:
         self.on_end(worker, None, spare=spare)
 
     def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
-        """Handles the end of a worker's process; see `Reports`."""
+        """Handles the end of a worker's process (see `Reports.on_end`)."""
         member = self.members.pop(worker, None)
         if member is None:
             return
@@ -319,8 +321,8 @@ class Supervisor:
             self._advance()
             return
         if member.trained and member.pid is None and member.phase == "in":
-            # An earlier supervisor started this worker, and its absence may have ended
-            # the worker.
+            # An earlier supervisor started this worker. The worker may have ended
+            # because there was no supervisor, so its exit code tells nothing.
             code = None
         self._do.log("gone", worker=worker, code=code, phase=member.phase)
         if worker in self.world and worker not in self._leaving:
@@ -331,8 +333,8 @@ class Supervisor:
             self._on_early_end(worker, code, member)
             return
         if self.state == "end":
-            # The worker is not replaced. The exit code of another supervisor's child is
-            # unknown.
+            # The worker is not replaced. If an earlier supervisor started it, its exit
+            # code is unknown.
             if code and member.finished:
                 how = f"{members.end_text(code)} after training; see its output."
                 self.stop(f"worker {worker} {how}", max(code, 1))
@@ -347,7 +349,8 @@ class Supervisor:
         elif members.never_starts(member, code, self._restarts) and not self._ever:
             self.stop(members.never_started(worker, code or 0), code or 1)
         elif (code or 0) > 0 and not left and not members.is_new(member, self.members):
-            # The worker failed by itself, or because another worker was lost.
+            # The worker failed by an error of its own, or because another worker was
+            # lost.
             why = f"worker {worker} ended with code {code}; see its output."
             if self._breaks.aftermath:
                 self._ended = why
@@ -362,7 +365,7 @@ class Supervisor:
         self._advance()
 
     def _respawn(self, worker: int, code: int | None, member: WorkerMember) -> bool:
-        """Starts a worker again if it has ended because it left its world."""
+        """Starts a worker again if it ended only to leave its world."""
         gathers = self.state == "gather"
         if self.result is not None or not (gathers or self.state in ("run", "pause")):
             return False
@@ -381,17 +384,17 @@ class Supervisor:
     def _on_early_end(
         self, worker: int, code: int | None, member: WorkerMember
     ) -> None:
-        """Handles the end of a worker in a run that was asked to end."""
+        """Handles the end of a worker in a run that is about to end."""
         if self.state == "stop" and worker in self.world and not member.finished:
             how = members.end_text(code)
             self._undone = self._undone or f"; worker {worker} {how} before that"
             self._do.fill(self.generation, [self.world.index(worker)])
-            self._leave_at_once()  # so that no process waits for the worker
+            self._leave_at_once()  # no process may wait for it
         if not self.members:
             self._stop_ended()
 
     def _stop_ended(self) -> None:
-        """Ends the run after all workers have ended, by themselves or as asked."""
+        """Ends the run once all workers have ended by themselves or were told to."""
         if self._ending == "suspend" and self.state == "suspend":
             self.stop("suspended", SUSPENDED)
         elif self._ending == "stop":
@@ -402,7 +405,7 @@ class Supervisor:
             self.stop("", 0)
 
     def excuse(self, away_s: float) -> None:
-        """Moves all deadlines by a time in which this process did nothing."""
+        """Extends all deadlines by a time during which this process did not run."""
         self._progress_s += away_s
         self.watch.excuse(away_s)
         members.excuse(self.members, away_s)
@@ -433,7 +436,7 @@ class Supervisor:
             self._form_if_ready()
 
     def _take_hello(self, worker: int, member: WorkerMember, message: Message) -> None:
-        """Sends a worker that connects again the orders that it missed."""
+        """Sends the orders that a worker missed while it was not connected."""
         member.formed = member.formed or message.get("phase") == "step"
         process = ProcessId.from_data(message.get("process"))
         member.pid = None if process is None else process.pid
@@ -449,15 +452,15 @@ class Supervisor:
             and member.phase == "starting"
             and message["generation"] == self.generation
         ):
-            # The worker was unreachable and given up, so it has missed the order to
-            # leave.
+            # The worker counted as gone while it was unreachable, and missed the order
+            # to leave its world.
             self.wanted = min(self.wanted + 1, self.limits.most)
             self._phase(member, "in")
             member.leave_by_s = self._clock() + self.limits.leave_s
             self._do.send(worker, "abort", generation=self.generation)
 
     def _lead_out(self, worker: int, member: WorkerMember, generation: int) -> None:
-        """Makes a worker leave a world that this supervisor does not know."""
+        """Makes a worker leave a world that this supervisor has no record of."""
         self.generation = max(self.generation, generation)
         if self.state in ("run", "pause"):
             self._abort("its workers are in another one")
@@ -524,7 +527,7 @@ class Supervisor:
             self._do.on_sent(worker, message)
 
     def _take_leave(self, worker: int, member: WorkerMember, message: Message) -> None:
-        """Handles a worker's repeated request to leave before it is killed."""
+        """Handles a worker's request to leave, which it repeats until it is killed."""
         if worker in self._leaving:
             return
         wrong = self.remove(worker, spare=message.get("spare", False))
@@ -573,7 +576,7 @@ class Supervisor:
                     self._do.kill(other)
 
     def _take_saving(self, worker: int, member: WorkerMember, message: Message) -> None:
-        """Gives a worker that has done its last step time to save the state."""
+        """Extends the deadline of a worker that saves the state after its last step."""
         member.leave_by_s = self._clock() + _SAVE_S
 
     def _take_resize(self, worker: int, member: WorkerMember, message: Message) -> None:
@@ -581,7 +584,7 @@ class Supervisor:
         self.resize(int(message["processes"]))
 
     def _advance(self) -> None:
-        """Takes the next action that the state of the workers requires."""
+        """Does what the state of the workers now requires, such as forming a world."""
         if self.result is not None or self.state == "end":
             if self.state == "end" and not self.members:
                 self._stop_ended()
@@ -596,7 +599,7 @@ class Supervisor:
             self._form_if_ready()
 
     def _end_outside(self) -> None:
-        """Ends the workers outside the world at once; the world ends after a step."""
+        """Ends the workers outside the world at once; the world stops after a step."""
         limit_s = self.limits.leave_s if self._ending == "stop" else _SAVE_S
         for worker, member in self.members.items():
             if worker in self.world:
@@ -615,7 +618,7 @@ class Supervisor:
         rows = members.rows_of(self.members)
         new = choose_workers(workers, self.wanted, self._leaving, rows)
         if len(new) < self.limits.least and not self._ending:
-            return False  # wait until the workers that are starting are ready
+            return False  # workers that are starting must get ready first
         changed = new != sorted(self.world) or self.cluster != self._planned_for
         return changed or self._renews or bool(self._ending)
 
@@ -625,7 +628,7 @@ class Supervisor:
         if again or any(m.phase == "in" for m in waiting):
             return
         if not self._ever and waiting:
-            return  # a run begins only with all its workers
+            return  # a run begins with all its workers
         ready = members.ready_of(self.members)
         if self._is_fenced(ready):
             return
@@ -641,11 +644,11 @@ class Supervisor:
             self.stop(f"{why}; the last error was: {error}" if error else f"{why}.", 1)
 
     def _is_fenced(self, ready: Sequence[int]) -> bool:
-        """Whether an unreachable world may still train, so that a new world must wait.
+        """Whether an unreachable world may still be training; a new world must wait.
 
-        That world cannot train once one of its processes has left it, because its
-        collectives need every process. The new world still waits if the processes that
-        have left do not hold the whole state.
+        Once one process has left the unreachable world, this world cannot train,
+        because its collectives need every process. But the new world also waits as long
+        as the processes that have left do not hold the whole training state together.
         """
         left = [self.members[w].ready for w in ready if w in self.world]
         held = {m["address"]: m["holds"] for m in left if m}
@@ -673,8 +676,8 @@ class Supervisor:
         if len(workers) > 1:
             address = self._do.open(self.generation, processes_of(readies, workers))
         step = None if state is None else state["step"]
-        # This is logged before any worker is told, because a later supervisor may take
-        # over.
+        # The log gets this line before any worker gets the order, because a later
+        # supervisor that takes over must know of the world.
         self._do.log("form", generation=self.generation, workers=workers, step=step)
         same = {
             "generation": self.generation,
@@ -694,7 +697,7 @@ class Supervisor:
         self._progress_s = self._clock()
 
     def _changes(self, workers: list[int]) -> list[str]:
-        """The differences of the next world from the last world, except deaths."""
+        """How the next world differs from the last one, apart from deaths, as texts."""
         if not self._ever:
             return []
         left = [w for w in self.world if w not in workers and w in self.members]
@@ -733,15 +736,15 @@ class Supervisor:
             self._restarts -= 0 if spare else 1
             again = any(m.respawns for m in self.members.values())
             self._spawn()
-            # Respawning workers wait for the new worker, because it starts as fast as
-            # they do.
+            # Workers that are restarted wait for the new worker, because it starts as
+            # fast as they do.
             self.members[self.numbers - 1].respawns = again
         else:
             staying = len(members.staying_of(self.members, self._leaving))
             self.wanted = max(self.limits.least, min(self.wanted, staying))
 
     def _without_newcomers(self) -> None:
-        """Goes on without the new workers, because no world forms with them."""
+        """Ends new workers with which no world could be formed, and goes on without."""
         for worker in members.newcomers_of(self.members, self.world):
             self.members[worker].dismissed = True
             reason = f"worker {worker} does not fit the others; see the errors above"
@@ -752,7 +755,7 @@ class Supervisor:
         self._abort("a new worker does not fit")
 
     def _dismiss(self, *, everybody: bool = False) -> None:
-        """Ends the workers that have no place in the world."""
+        """Ends workers that are not needed in the world."""
         for worker in set(members.ready_of(self.members)) - set(self.world):
             if everybody or worker in self._leaving or len(self.world) >= self.wanted:
                 self.members[worker].dismissed = True
@@ -775,7 +778,7 @@ class Supervisor:
                 self._do.send(worker, kind, generation=self.generation, **data)
 
     def notes(self) -> Mapping[str, Any]:
-        """The facts that a later supervisor needs (`adopt`), without the workers."""
+        """What a later supervisor needs to take over (`adopt`), without the workers."""
         names = ("generation", "wanted", "numbers", "cluster", "reached", "world")
         formed = members.all_formed(self.members, self.world)
         known = {name: getattr(self, name) for name in names} | {"next": self._next}

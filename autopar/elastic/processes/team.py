@@ -1,8 +1,10 @@
-"""One worker process of a run: it joins and leaves worlds, and keeps its state.
+"""One worker process of a run: it joins and leaves worlds, and keeps training states.
 
-A world is a set of processes that train together. When a world breaks, each process
-keeps the states of its last steps. The supervisor then finds the latest step whose
-whole state the processes hold together.
+A world is a set of processes that train together. It breaks if one of them is lost.
+Each process then still has its part of the training states of the last steps. The
+supervisor finds the latest step of which the remaining processes together have the
+whole state. A holding is the set of array parts that a process keeps of one step's
+state (`autopar.elastic.processes.holding`).
 """
 
 from __future__ import annotations
@@ -55,17 +57,17 @@ from autopar.runtime.threads import Threads
 from autopar.runtime.world import JaxChannel, LoneChannel, World
 from autopar_passes import jax_processes
 
-# Copies, for other processes, of the arrays that only this process holds.
+# Sends copies of arrays that only this process holds to other processes.
 
 
 class Copier:
-    """Sends this process's state to other processes after each step, in the background.
+    """Sends copies of this process's state to other processes in the background.
 
-    The copies are at most one step late.
+    The copies are at most one step older than the state.
     """
 
     def __init__(self, token: str, network: Network) -> None:
-        """Has no receivers yet; `aim` sets them."""
+        """Starts without receivers; `aim` sets them."""
         self._token, self._network = token, network
         self._changed = threading.Condition()
         self._waiting: Holding | None = None
@@ -75,12 +77,12 @@ class Copier:
         threading.Thread(target=self._work, daemon=True, name="copies").start()
 
     def aim(self, takers: Sequence[str]) -> None:
-        """Sets the addresses of the processes (`Offers`) that receive later copies."""
+        """Sets the addresses (`Offers`) of the processes that get later copies."""
         with self._changed:
             self._takers, self._waiting = tuple(takers), None
 
     def send(self, held: Holding) -> None:
-        """Sends copies in the background, after the copies of the step before."""
+        """Sends copies in the background, after the copies of the previous step."""
         self.wait()
         with self._changed:
             if self._takers:
@@ -88,7 +90,7 @@ class Copier:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Waits until each receiver has all copies or is gone."""
+        """Waits until each receiver has all copies, or is gone."""
         with self._changed:
             while self._busy:
                 self._changed.wait()
@@ -103,7 +105,8 @@ class Copier:
                 held, self._waiting = self._waiting, None
                 takers = self._takers
             for address in takers:
-                # The supervisor notices a receiver that is gone.
+                # An error is ignored, because the supervisor notices that the receiver
+                # is gone.
                 with contextlib.suppress(OSError):
                     self._copy(address, held)
 
@@ -118,18 +121,19 @@ class Copier:
             raise
 
 
-# The channel between the processes of a world that may break at any time.
+# How the processes of a world exchange bytes although the world may break at any time.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorldChannel:
-    """Exchanges bytes like `JaxChannel`, but stops an exchange when the world is left.
+    """Exchanges bytes like `JaxChannel`, but gives up when the world must be left.
 
     Attributes:
       client: client of the world's coordination service.
-      index: number of this process.
+      index: rank of this process.
       count: number of processes.
-      check: raises an error once the process must leave the world.
+      check: called repeatedly during an exchange; raises an error once the process must
+        leave the world.
     """
 
     client: Any
@@ -138,7 +142,7 @@ class WorldChannel:
     check: Callable[[], None]
 
     def broadcast(self, data: bytes) -> bytes:
-        """See `Channel`; a lost process ends the collective with an error."""
+        """See `Channel`; raises an error if another process is lost."""
         return JaxChannel().broadcast(data)
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -157,21 +161,23 @@ class WorldChannel:
         return KeyValueExchange(self.client, self.index, self.count, self.check)
 
 
-# How long other processes may take to connect. XLA ends a process that takes longer.
+# Seconds within which all processes of a world must connect. XLA ends a process that
+# takes longer.
 _CONNECT_S = 50
 _WATCH_S = 0.2
-# How long a step may run on after its world must be left. The connections are shut down
-# at once, so a collective that notices the loss ends within milliseconds.
+# Seconds for which a step may run on after the process was told to leave its world. The
+# connections are shut down at once, so a collective that notices this ends within
+# milliseconds.
 _PATIENCE_S = 0.5
-# How long a process that exits waits for such a step: a collective ends after 10 s by
-# default.
+# When the process exits, it waits this many seconds for a step that did not end. By
+# default a collective gives up after 10 s.
 _LEFT_BEHIND_S = 15.0
 
 T = TypeVar("T")
 
 
 class WorldBroken(Exception):
-    """This process must leave its world, because a process was lost or joins."""
+    """This process must leave its world, because another was lost or joins."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +188,13 @@ class Joined:
       world: processes and devices of the world.
       generation: number of the world; each new world has a higher number.
       step: number of steps done; 0 in a run that begins.
-      extra: plain data that was kept with the arrays of the state.
-      fetch: reads the state; None: no process holds a state.
-      lost_step: number of steps done when the state was lost; None: the state was not
-        lost.
-      cluster: cluster to plan for, as data, if an event has set a cluster; None: the
-        cluster that the script names.
+      extra: plain data that was kept together with the arrays of the state.
+      fetch: reads the state from the processes that hold it; None if no process holds a
+        state.
+      lost_step: number of steps done when the state was lost, so that the run must go
+        back to a checkpoint; None if no state was lost.
+      cluster: cluster to plan for, as data, if an event has set one; None: the cluster
+        that the script names.
       why: why the world was formed, such as which worker joined; '' for the first
         world.
     """
@@ -223,31 +230,31 @@ class Team:
 
         Args:
           address: address of the supervisor.
-          survive: how many processes may die at once without losing state that only
-            they hold.
+          survive: how many processes may die at once without loss of training state;
+            each process sends copies to this many others.
           rows: rows of a batch, a multiple of the number of devices of each world; 0:
             any number of devices will do.
-          events: sources of events that the supervisor listens to.
-          saves: whether the run has checkpoints. Only such a run may end without a
-            supervisor.
+          events: texts that name the event sources to which the supervisor listens.
+          saves: whether the run has checkpoints. If the supervisor is gone for good,
+            only a run with checkpoints may end.
 
         Raises:
           PlanError: there is no supervisor.
         """
         self._saves = saves
         self._form: Message | None = None
-        # Generation of the world that ends without a supervisor.
+        # Number of the world that ends because there is no supervisor.
         self._last_generation: int | None = None
-        self._client: Any = None  # set once the client has connected
+        self._client: Any = None  # None until it has connected
         self._relay: Relay | None = None
-        # Held while a thread ends the waits of a world, so that it cannot hit the next
-        # world.
+        # Held by the thread that ends waits of a world. `leave` takes it, too, so that
+        # the thread cannot end waits of the next world.
         self._breaking = threading.Lock()
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self.rows, self._events = survive, rows, tuple(events)
         self._trains = False
-        # The listening ports and the sockets that this process had before it joined its
-        # world.
+        # The listening ports and the sockets that this process already had when it
+        # joined its world.
         self._listening: frozenset[str] = frozenset()
         self._older: frozenset[int] = frozenset()
         self.respawning = Respawning(address.worker)
@@ -256,8 +263,9 @@ class Team:
         self._copier = Copier(address.token, self._network)
         self._caller: Threads | None = None
         try:
-            # Without a supervisor, a world must not train while another supervisor runs
-            # a world.
+            # If processes of several hosts lose the supervisor, it may have formed
+            # another world without them. Two worlds must not train at once, so steps
+            # then wait.
             holds = not (self._network.is_local or saves)
             handlers = self._break, self._drop_older
             self._link = Link(address, self._network, *handlers, holds=holds)
@@ -272,32 +280,32 @@ class Team:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the supervisor is gone for good, so that the run ends at this step.
+        """Whether the run must end at this step, as the supervisor is gone for good.
 
-        The first process decides for all processes, because they notice the loss at
-        different times.
+        The process of rank 0 decides for all processes, because they notice at
+        different times that the supervisor is gone.
         """
         form = self._form
         return form is not None and form["generation"] == self._last_generation
 
     @property
     def is_over_hosts(self) -> bool:
-        """Whether processes of other hosts may take part."""
+        """Whether the run may have processes on other hosts."""
         return not self._network.is_local
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the run saves its state at this step and ends, to resume later."""
+        """Whether the run is suspended at this step: it saves its state and ends."""
         return self._link.is_suspended
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the loop of the script is to end at this step."""
+        """Whether the training loop must end at this step."""
         return self._link.is_stopped
 
     @property
     def activity(self) -> Activity:
-        """What the training loop is doing now; the supervisor reads it."""
+        """Records what the training loop is doing; it is sent to the supervisor."""
         return self._link.activity
 
     def say(self, kind: str, **data: Any) -> None:
@@ -305,19 +313,19 @@ class Team:
         self._link.say(kind, **data)
 
     def on_prepare(self, take: Callable[[Message], None]) -> None:
-        """Sets what takes the supervisor's orders to prepare next worlds."""
+        """Sets the function that gets the supervisor's orders to prepare worlds."""
         self._link.prepare = take
 
     def say_saving(self) -> None:
-        """Tells the supervisor that this process saves the state and then ends."""
+        """Tells the supervisor that this process is saving the state before it ends."""
         self._link.say("saving")
 
     def lost_error(self, saved: str) -> RunError:
-        """The error of a run that lost its supervisor; `saved` says what was saved."""
+        """The error of a run without supervisor; ``saved`` tells what was saved."""
         return self._link.lost_error(saved)
 
     def _tell_sent(self) -> None:
-        """Tells the supervisor how many bytes this process sends to other hosts."""
+        """Reports regularly how many bytes this process has sent to other hosts."""
         traffic = Traffic(self._network.host)
         while True:
             time.sleep(TELL_S)
@@ -325,9 +333,9 @@ class Team:
             self._link.say("sent", nbytes=sent.nbytes, busy_s=sent.busy_s)
 
     def _watch(self) -> None:
-        """Stops all processes at the same step when the supervisor is gone.
+        """Makes all processes stop at the same step if the supervisor is gone for good.
 
-        Without checkpoints no process stops, because the state would be lost.
+        In a run without checkpoints they do not stop, because the state would be lost.
         """
         while self._saves:
             time.sleep(_WATCH_S)
@@ -338,7 +346,7 @@ class Team:
                 return
 
     def _stop_together(self, form: Message) -> None:
-        """Pauses the world in place of the supervisor; the first process calls this."""
+        """Pauses the world as the supervisor would; only rank 0 calls this."""
         generation, token = form["generation"], self._link.address.token
         self._last_generation = generation
         others = form["members"][1:]
@@ -351,7 +359,7 @@ class Team:
         self._link.limit(generation, last)
 
     def _obey(self, request: Mapping[str, Any]) -> int | None:
-        """Follows an order of the first process while there is no supervisor."""
+        """Follows an order that rank 0 sends while there is no supervisor."""
         if request["order"] == "pause":
             return self._link.pause(request["generation"])
         self._last_generation = request["generation"]
@@ -367,7 +375,7 @@ class Team:
         *,
         saves: bool = False,
     ) -> Team | None:
-        """The team that `autopar run` started this process for, or None."""
+        """The team of this process; None if `autopar run` did not start it."""
         if not (text := os.environ.get(VARIABLE)):
             return None
         return Team(Address.parse(text), survive, rows, events, saves=saves)
@@ -396,7 +404,7 @@ class Team:
                 self._dismiss(order)
             try:
                 return self._join(order)
-            except Exception as error:  # a process died while the world formed
+            except Exception as error:  # a process died meanwhile
                 if not self._link.verdict(error):
                     raise
                 self.leave()
@@ -445,7 +453,7 @@ class Team:
         )
 
     def _beside_supervisor(self, address: str) -> str:
-        """The address, with the host by which this process reaches the supervisor."""
+        """Completes an address with the host on which the supervisor runs."""
         if self._network.is_local or not address:
             return address
         host, _ = split_address(self._link.address.supervisor)
@@ -464,19 +472,19 @@ class Team:
         scheme: str,
         broke_s: float | None,
     ) -> float | None:
-        """Says that this process has the state of its new world.
+        """Tells the supervisor that this process has the state in its new world.
 
         Args:
           step: number of steps done.
           arrays: path -> global array.
           extra: plain data that belongs to the arrays.
-          cluster: cluster that is planned for, as data.
-          scheme: the plan's scheme, in words.
-          broke_s: when this process last trained (`time.perf_counter`); None: it has
-            not trained yet.
+          cluster: cluster for which the plan was made, as data.
+          scheme: the plan's parallelism scheme, in words.
+          broke_s: time at which this process last trained (`time.perf_counter`); None
+            if it has not trained yet.
 
         Returns:
-          The seconds since ``broke_s``; None: the process has not trained yet.
+          The seconds since ``broke_s``, or None.
         """
         self._recent = []
         self.keep_state(step, arrays, extra)
@@ -511,7 +519,9 @@ class Team:
         jax.block_until_ready(arrays)
         self._trains = True
         own = holding.only_here(arrays) if len(self._form["members"]) > 1 else {}
-        # Another process may be one step ahead, and copies may be two steps behind.
+        # Another process may be one step ahead, and the copies may be two steps behind.
+        # So the states of three steps are kept if only this process has some of the
+        # arrays.
         window = 3 if own else 1
         self._recent = [*self._recent, (step, arrays, extra)][-window:]
         if self._survive and self.respawning.is_due(step):
@@ -540,14 +550,16 @@ class Team:
         )
 
     def run(self, function: Callable[[], T]) -> T:
-        """Calls a function that may wait for processes that are gone.
+        """Calls a function, but does not wait for it longer than the world exists.
 
-        When the other end closes while gloo sends, gloo can miss that the send failed.
-        It then waits until the timeout of collectives. So this method gives the call
-        up, and the call ends by itself in its thread.
+        The function may wait for a process that is gone: gloo, JAX's communication
+        library on CPUs, can miss that a send has failed, and then waits until a
+        timeout. So the function runs in a thread of its own. If the world must be left,
+        this method returns, and the thread ends by itself later.
 
         Raises:
-          WorldBroken: the process must leave the world, and the call still waits.
+          WorldBroken: the process must leave the world, and the function has not
+            returned.
         """
         assert self._form is not None
         if len(self._form["members"]) == 1:
@@ -557,22 +569,23 @@ class Team:
         call = self._caller.submit(function)
         if not self._link.ends(call, _PATIENCE_S):
             self._caller = None  # its thread still waits
-            # XLA's threads must not return to an interpreter that has exited.
+            # At exit, wait for the thread: XLA's threads must not return to an
+            # interpreter that has ended.
             if not self.respawning.is_on:
                 atexit.register(futures.wait, [call], _LEFT_BEHIND_S)
             raise WorldBroken("a step waits for a process that is gone")
         return call.result()
 
     def may_start(self, step: int) -> bool:
-        """Whether a step may start; if not, the process leaves the world before it."""
+        """Whether a step may start; if not, the process must leave the world first."""
         if self.respawning.is_due(step + 1):
             self.respawning.wait()
         return self._link.may_start(step)
 
     def finish(self, step: int) -> bool:
-        """Waits until all processes have done the last step; False: leave the world."""
+        """Waits until all have done the last step; False: leave the world."""
         finished = self._link.finish(step)
-        if finished and self._link.is_lost:  # a supervisor has nothing left to adopt
+        if finished and self._link.is_lost:  # nothing is left for a later supervisor
             (self.folder / "run.json").unlink(missing_ok=True)
             self.respawning.remove()
         return finished
@@ -586,23 +599,23 @@ class Team:
         self._link.say("event", event=event)
 
     def resign(self) -> None:
-        """Asks to leave the run, because this process is about to be killed."""
+        """Asks the supervisor to leave the run, because this process will be killed."""
         self._link.say("leave")
 
     def say_lost(self, reason: str) -> None:
-        """Tells the supervisor that the run ends, because its state is lost."""
+        """Tells the supervisor that the run must end, because its state is lost."""
         self._link.say("lost", reason=reason)
 
     def broken(self, error: BaseException) -> bool:
-        """Whether the loss of a process, or leaving the world, caused an error."""
+        """Whether the loss of a process, or leaving the world, explains an error."""
         return isinstance(error, Exception) and self._link.verdict(error)
 
     def offer_programs(self, content: Callable[[str], bytes | None]) -> None:
-        """Lets processes of other hosts read compiled programs by name."""
+        """Sets the function by which other hosts' processes read compiled programs."""
         self._offers.program = content
 
     def first_program(self, name: str) -> bytes | None:
-        """A program of the world's first process; None if that process is on this host.
+        """Reads a program from rank 0 of the world; None if that is on this host.
 
         Raises:
           OSError: the first process is gone.
@@ -610,7 +623,7 @@ class Team:
         assert self._form is not None
         first = self._form["members"][0]["address"]
         if split_address(first)[0] == self._network.host:
-            return None  # both processes use the same folder
+            return None  # both use the same folder
         peer = Peer(first, self._link.address.token, self._network)
         try:
             return peer.program(name)
@@ -620,7 +633,8 @@ class Team:
     def leave(self) -> None:
         """Leaves the world, and keeps the states of the last steps in host memory.
 
-        A process that cannot go on without its world ends here and is started again.
+        With respawning, this method does not return: the process ends and is started
+        again.
         """
         assert self._form is not None
         if self.respawning.is_on:
@@ -631,45 +645,45 @@ class Team:
         with self._breaking:
             client, self._client = self._client, None
         jax_processes.leave_world()
-        with self._breaking:  # the next world may connect to the same processes
+        with self._breaking:  # the next world may have the same processes
             self._link.leave()
         relay, self._relay = self._relay, None
         threading.Thread(
             target=_leave_client, args=(client, relay), daemon=True
         ).start()
-        # The old world's connections close with its last array, and other processes
-        # wait for that.
+        # The connections of the old world close when its last array is freed. Other
+        # processes wait for this.
         gc.collect()
 
     def _last_states(self) -> list[Holding]:
-        """All holdings that this process offers when it leaves its world."""
+        """All states of which this process has parts when it leaves its world."""
         self._hold_recent()
         return self._offers.holdings()
 
     def _hold_recent(self) -> None:
-        """Offers the states of the last steps."""
+        """Serves the states of the last steps to other processes."""
         assert self._form is not None
         generation = self._form["generation"]
         for step, arrays, extra in self._recent:
             if any(x.is_deleted() for x in arrays.values() if hasattr(x, "is_deleted")):
-                continue  # a step that broke has consumed (donated) the arrays
+                continue  # the broken step has donated the arrays
             self._offers.put(
                 holding.hold(arrays, step=step, generation=generation, extra=extra)
             )
 
     def _drop_older(self, generation: int) -> None:
-        """Drops the states of older worlds; a newer world has formed."""
+        """Frees states of older worlds, because a newer world has formed."""
         self._offers.keep(lambda h: int(h.version.split(".")[1]) >= generation)
         self.respawning.drop(generation)
 
     def _break(self) -> None:
-        """Ends the waits of the world; a thread calls this."""
+        """Ends waits for other processes of the world; called from another thread."""
         with self._breaking:
             if self._form is not None and self._link.must_leave:
                 self._end_waits(self._form)
 
     def _end_waits(self, form: Message) -> None:
-        """Shuts connections down, so that no wait for a lost process goes on."""
+        """Shuts connections down, so that nothing waits for a lost process."""
         members = [(*split_address(m["address"]), m["pid"]) for m in form["members"]]
         ports = {port for _, port, _ in members} | self._link.ports
         ports.add(int(form["address"].rpartition(":")[2] or 0))
@@ -678,15 +692,15 @@ class Team:
         hosts = {there for there, _, _ in members} - {host}
         break_connections(pids, hosts, ports, self._older)
         self._cancel_calls()
-        if not self._trains:  # gloo connects in the first step of a world
+        if not self._trains:  # gloo connects in a world's first step
             knock(listening() - self._listening)
 
     def _cancel_calls(self) -> None:
-        """Ends the calls that wait for the coordination service."""
+        """Ends calls that wait for an answer of the coordination service."""
         shut_down(self._client)
 
     def _dismiss(self, order: Message) -> None:
-        """Ends this process, because the run is over or goes on without it."""
+        """Ends this process, because the run is over or does not need it."""
         reason = order.get("reason", "")
         if reason:
             print(f"autopar: {reason}", file=sys.stderr)
@@ -694,11 +708,12 @@ class Team:
 
 
 def takers(addresses: Sequence[str], index: int, count: int) -> list[str]:
-    """The processes that receive copies of a process's state, by address.
+    """Chooses the processes that receive copies of a process's state.
 
-    The next processes by rank come first, each on a different other host. If there are
-    too few hosts, hosts that already have a copy follow. Processes of the same host
-    come last.
+    The function goes through the ranks after this process's rank. It prefers processes
+    on other hosts, at first only one on each. If there are too few other hosts, it
+    takes further processes on these hosts. Processes on this process's own host come
+    last.
 
     Args:
       addresses: addresses of the processes, by rank.
@@ -723,17 +738,17 @@ def takers(addresses: Sequence[str], index: int, count: int) -> list[str]:
 
 
 def _older(held: holding.Holding, generation: int, step: int) -> bool:
-    """Whether a holding is of this generation and of an earlier step."""
+    """Whether a holding comes from this world (``generation``) and an earlier step."""
     return held.step < step and int(held.version.split(".")[1]) == generation
 
 
 def run_folder() -> pathlib.Path:
-    """The folder that `autopar run` gave its workers."""
+    """The folder of the run that started this process."""
     return pathlib.Path(os.environ.get(FOLDER_VARIABLE, "autopar-run"))
 
 
 def local_devices() -> int:
-    """The number of this process's devices; works before JAX is started."""
+    """The number of this process's devices; works before JAX has been initialised."""
     return jax_processes.local_device_count()
 
 

@@ -1,7 +1,7 @@
-"""Tiles of arrays: the tile of a shard, and the coverage and overlap of tiles.
+"""Tiles: rectangular parts of arrays, such as the shard of a device.
 
-A tile is the part of an array between two corners. The tiles of one array under one
-plan form a grid: two tiles are either equal or do not overlap.
+A tile is given by two corners: the index of its first element, and one past its last. A
+plan splits an array into a grid of tiles: any two of them are equal or do not overlap.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# Index of the first element by dimension, and one past the last.
+# For each dimension, the index of the first element; and for each dimension, one past
+# the index of the last element.
 Tile = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def tile_of(index: Sequence[slice], shape: Sequence[int]) -> Tile:
-    """The tile of an index of slices, as JAX gives it for a shard.
+    """The tile for an index of slices, such as JAX gives for a shard.
 
     >>> tile_of((slice(2, 4), slice(None)), (8, 3))
     ((2, 0), (4, 3))
@@ -52,16 +53,16 @@ def common(first: Tile, second: Tile) -> Tile | None:
 
 
 def within(tile: Tile, outer: Tile) -> tuple[Any, ...]:
-    """The index of ``tile`` in an array that holds the tile ``outer``.
+    """The index that selects ``tile`` from an array that holds the tile ``outer``.
 
-    The index gives a view, even of an array without dimensions.
+    The selected array is a view, even if the array has no dimensions.
     """
     ranges = zip(tile[0], tile[1], outer[0], strict=True)
     return (*(slice(a - o, b - o) for a, b, o in ranges), ...)
 
 
 def covers(shape: Sequence[int], tiles: Iterable[Tile]) -> bool:
-    """Whether tiles of one grid cover the whole array."""
+    """Whether tiles of one grid cover an array of this shape completely."""
     return sum(size(tile) for tile in set(tiles)) >= math.prod(shape)
 
 
@@ -76,11 +77,11 @@ def from_data(data: Any) -> Tile:
 
 
 def complete(shapes: Mapping[str, Sequence[int]], held: Iterable[Any]) -> bool:
-    """Whether all holders together hold every array completely.
+    """Whether several processes together hold every array completely.
 
     Args:
       shapes: path -> shape of the whole array.
-      held: for each holder, path -> tiles as data.
+      held: for each process, path -> tiles as data.
     """
     found: dict[str, set[Tile]] = {path: set() for path in shapes}
     for holder in held:

@@ -1,6 +1,8 @@
 """The training loop of one process in a run of several processes.
 
-A world is a set of processes that train together.
+A world is a set of processes that train together. When a process leaves or joins, the
+others leave their world and join the next one, and go on with the state of the last
+finished step.
 """
 
 from __future__ import annotations
@@ -46,12 +48,12 @@ from autopar.runtime.creation import (
 )
 from autopar.runtime.parallel_step import ParallelStep
 
-# How long a save of another world may write nothing and still count as alive.
+# A save by another world that has written nothing for this many seconds counts as dead.
 _SIGN_S = 15.0
 
 
 class TeamRun:
-    """A run of a step over its samples; this process computes a part of each step.
+    """A run of a train step, of which this process computes a part.
 
     Iterate over the run to train. When processes leave or join, the run goes on with
     the state of the last finished step. A process yields each step once, although an
@@ -90,11 +92,12 @@ class TeamRun:
           ledger: record of changes.
           saves: checkpoints of the run.
           team: this process's connection to the run.
-          donate: whether steps consume (donate) the state; a step that breaks then
-            loses it.
+          donate: whether steps donate the arrays of the state; a step that fails then
+            loses the state.
           shows: whether progress is shown; None: only on a terminal.
-          following: makes the object that adapts the batch size; None: the size stays.
-          on_nan: reaction to a step that is not finite.
+          following: makes the object that adapts the batch size; None: the batch size
+            is fixed.
+          on_nan: what to do if a loss or gradient is not finite.
         """
         self.nans = Finiteness(step, on_nan, self._record)
         self._train_step, self._samples, self._steps = step, samples, steps
@@ -109,21 +112,23 @@ class TeamRun:
         self._folder = team.folder
         self.state: Any = None
         self.step, self._saves = 0, saves
-        # The progress of the run, whichever process writes it; a scheduler reads it.
+        # Writes the progress of the run to a file that a scheduler reads. Only one
+        # process at a time writes it.
         self._pace = Pace(Ledger(team.folder / "progress.jsonl"))
-        # The notes of the process that this process replaces.
+        # The notes that the process before this one left, if this process replaces it.
         before = team.respawning.notes
         self._yielded = int(before.get("yielded", -1))
-        # The planned step that ran the last yielded step.
+        # The planned step that ran last.
         self._before: Any = None
         self._stopped = self._finished = False
-        # Whether this process leaves the world before the next step.
+        # Whether this process must leave the world before the next step.
         self._leaves = False
         self._seconds: list[float] = []
         self._display = loop.Display(steps, shows)
         self._shapes: StateShapes | None = None
         self._study()
-        # The host's clock keeps its value from one process to the next.
+        # This time may come from the process before this one: both read the same clock
+        # of the host.
         self._broke_s: float | None = before.get("broke_s")
         self._join()
 
@@ -139,7 +144,7 @@ class TeamRun:
 
     @property
     def progress(self) -> float:
-        """Progress in rows of base batches; nan if the batch size is fixed."""
+        """Progress in rows of the base batch; nan if the batch size is fixed."""
         return math.nan if self._follow is None else self._follow.worth
 
     @property
@@ -153,15 +158,15 @@ class TeamRun:
         return self._train_step.compression_state
 
     def change(self, event: int | Event | Cluster | str | Mapping[str, Any]) -> None:
-        """Asks the supervisor for a change; one process that asks is enough.
+        """Asks the supervisor for a change; it is enough that one process calls this.
 
         Args:
-          event: the number of processes, an event, its data, or the whole next cluster,
-            in which each process is a host.
+          event: the new number of processes; or an event or its data; or the whole next
+            cluster, in which each process is a host.
 
         Raises:
-          EventError: the event makes no sense. The outcome of other events is written
-            to ``log.jsonl`` in the folder of the run.
+          EventError: the event is invalid. The outcome of a valid event is written to
+            ``log.jsonl`` in the folder of the run.
         """
         if isinstance(event, int):
             self._team.resize(event)
@@ -182,7 +187,7 @@ class TeamRun:
         self._display.close()
 
     def __iter__(self) -> TeamRun:
-        """Returns the run itself; a loop can stop and a later loop can go on."""
+        """Returns the run itself; a later loop continues where this one stopped."""
         return self
 
     def __next__(self) -> Step:
@@ -228,14 +233,14 @@ class TeamRun:
                 return dataclasses.replace(done, plan=self.plan)
 
     def _give_up(self, error: NotFiniteError) -> NoReturn:
-        """Saves the last good state with all other processes, and ends the run."""
+        """Saves the last finite state together with all processes; ends the run."""
         self.step = self.nans.first
         self._saves.end(self.state, self.step, self.position)
         self.close()
         raise error
 
     def _log(self, done: Step) -> None:
-        """Writes down the progress of the run; one process writes for all processes."""
+        """Writes the progress of the run; only rank 0 writes."""
         world = self._train_step.world
         if not world.process_index:
             last = self.step >= self._steps
@@ -251,17 +256,17 @@ class TeamRun:
             self._activity.note_done(*at[:3], self._pace.loss)
 
     def _is_reached(self) -> bool:
-        """Whether the run has reached its requested number of samples."""
+        """Whether the run has reached an end that the user set other than ``steps``."""
         follow = self._follow
         return follow is not None and follow.ends.is_reached(follow.worth)
 
     def _end_orphaned(self) -> RunError:
-        """Saves the state with all other processes; returns the run's error."""
+        """Saves the state with all processes; returns the error to raise."""
         self._saves.end(self.state, self.step, self.position)
         return self._team.lost_error(f"The state after {self.step} steps was saved.")
 
     def _suspend(self) -> None:
-        """Saves the state with all other processes, and exits to resume later."""
+        """Saves the state with all processes, and exits; the run can be resumed."""
         self._display.close()
         self._team.say_saving()
         self._saves.end(self.state, self.step, self.position)
@@ -286,7 +291,7 @@ class TeamRun:
             self._reform()
 
     def _try_step(self) -> Step | None:
-        """Runs a step; returns None if the world broke and a new world was joined."""
+        """Runs a step; None if the world broke and this process joined a new one."""
         begin = time.perf_counter()
         step, position = self.step, self.position
         ran, result = False, None
@@ -300,7 +305,7 @@ class TeamRun:
             if not self._team.broken(error):
                 raise
             if ran and self._team.respawning.is_on:
-                self._leaves = True  # this process ends, and the result with it
+                self._leaves = True  # the result is lost with the process
             else:
                 self._reform()
                 if not ran or self.step <= step:
@@ -311,7 +316,7 @@ class TeamRun:
         return dataclasses.replace(done, finite=self.nans.finite)
 
     def _run(self) -> Any:
-        """Runs one step, and keeps the new state."""
+        """Runs one step, and keeps the new state for the case that the world breaks."""
         begin = time.perf_counter()
         world = self._train_step.world
         planned = self._train_step.running.planned
@@ -345,12 +350,12 @@ class TeamRun:
             returned = self._train_step(*splat(self.state), *rest, **named)
             return jax.block_until_ready(returned)
 
-        step = self._train_step  # stages notice by themselves that a process is gone
+        step = self._train_step  # pipeline stages notice a lost process
         pure = len(self.plan.stages) == 1 and changing_batches.is_pure(step)
         return self._team.run(call) if pure else call()
 
     def _rows(self, samples: Samples) -> int:
-        """Rows that the number of devices must divide; 0: any number will do."""
+        """Rows that the devices must split evenly; 0 if there is no such condition."""
         splits = self._train_step.preparation.planner.options.split_batch
         return samples.batch if splits else 0
 
@@ -362,11 +367,11 @@ class TeamRun:
         Args:
           state: the training state, which each step takes and returns.
           step: number of steps done.
-          placed: the cluster of a world that begins with this state; None: the world
-            goes on.
+          placed: if a world begins with this state, the cluster for which it has
+            planned; None: the world already trains.
 
         Returns:
-          Seconds of the pause before a world that begins; None: there was no pause.
+          Seconds of the pause in training before this world; None if there was none.
         """
         arrays, trees = beside.state_beside(self._train_step)
         arrays |= self._by_path(state)
@@ -380,7 +385,7 @@ class TeamRun:
         return self._team.say_placed(step, arrays, extra, data, scheme, self._broke_s)
 
     def _tasks(self) -> dict[str, Any]:
-        """The task that this process runs; empty if the plan has one stage."""
+        """The pipeline task that this process is running; empty without stages."""
         pipeline = self._train_step.running.planned.pipeline
         return {} if pipeline is None else pipeline.progress()
 
@@ -398,13 +403,13 @@ class TeamRun:
 
     def _leave(self) -> None:
         if (checkpoints := self._saves.checkpoints) is not None:
-            checkpoints.abandon()  # a save would wait for processes that are gone
+            checkpoints.abandon()  # a save would wait for lost processes
         known = {"yielded": self._yielded, "broke_s": self._broke_s}
         self._team.respawning.note(**known)
         self._team.leave()
 
     def _join(self) -> None:
-        """Joins worlds until this process has the state in one of them."""
+        """Joins worlds until this process has the training state in one of them."""
         while True:
             joined = self._team.join()
             try:
@@ -417,7 +422,7 @@ class TeamRun:
                 self._leave()
 
     def _settle(self, joined: Joined) -> None:
-        """Plans for a world, and loads the state into the world."""
+        """Plans for a world, and loads the training state."""
         begin = time.perf_counter()
         world = joined.world
         local = len(world.devices) // world.process_count
@@ -461,7 +466,7 @@ class TeamRun:
         self._write(joined, program.how, seconds)
 
     def _follow_on(self, joined: Joined) -> None:
-        """Restores the batch size of the run and its measurements of noise."""
+        """Restores the run's batch size and its measurements of gradient noise."""
         assert self._follow is not None
         found = joined.extra.get("follow")
         if found is None and joined.fetch is None and self._saves.checkpoints:
@@ -475,7 +480,7 @@ class TeamRun:
         """Creates the state, or restores the checkpoint of an earlier run."""
         args = programs.from_host(self._args)
         rest = self._rest(0)
-        # A world that lost its supervisor may still be saving its last state.
+        # Another world, which lost its supervisor, may still be saving its last state.
         lost = joined.lost_step is not None and self._team.is_over_hosts
         patience_s = _SIGN_S if lost else 0.0
         found = self._saves.restore(self._create, args, rest, patience_s=patience_s)
@@ -496,12 +501,12 @@ class TeamRun:
         self._tell()
 
     def _tell(self) -> None:
-        """Sets the batch size in a state that comes from a checkpoint or is new."""
+        """Writes the batch size into a state that is new or from a checkpoint."""
         if self._follow is not None:
             self.state = self._follow.begin(self.state)
 
     def _take_up(self, joined: Joined) -> None:
-        """Loads the state that processes hold into the plan's layout."""
+        """Loads the state that the processes hold, in the layout of the new plan."""
         assert self._shapes is not None
         fetch = joined.fetch
         assert fetch is not None
@@ -529,7 +534,7 @@ class TeamRun:
         return beside.rest_structs(self._train_step, self._samples, self._shapes, step)
 
     def _study(self) -> None:
-        """Analyses the step before a world forms, so that the world waits less."""
+        """Analyses the step before a world forms, so that the world starts sooner."""
         self._shapes = state_shapes(self._create, programs.from_host(self._args))
         structs = (*self._shapes.arguments(), *self._rest(0))
         changing_batches.study_step(self._train_step, *structs)
@@ -537,10 +542,10 @@ class TeamRun:
     def _write(
         self, joined: Joined, how: str, seconds: Mapping[str, float | None]
     ) -> None:
-        """Writes a world to the ledger, with the times that its forming took."""
+        """Writes to the ledger how a world formed and how long this took."""
         fetch, before = joined.fetch, self._seconds
         if joined.world.process_index:
-            return  # one process writes for all processes
+            return  # only rank 0 writes
         self.ledger.write(
             "world",
             generation=joined.generation,
@@ -560,7 +565,7 @@ class TeamRun:
         self._seconds = []
 
     def _record(self, kind: str, **fields: Any) -> None:
-        """Writes a line of the ledger; one process writes for all processes."""
+        """Writes a line of the ledger; only rank 0 writes."""
         if not self._train_step.world.process_index:
             step, position = self.step + 1, self._samples.position(self.step + 1)
             self.ledger.write(kind, step=step, position=position, **fields)

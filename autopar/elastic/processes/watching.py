@@ -1,24 +1,30 @@
-"""Names the worker for which the other workers of a world wait, while the run goes on.
+"""Finds the worker for which all other workers of a run wait.
 
 A world is a set of processes that train together.
 
-The watch knows three things about a worker: the contents of its heartbeats
+`HangWatch` knows three things about a worker: what its heartbeats say
 (`autopar.elastic.processes.activity`), when the last heartbeat came, and, for processes
-of this machine, the state of the process in ``/proc``. A finding is one of these kinds:
+of this machine, the state of the process in ``/proc``. A worker's place is the part of
+a step that it is in. A finding names a worker, and is of one of these kinds:
 
 * ``stopped``: a signal has stopped the process;
-* ``silent``: no heartbeat came for half of the time after which the worker is killed;
-* ``own``: the worker is in its own code (the script, the source of samples, a save, the
-  compiler), and other workers have waited in the step's program for as long;
-* ``task``: all workers are in the same step of stages, and only this worker is inside
-  the call of a task;
-* ``behind``: the worker is inside the program of a step that all others have finished;
-* ``all``: all workers are at the same place of the same step, so none can be named;
-* ``slow``: the worker spends more of each step in its own code than the others.
+* ``silent``: no heartbeat has come for half of the time after which the supervisor
+  kills the worker;
+* ``own``: the worker has long been in code that it runs alone (the user's script, the
+  source of samples, a save, the compiler), and other workers have waited in the step's
+  program for as long;
+* ``task``: all workers are in the same step of a pipeline, and only this worker is
+  inside the call of a pipeline task;
+* ``behind``: the worker is inside the program of a step that all other workers have
+  finished;
+* ``all``: all workers have long been at the same place of the same step, so no single
+  worker can be named;
+* ``slow``: in each step the worker spends more time than the others in code that it
+  runs alone.
 
-The watch prefers to name a worker late rather than wrongly. It names no worker in the
-first steps of a world, which compile and connect. Later it waits for several times the
-usual time of a step.
+A late finding is better than a wrong one. So there are no findings in the first steps
+of a world, which compile and connect. Later a worker must be without progress for
+several times the usual time of a step.
 """
 
 from __future__ import annotations
@@ -40,23 +46,25 @@ from autopar.elastic.processes.members import (
 from autopar.elastic.processes.network import split_address
 from autopar.units import name_numbers, runs_of, seconds_text
 
-# Least seconds without progress before a worker is named, for each place of the worker.
-# A script may write logs, and a save may take long. A worker that compiles is not named
-# for ten minutes.
+# For each place, a worker is named only after this many seconds without progress there.
+# A user's script may write logs, and a save may take long. Compilation may take ten
+# minutes.
 _LEAST_S = {"samples": 5.0, "program": 5.0, "script": 8.0, "after": 60.0, "save": 60.0}
 _COMPILE_S, _FIRST_S, _ALL_S = 600.0, 60.0, 60.0
-# A worker is named after _USUAL times the usual time of a step, and _LONGEST times the
-# longest of the last thousand steps. _ALL_USUAL is the factor of the finding ``all``.
+# A worker is named only after _USUAL times the usual time of a step, and after _LONGEST
+# times the longest of the last thousand steps. For the finding ``all``, _ALL_USUAL
+# takes the place of _USUAL.
 _USUAL, _LONGEST, _ALL_USUAL = 10.0, 2.0, 20.0
-# The state of a process is checked after this many seconds without a message.
+# After this many seconds without a heartbeat, the state of the process is checked.
 _STOPPED_S = 2.0
 _HEARD_S = 1.5
-# A slow worker's own code takes _SLOW times as long as that of the others. The excess
-# is at least _SLOW_SHARE of a step and _SLOW_LEAST_S seconds. It is measured over
-# _SLOW_STEPS steps, and lasts _SLOW_S seconds.
+# A worker is ``slow`` if the code that it runs alone takes at least _SLOW times as long
+# in a step as for the other workers. The difference must be at least the fraction
+# _SLOW_SHARE of a step and at least _SLOW_LEAST_S seconds. It is measured over
+# _SLOW_STEPS steps, and must last for _SLOW_S seconds.
 _SLOW, _SLOW_SHARE, _SLOW_LEAST_S, _SLOW_STEPS, _SLOW_S = 3.0, 0.5, 0.05, 20, 10.0
-# The places where a worker runs its own code, and the places where it may wait for
-# others.
+# The places where a worker runs code that does not depend on other workers, and the
+# places where it may wait for other workers.
 _OWN, _WAITS = ("samples", "script", "after", "save"), ("program", "finish")
 _IN_WORDS = {
     "samples": "in the source of samples for step {step}",
@@ -70,7 +78,7 @@ _IN_WORDS = {
 
 
 def process_state(process: ProcessId | None) -> str:
-    """The state of a process of this machine as a letter, such as ``T`` for stopped.
+    """The state of a local process as a letter, such as ``T`` if it is stopped.
 
     The letter is field 3 of proc(5). The result is '' if the process is on another
     machine or has ended.
@@ -86,11 +94,11 @@ def process_state(process: ProcessId | None) -> str:
 
 @dataclasses.dataclass(slots=True)
 class Seen:
-    """The contents of the last heartbeat of a worker.
+    """The contents of a worker's last heartbeat.
 
     Attributes:
       doing: see `autopar.elastic.processes.activity.Activity.data`.
-      since_s: when the worker was first heard of at its current place, on the watch's
+      since_s: when the first heartbeat from its present place came, on the watch's
         clock.
       heard_s: when the heartbeat came.
     """
@@ -101,12 +109,12 @@ class Seen:
 
     @property
     def place(self) -> str:
-        """The worker's place; ``compile`` while it compiles, traces or plans."""
+        """The worker's place in a step; ``compile`` if it compiles, traces or plans."""
         return "compile" if self.doing.get("compiles") else self.doing["place"]
 
     @property
     def position(self) -> tuple[int, int]:
-        """The step, and the place in the step as a number that grows."""
+        """The step, and the place as a number that grows within the step."""
         return self.doing["step"], PLACES.index(self.doing["place"])
 
     @property
@@ -117,24 +125,25 @@ class Seen:
 
     @property
     def is_known(self) -> bool:
-        """Whether the worker has done enough steps to know their usual time."""
+        """Whether the worker has done enough steps that their usual time is known."""
         return self.doing.get("steps", 0) > FIRST_STEPS
 
     def stalled_s(self, now: float) -> float:
-        """Seconds without progress: the least by the clocks of worker and watch."""
+        """Seconds without progress: the smaller count of the worker and the watch."""
         said = self.doing["for_s"] + max(0.0, now - self.heard_s)
         return min(said, now - self.since_s)
 
 
 @dataclasses.dataclass(slots=True)
 class HangFinding:
-    """A worker that is named, and since when.
+    """A worker for which others wait or that does not answer, and since when.
 
     Attributes:
       kind: kind of the finding; see the module docstring.
       worker: number of the worker; None: no worker can be named.
       data: data for the log.
-      progress: progress of the workers that must go on before the finding ends.
+      progress: the progress of the workers when the finding began; the finding ends
+        when it changes.
       begun_s: when the finding began, on the watch's clock.
     """
 
@@ -149,18 +158,17 @@ class HangWatch:
     """Checks the workers of a world repeatedly.
 
     Attributes:
-      hang_s: worker -> total seconds for which it was named, except as slow.
+      hang_s: worker -> total seconds for which findings other than ``slow`` named it.
     """
 
     def __init__(
         self, limits: MemberLimits, state_of: Callable[..., str] = process_state
     ) -> None:
-        """Has seen no worker yet.
+        """Starts without heartbeats.
 
         Args:
-          limits: limits of the run.
-          state_of: returns the state of a process of this machine, like
-            `process_state`.
+          limits: the run's limits on times.
+          state_of: returns the state of a local process, like `process_state`.
         """
         self._limits, self._state_of = limits, state_of
         self.seen: dict[int, Seen] = {}
@@ -171,7 +179,7 @@ class HangWatch:
         self.hang_s: dict[int, float] = {}
 
     def hear(self, worker: int, doing: Mapping[str, Any] | None, now: float) -> None:
-        """Takes the contents of a heartbeat; None: the heartbeat has no contents."""
+        """Records a worker's heartbeat; ``doing`` is None if it has no contents."""
         if doing is None:
             return
         new, old = Seen(doing, now, now), self.seen.get(worker)
@@ -180,7 +188,7 @@ class HangWatch:
         self.seen[worker] = new
 
     def excuse(self, away_s: float) -> None:
-        """Moves all times by a period in which the supervisor did not look."""
+        """Shifts all times by a period during which the supervisor did not run."""
         for seen in self.seen.values():
             seen.since_s += away_s
             seen.heard_s += away_s
@@ -193,13 +201,14 @@ class HangWatch:
         *,
         leaves: bool,
     ) -> list[tuple[str, dict[str, Any]]]:
-        """The findings that began or ended since the last look, as events of the log.
+        """Returns what began or ended since the last call, as events for the log.
 
         Args:
           now: seconds on the supervisor's clock.
           members: the workers.
           world: the workers that train together, by rank.
-          leaves: whether the world is being left. Workers that have left it then wait.
+          leaves: whether the world is being left. The workers that have left it wait
+            for the others.
         """
         self._count(now)
         for worker in self.seen.keys() - members.keys():
@@ -223,16 +232,16 @@ class HangWatch:
         return events
 
     def texts(self) -> list[str]:
-        """The current findings, each as a sentence."""
+        """The present findings, each as a sentence."""
         return [finding.data["text"] for finding in self._open.values()]
 
     def named_workers(self) -> frozenset[int]:
-        """The workers that are named now, except as slow."""
+        """The workers that present findings other than ``slow`` name."""
         found = self._open.values()
         return frozenset(f.worker for f in found if f.worker is not None and _hangs(f))
 
     def describe(self, worker: int, now: float) -> str:
-        """The place of a worker in words; '' if the worker has not reported a place."""
+        """Where a worker is, in words; '' if it has not reported its place."""
         if (seen := self.seen.get(worker)) is None or seen.doing["step"] < 0:
             return ""
         for_s = seen.doing["for_s"] + max(0.0, now - seen.heard_s)
@@ -251,7 +260,7 @@ class HangWatch:
         now: float,
         members: Mapping[int, WorkerMember],
     ) -> str:
-        """How a finding has ended; '' while the finding holds."""
+        """How a finding has ended, in words; '' while it still holds."""
         worker, kind = finding.worker, finding.kind
         if worker is not None:
             if (member := members.get(worker)) is None:
@@ -279,10 +288,10 @@ class HangWatch:
         inside = [w for w in world if _is_inside(members.get(w)) and w in self.seen]
         fresh = all(now - self.seen[w].heard_s < 2 * _HEARD_S for w in inside)
         if quiet or not fresh or not inside:
-            return quiet  # other workers wait for these workers, or too little is known
+            return quiet  # others wait for these, or too little is known
         gone = _waiting_outside(members, now) if leaves else {}
         stuck = _own_code(make, inside, gone)
-        # A worker inside a program may wait for a worker that is not there.
+        # A worker inside a program may be waiting for a worker that has left or died.
         if not stuck and not leaves and len(inside) == len(world):
             stuck = _in_program(make, inside) or _all_alike(make, inside)
             if not stuck:
@@ -290,7 +299,7 @@ class HangWatch:
         return stuck
 
     def _quiet(self, make: _Maker) -> list[HangFinding]:
-        """Findings for the workers that send no messages."""
+        """Findings for the workers that send no heartbeats."""
         found: list[HangFinding] = []
         for worker, member in make.members.items():
             silent_s = make.now - member.heard_s
@@ -311,7 +320,7 @@ class HangWatch:
         return found
 
     def _slow(self, make: _Maker, inside: Sequence[int]) -> list[HangFinding]:
-        """Findings for the workers whose own code takes most of each step."""
+        """Findings for workers that are ``slow``."""
         found: list[HangFinding] = []
         own = {w: _own_s(self.seen[w].doing) for w in inside}
         for worker in inside:
@@ -339,14 +348,14 @@ def _hangs(finding: HangFinding) -> bool:
 
 
 def _is_inside(member: WorkerMember | None) -> bool:
-    """Whether a worker has the state of its world, and trains."""
+    """Whether a worker trains: it has the training state in its world."""
     return member is not None and member.phase == "in" and member.formed
 
 
 def _waiting_outside(
     members: Mapping[int, WorkerMember], now: float
 ) -> dict[int, float]:
-    """The workers that have left a world -> seconds since they left."""
+    """Worker that has left the world -> seconds since it left."""
     return {w: now - m.since_s for w, m in members.items() if m.phase == "ready"}
 
 
@@ -355,7 +364,7 @@ def _own_s(doing: Mapping[str, Any]) -> float:
 
 
 def _limit_s(make: _Maker, workers: Sequence[int], place: str) -> float:
-    """Seconds without progress after which a worker at a place is named."""
+    """After how many seconds without progress a worker at a place is named."""
     seen = [make.seen[w] for w in workers]
     usual_s = max((s.doing.get("step_s", 0.0) for s in seen), default=0.0)
     longest_s = max((s.doing.get("longest_s", 0.0) for s in seen), default=0.0)
@@ -368,12 +377,12 @@ def _limit_s(make: _Maker, workers: Sequence[int], place: str) -> float:
 def _own_code(
     make: _Maker, inside: Sequence[int], outside: Mapping[int, float]
 ) -> list[HangFinding]:
-    """Findings for workers in their own code, while other workers wait for them.
+    """Findings for workers in code that they run alone, while others wait for them.
 
     Args:
       make: makes findings.
-      inside: the workers of the world that have not left it.
-      outside: workers that have left the world -> seconds since they left.
+      inside: the workers that are still in the world.
+      outside: worker that has left the world -> seconds since it left.
     """
     found: list[HangFinding] = []
     for worker in inside:
@@ -393,7 +402,7 @@ def _own_code(
 
 
 def _in_program(make: _Maker, inside: Sequence[int]) -> list[HangFinding]:
-    """A finding for the worker for whose part of a program the other workers wait."""
+    """A finding for the one worker that is still inside a step's program."""
     seen = {w: make.seen[w] for w in inside}
     first = min(s.position for s in seen.values())
     late = [w for w, s in seen.items() if s.position == first]
@@ -413,13 +422,14 @@ def _in_program(make: _Maker, inside: Sequence[int]) -> list[HangFinding]:
 
 
 def _issuing(make: _Maker, inside: Sequence[int], for_s: float) -> list[HangFinding]:
-    """A finding for the worker inside a task that the other workers have passed."""
+    """A finding for the worker inside a pipeline task while the others wait for it."""
     tasks = {w: task for w in inside if (task := make.seen[w].doing.get("task"))}
     called = [w for w, task in tasks.items() if task["inside"]]
     if len(called) != 1 or len(tasks) < len(inside):
         return []
     (worker,), waits = called, [w for w in inside if w not in called]
-    # The worker may itself wait for tasks that other workers have still to issue.
+    # The worker may itself be waiting for tasks that other workers have not started
+    # yet.
     number = tasks[worker]["number"]
     if any(tasks[w]["left"] and tasks[w]["number"] < number for w in waits):
         return []
@@ -427,7 +437,7 @@ def _issuing(make: _Maker, inside: Sequence[int], for_s: float) -> list[HangFind
 
 
 def _all_alike(make: _Maker, inside: Sequence[int]) -> list[HangFinding]:
-    """A finding that all workers are at the same place of the same step."""
+    """A finding if all workers have long been at the same place of the same step."""
     seen = [make.seen[w] for w in inside]
     places = {(s.position, s.place) for s in seen}
     if len(places) > 1 or seen[0].place not in ("program", "samples"):
@@ -440,12 +450,12 @@ def _all_alike(make: _Maker, inside: Sequence[int]) -> list[HangFinding]:
     return [make.finding("all", None, stalled_s)]
 
 
-# The sentences that users read.
+# The sentences about findings that users read.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Maker:
-    """Makes findings from the current knowledge."""
+    """Makes findings from the last heartbeats."""
 
     now: float
     members: Mapping[int, WorkerMember]
@@ -461,15 +471,15 @@ class _Maker:
         waits: Sequence[int] | None = None,
         **more: Any,
     ) -> HangFinding:
-        """A finding, with all data on the worker.
+        """Makes a finding, with all data about the worker.
 
         Args:
           kind: kind of the finding; see the module docstring.
           worker: number of the worker.
-          for_s: seconds since the worker made progress, or sent a message.
-          waits: the workers that wait for the named worker; None: all others that
-            train.
-          **more: further data of the kind.
+          for_s: seconds since the worker last made progress, or sent a heartbeat.
+          waits: the workers that wait for the named worker; None: all other workers
+            that train.
+          **more: further data for this kind of finding.
         """
         there = [w for w in self.world if _is_inside(self.members.get(w))]
         asked = there if worker is None else [worker]
@@ -495,7 +505,7 @@ class _Maker:
         return HangFinding(kind, worker, data, progress, self.now - for_s)
 
     def _who(self, worker: int) -> dict[str, Any]:
-        """The process, host and devices of a worker."""
+        """Process number, host and devices of a worker."""
         member = self.members[worker]
         ready = member.ready or {}
         host = split_address(ready["address"])[0] if "address" in ready else None
@@ -536,7 +546,7 @@ def _task_text(task: Mapping[str, Any]) -> str:
 
 
 def _how_text(data: Mapping[str, Any]) -> str:
-    """The line of the user's code that runs, and whether it uses a CPU."""
+    """Which line of the user's code runs, and whether it uses CPU time."""
     parts = [data["frame"]] if data.get("frame") else []
     share = data.get("busy", 0.25)
     if share > 0.5:

@@ -1,4 +1,4 @@
-"""Events from a file that another program writes."""
+"""Takes events from a file that another program writes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from autopar.elastic.events import Event
 from autopar.elastic.sources.source import LARGEST_BYTES, Sink, Watched, read_events
 from autopar.errors import EventError
 
-# The stamp of a file, which shows changes: time, size and inode number, or the error if
-# the file cannot be read.
+# What shows that a file has changed: its time, size and inode number, or the error if
+# it cannot be read.
 _Stamp = tuple[int, int, int] | str
 
 
 class File:
-    """Watches a file; each new content of the file is a message.
+    """Watches a file; each new content of the file counts as a message.
 
-    At the start, the content counts only if it is a whole cluster; other events in it
+    At the start, the content is used only if it is a whole cluster; other events in it
     belong to the past. To change the file, write a new file and rename it over the old
-    file. A file that is read while it is half written is noted as a message that is not
-    an event.
+    file. If the file is read while it is half written, its content is recorded as a
+    message that is not an event.
     """
 
     def __init__(self, path: str | os.PathLike[str], every_s: float = 0.25) -> None:
-        """Watches nothing yet.
+        """Does not watch the file yet.
 
         Args:
-          path: path of the file, which need not exist yet.
+          path: path of the file. The file need not exist yet.
           every_s: seconds between two checks of the file.
         """
         self.path = Path(path)
@@ -65,7 +65,7 @@ class File:
             self._watched = None
 
     def _look(self, sink: Sink) -> None:
-        """Takes the events of the file if its content is new."""
+        """Passes on the events in the file if its content is new."""
         name, stamp = f"file:{self.path}", self._stamp
         try:
             stamp = self._stamp_now()

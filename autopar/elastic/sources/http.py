@@ -1,11 +1,11 @@
-"""Events over HTTP, from senders that know a token.
+"""Takes events over HTTP, from senders that know a secret token.
 
     curl -H "Authorization: Bearer $TOKEN" -d '{"kind": "gone", "hosts": ["host1"]}' \
         http://127.0.0.1:8765/events
 
-The answer gives the outcome of each event. Its status is 200 if all events are
+The answer gives the outcome of each event. Its HTTP status is 200 if all events are
 accepted, repeated or late, and 409 if an event is refused. The server listens only on
-this machine, unless a host is named.
+the loopback address, unless the user names another host.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from autopar.elastic.events import Resolved
 from autopar.elastic.sources.source import LARGEST_BYTES, Sink, Watched, read_events
 from autopar.errors import EventError, PlanError
 
-# The server of `autopar.elastic.sources.http`: Tornado in its own thread.
+# The HTTP server: Tornado in a thread of its own.
 #
-# One thread serves all connections, so a slow connection delays no other. A client that
-# does not send its request and take the answer in time is cut off. If there are too
-# many connections, the oldest is closed. The token is checked first, and requests
-# without it do not count against the rate limit.
+# One thread serves all connections asynchronously, so a slow connection delays no
+# other. A client that takes too long to send its request and read the answer is
+# disconnected. If there are too many connections, the oldest is closed. The server
+# checks the token first. Requests without it do not count for the rate limit.
 
-# Requests per second in the long run, and in one burst, of a sender that knows the
-# token.
+# The rate limit of requests with the token: `_RATE` per second on average, and `_BURST`
+# at once.
 _RATE, _BURST = 10.0, 40
-# Longest duration of a connection, from TLS to the answer; largest number of
-# connections.
+# Longest duration of a connection in seconds, from the TLS handshake to the answer; and
+# the largest number of connections.
 _PATIENCE_S, _CONNECTIONS = 5.0, 256
 _LONGEST_HEAD = 16 << 10
-# Seconds between two notes about requests without a token.
+# Seconds between two records about requests without the token.
 _NOTE_S = 10.0
 
 
 class _Allowance:
-    """A rate limit of requests: so many per second, with bursts."""
+    """A rate limit: a number of requests per second, and a number at once."""
 
     def __init__(self) -> None:
         self._left, self._at = float(_BURST), time.monotonic()
         self._told = False
 
     def take(self) -> tuple[bool, bool]:
-        """Whether to answer a request, and whether it is the first refused request."""
+        """Whether to accept a request, and whether it is the first refused one."""
         now = time.monotonic()
         self._left = min(_BURST, self._left + (now - self._at) * _RATE)
         self._at = now
@@ -70,13 +70,13 @@ class _Allowance:
 
 
 class _Strangers:
-    """Counts requests without a token; notes only some, to keep the ledger short."""
+    """Counts requests without the token; records only some, for a short ledger."""
 
     def __init__(self) -> None:
         self._count, self._at = 0, -_NOTE_S
 
     def note(self) -> str | None:
-        """The text to note for one more request; None: nothing is noted."""
+        """Counts one request; returns the text to record, or None."""
         self._count += 1
         if time.monotonic() - self._at < _NOTE_S:
             return None
@@ -116,7 +116,7 @@ class _Handler(web.RequestHandler):
         self.set_header("Server", "autopar")
 
     def prepare(self) -> None:
-        """Refuses a request early, before its message is read."""
+        """Refuses an invalid request before its body is read."""
         serving, request = self._serving, self.request
         given = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, b"Bearer " + serving.token):
@@ -148,13 +148,13 @@ class _Handler(web.RequestHandler):
             self._body += chunk
 
     def _end(self) -> None:
-        """Ends a refused request, once all of it has been received."""
+        """Closes a refused request's connection, once its body has been received."""
         self.finish()
 
     get = head = put = patch = delete = options = _end
 
     def post(self) -> None:
-        """Takes the events of a message, and answers with their outcomes."""
+        """Passes on the events of a message, and answers with their outcomes."""
         if self._headers_written:
             self._end()
             return
@@ -180,8 +180,8 @@ class _Handler(web.RequestHandler):
         if note is not None:
             text = f"{status.value}: {reason}{note}"
             self._serving.sink.wrong(self._source, text)
-        # The rest of the message is discarded; otherwise the client could not read the
-        # answer.
+        # The rest of the request is read and discarded. Otherwise the client could not
+        # read the answer.
         connection = self.request.connection
         if isinstance(connection, http1connection.HTTP1Connection):
             connection.set_max_body_size(1 << 62)
@@ -201,7 +201,7 @@ class _Handler(web.RequestHandler):
         self.finish()
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Notes a bug like a refusal; the server goes on."""
+        """Records an error in this code; the server goes on."""
         del typ, tb
         if not isinstance(value, web.HTTPError):
             text = f"a bug in autopar: {type(value).__name__}: {value}"[:500]
@@ -222,7 +222,7 @@ class Serving:
 
         Args:
           address: host and port; port 0: any free port.
-          sink: takes the events.
+          sink: receives the events.
           token: token that senders must know.
           context: TLS context; None: plain HTTP.
 
@@ -239,7 +239,7 @@ class Serving:
         self._listening = listening
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
-        # Tornado's warnings about clients that break off do not concern the run.
+        # Tornado warns about clients that disconnect early. The run can ignore this.
         logging.getLogger("tornado.general").setLevel(logging.ERROR)
         self._watched = Watched(
             "autopar-http",
@@ -298,7 +298,8 @@ def _answer(found: Resolved) -> dict[str, Any]:
     }
 
 
-# The variable for the token, the shortest token, and the variables for the TLS files.
+# The environment variable for the token, the least number of characters of a token, and
+# below the variables for the TLS files.
 TOKEN_VARIABLE, _SHORTEST = "AUTOPAR_EVENTS_TOKEN", 16
 CERTIFICATE_VARIABLE, KEY_VARIABLE = "AUTOPAR_EVENTS_CERT", "AUTOPAR_EVENTS_KEY"
 
@@ -308,7 +309,7 @@ class Http:
 
     Attributes:
       token: token that senders must know.
-      url: where to send events; known after the start.
+      url: where to send events; set by `start`.
     """
 
     def __init__(

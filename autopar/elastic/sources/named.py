@@ -1,4 +1,4 @@
-"""Event sources from texts: ``file:cluster.json``, ``http:8765``, ``signal``."""
+"""Makes event sources from texts: ``file:cluster.json``, ``http:8765``, ``signal``."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from autopar.elastic.sources.http import Http
 from autopar.elastic.sources.source import Sink, Source, Watched
 from autopar.errors import PlanError
 
-# Default time of Kubernetes between SIGTERM and SIGKILL.
+# Kubernetes' default number of seconds between SIGTERM and SIGKILL.
 GRACE_S = 30.0
 
 
 class Signals:
-    """Makes an event of SIGTERM; `stop` restores the handler from before."""
+    """Turns SIGTERM into an event; `stop` restores the previous signal handler."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
-        """Handles nothing yet.
+        """Does not handle the signal yet.
 
         Args:
           grace_s: seconds from SIGTERM until the process is killed.
         """
         self._grace_s = grace_s
         # A signal handler can run between any two instructions, even while the inbox is
-        # locked. So the handler only puts a value into this queue, which is always
-        # safe.
+        # locked. So the handler only puts a value into this queue, which is safe at any
+        # time.
         self._heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._watched: Watched | None = None
         self._before: Any = None

@@ -16,7 +16,7 @@ class Sink(Protocol):
     """Receives events; any thread may call its methods, which never raise."""
 
     def put(self, event: Event) -> Resolved:
-        """Returns the outcome of an event; the source tells it to the sender."""
+        """Takes an event; returns its outcome, which the source tells the sender."""
         ...
 
     def wrong(self, source: str, reason: str) -> None:
@@ -30,7 +30,7 @@ class Sink(Protocol):
 
 
 class Source(Protocol):
-    """Receives messages and makes events of them."""
+    """Receives messages from outside, and turns them into events."""
 
     def start(self, sink: Sink) -> None:
         """Begins to listen in its own thread.
@@ -45,7 +45,7 @@ class Source(Protocol):
         ...
 
 
-# Largest number of bytes of a message, and of events in a message.
+# Largest number of bytes of a message, and largest number of events in a message.
 LARGEST_BYTES, MOST_EVENTS = 1 << 20, 100
 
 
@@ -57,7 +57,7 @@ def read_events(data: bytes, source: str) -> list[Event]:
       source: name of the sender.
 
     Raises:
-      EventError: the message holds none of these.
+      EventError: the message is none of these.
 
     >>> [event.kind for event in read_events(b'["4:cpu", {"cluster": "2:cpu"}]', "")]
     ['cluster', 'cluster']
@@ -78,7 +78,8 @@ def read_events(data: bytes, source: str) -> list[Event]:
 def _parse(text: str) -> Any:
     try:
         found = json.loads(text, parse_constant=_refuse)
-        # JSON can escape half of a surrogate pair, which is not valid text.
+        # JSON can contain an escaped half of a surrogate pair, which is not valid text.
+        # Encoding raises an error for it.
         json.dumps(found, ensure_ascii=False).encode()
         return found
     except UnicodeEncodeError as error:
@@ -96,15 +97,15 @@ def _refuse(name: str) -> Any:
     raise EventError(f"{name} is no number of JSON.")
 
 
-# Shortest and longest pause in seconds before a failed thread starts again.
+# Shortest and longest pause in seconds before failed work starts again in its thread.
 _FIRST_S, _LONGEST_S = 0.05, 10.0
 
 
 class Watched:
-    """A thread that starts its work again after any error, and reports the error.
+    """Runs work in a thread; after any error, reports it and starts the work again.
 
     Attributes:
-      ending: set when the work must return.
+      ending: an event that is set when the work must return.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Watched:
         Args:
           name: name of the thread.
           work: function that runs in the thread, and returns once ``ending`` is set.
-          report: takes a text on the error that ended the thread.
+          report: called with a text about each error.
         """
         self.ending = threading.Event()
         self._work, self._report = work, report
@@ -127,7 +128,7 @@ class Watched:
         self._thread.start()
 
     def call(self, function: Callable[[], object]) -> None:
-        """Calls a function; calls it again if an error in it has ended the thread.
+        """Calls a function; if it raises an error, reports it and calls it again.
 
         Args:
           function: a function that may run twice without harm.
@@ -149,7 +150,7 @@ class Watched:
                 if called is not None:
                     called()
                 self._work(self)
-            except BaseException as error:  # SystemExit would end the thread, too
+            except BaseException as error:  # SystemExit must not end the thread either
                 with contextlib.suppress(BaseException):
                     text = f"its thread ended by {type(error).__name__}: {error}"[:500]
                     self._report(f"{text}; it begins again.")
