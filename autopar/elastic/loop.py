@@ -1,4 +1,4 @@
-"""The training loop that goes on when devices leave and join."""
+"""The training loop of one process, which continues when devices leave and join."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from autopar.runtime.world import World
 from autopar.units import rounded_cluster, seconds_text
 from autopar_passes.program.static_leaves import struct_of
 
-# Least seconds between two updates of the progress line.
+# The line of progress is updated at most once in this number of seconds.
 _EVERY_S = 0.1
 
 
 class Display:
-    """A line of progress; shown only on a terminal, unless it is asked for."""
+    """Shows a line of progress; by default only on a terminal."""
 
     def __init__(self, steps: float, shows: bool | None) -> None:
         """Shows nothing yet.
 
         Args:
           steps: number of steps.
-          shows: whether the line is shown; None: only on a terminal
+          shows: whether to show the line; None: only on a terminal
             (`autopar.progress`).
         """
         self._steps = steps
@@ -72,7 +72,7 @@ def progress_text(step: int, steps: float, seconds: float, plan: Plan) -> str:
 
     Args:
       step: number of steps that have run.
-      steps: total number of steps; infinite: unknown.
+      steps: total number of steps; infinite if it is unknown.
       seconds: seconds of the last step.
       plan: plan in use.
     """
@@ -81,22 +81,24 @@ def progress_text(step: int, steps: float, seconds: float, plan: Plan) -> str:
     return f"step {step}{of}, {seconds_text(seconds)} a step on {where}"
 
 
-# The interface between the loop and the processes that run it.
+# The interface by which a training loop learns of changes of devices and processes.
 #
-# `Alone` is the membership of a single process: its changes come from the inbox of
-# events.
+# `Alone` implements it for a run of a single process, which gets changes as events in
+# its `Inbox`.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change that the loop carries out before a step.
+    """A change of devices or processes that the loop carries out before a step.
 
     Attributes:
-      events: the events that led to the change, with their outcomes.
+      events: the events that caused the change, with their outcomes.
       cluster: the next cluster; None: no device is left, and the run ends.
-      deadline_s: seconds since the epoch when devices leave; infinite: unknown.
-      reform: whether the processes of the world change. The state then leaves the old
-        world (`Membership.reform`) before the step is planned for the next world.
+      deadline_s: time at which devices leave, in seconds since the epoch; infinite if
+        it is unknown.
+      reform: whether other processes will train together from now on. If so, the loop
+        calls `Membership.reform` to move the state to them before it plans the step
+        again.
     """
 
     events: tuple[Resolved, ...]
@@ -110,7 +112,8 @@ class HostPiece:
     """A part of an array, on the host.
 
     Attributes:
-      start: index of its first element in the whole array, by dimension.
+      start: for each dimension, the index of the part's first element in the whole
+        array.
       data: the elements.
     """
 
@@ -120,14 +123,14 @@ class HostPiece:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeldState:
-    """The part of a run's state that a process keeps while it belongs to no world.
+    """The part of a run's state that a process keeps while processes change.
 
     Attributes:
       step: number of the next step.
       position: number of the next sample.
-      layout: how the state is split over the old world's devices.
+      layout: how the state was split over the devices before the change.
       pieces: path of an array -> the parts of the array that this process has.
-      compression: state of the codecs, on the host; None: there is no such state.
+      compression: state of the gradient codecs, on the host; None if they have none.
     """
 
     step: int
@@ -138,7 +141,7 @@ class HeldState:
 
 
 class Membership(Protocol):
-    """The processes and devices that belong to a run, and the changes of both.
+    """The processes and devices that train together, and changes of them.
 
     Attributes:
       world: the current processes and devices.
@@ -147,7 +150,7 @@ class Membership(Protocol):
     world: World
 
     def pending(self, step: int) -> Change | None:
-        """Returns the change that all processes carry out before a step, or None.
+        """The change that all processes must carry out before a step, or None.
 
         Args:
           step: number of the step that is about to start.
@@ -155,35 +158,35 @@ class Membership(Protocol):
         ...
 
     def settle(self, cluster: Cluster) -> None:
-        """Tells the membership the cluster on which the run goes on after a change."""
+        """Tells the membership on which cluster the run trains after a change."""
         ...
 
     def broken(self, error: BaseException) -> bool:
-        """Returns whether the loss of another process made a step raise this error."""
+        """Whether a step raised this error because another process was lost."""
         ...
 
     def reform(self, held: HeldState) -> HeldState:
-        """Leaves the old world, joins the next world, and returns the state held there.
+        """Moves this process and its state to the next set of processes.
 
         Args:
-          held: the state of this process, on the host.
+          held: this process's part of the state, on the host.
 
         Returns:
-          The state at the step that all processes of the new world agree on. It has at
+          The state after a step on which all the new processes agree. It contains at
           least the pieces that this process's devices need.
         """
         ...
 
 
 class Alone:
-    """The membership of one process, whose world does not change."""
+    """The membership of a run of one process, which never gets other processes."""
 
     def __init__(self, world: World, inbox: Inbox) -> None:
         """See `Membership`.
 
         Args:
           world: this process and its devices.
-          inbox: where sources put events.
+          inbox: where sources of events put their events.
         """
         self.world = world
         self._inbox = inbox
@@ -207,15 +210,15 @@ class Alone:
         return False
 
     def reform(self, held: HeldState) -> HeldState:
-        """See `Membership`; the world does not change."""
+        """See `Membership`; returns ``held``, because the processes do not change."""
         return held
 
 
-# The time of a step is the median of the last _STEPS steps. After a re-plan, this time
-# is written down once _AFTER steps have run.
+# The measured time of a step is the median over the last _STEPS steps. After a re-plan,
+# the ledger gets this time once _AFTER steps have run.
 _STEPS, _AFTER = 20, 5
-# Other clusters are prepared once _SETTLED steps have run after a change. The last
-# _VISITED clusters are remembered.
+# After a change, the loop starts to prepare for other clusters once _SETTLED steps have
+# run. The last _VISITED clusters of the run count as likely next clusters.
 _SETTLED, _VISITED = 3, 2
 
 
@@ -226,10 +229,10 @@ class Step:
     Attributes:
       step: number of the step; the first step of a run is 0.
       position: number of the first sample of the step.
-      result: the values that the step returned besides the state.
-      seconds: time of the step, including its batch but no change before it.
-      plan: the plan, if this is the first step that this process runs under the plan
-        (step 0 is such a step); else None. `ElasticRun.plan` is always the plan in use.
+      result: the values that the step returned, without the state.
+      seconds: time of the step and of getting its batch, without a change before it.
+      plan: the plan if this is the first step with this plan in this process, such as
+        step 0; otherwise None. `ElasticRun.plan` is always the plan in use.
       finite: whether the loss and the gradients of the step were finite (``on_nan=``).
     """
 
@@ -242,7 +245,7 @@ class Step:
 
 
 class ElasticRun:
-    """A run of a step over its samples; iterate over it to train.
+    """A training run; iterate over it to train.
 
     Attributes:
       state: the training state, which each step takes and returns.
@@ -250,7 +253,7 @@ class ElasticRun:
       ledger: record of events and re-plans.
       notes: plain data of the checkpoint that the run was restored from; or None.
       sources: sources of events.
-      ahead: prepares likely next clusters; None: no cluster is prepared.
+      ahead: plans and compiles for likely next clusters; None: this is not done.
       nans: counts the steps that were not finite.
     """
 
@@ -274,15 +277,15 @@ class ElasticRun:
         Args:
           step: the train step.
           samples: the training samples.
-          steps: number of steps; infinite: the run goes on until `stop`.
+          steps: number of steps; infinite if the run goes on until `stop`.
           ledger: record of events and re-plans.
           membership: makes the membership; None: this process is the only one.
-          sources: sources of events; they start to listen at once.
-          ahead: whether likely next clusters are prepared in the background.
-          checkpoints: where the run is saved.
+          sources: sources of events, which start to listen at once.
+          ahead: whether to plan and compile for likely next clusters in the background.
+          checkpoints: where the run saves its state.
           every: number of steps between saves; None: only at the end.
           shows: whether progress is shown; None: only on a terminal.
-          on_nan: reaction to a step that is not finite.
+          on_nan: what to do if a loss or gradient is not finite.
         """
         # A re-plan compares the plans for a whole cluster and for parts of it.
         step.preparation.planner.uses_all = True
@@ -345,7 +348,8 @@ class ElasticRun:
     def resize(self, rows: int) -> None:
         """Sets the number of samples per step, from the next step on.
 
-        The plan is not changed here. A step without a plan for this number makes one.
+        This method does not plan. The next step makes a plan if there is none for this
+        number of samples.
         """
         self._samples = self._samples.resize(self.step, rows)
         self._replanner.rows = rows
@@ -356,7 +360,8 @@ class ElasticRun:
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Shapes of the step's arguments after the state, in order and by name.
 
-        The shapes are those of the last step; before any step, those of the first step.
+        They are the shapes of the last step; before the first step, those of the first
+        step.
         """
         return self._last
 
@@ -369,11 +374,11 @@ class ElasticRun:
         self._saves.end(self.state, self.step, self.position)
 
     def keep(self, notes: Callable[[], Any]) -> None:
-        """Saves plain data with each state from now on."""
+        """From now on, saves the result of ``notes`` (plain data) with each state."""
         self._saves.notes = notes
 
     def create(self, create_state: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Creates the state in its shards, or restores the last checkpoint.
+        """Creates the state as sharded arrays, or restores the last checkpoint.
 
         Args:
           create_state: makes the state.
@@ -383,7 +388,8 @@ class ElasticRun:
         rest, named = self._samples.arguments(self.step, world)
         self._last = jax.tree.map(struct_of, (rest, named))
         if world.process_count > 1:
-            # `init` would take arrays for this process's part of the batch.
+            # `init` would take arrays for only this process's part of the batch. So it
+            # gets shapes.
             rest, named = self._last
         if named:
             count = len(state_shapes(create_state, args).arguments())
@@ -405,10 +411,10 @@ class ElasticRun:
           event: an event, its data, or the whole next cluster, such as ``"4:cpu"``.
 
         Returns:
-          The outcome of the event: whether the cluster changes, or why it does not.
+          The outcome: whether the cluster changes, or why not.
 
         Raises:
-          EventError: the event makes no sense; the run goes on without the event.
+          EventError: the event is invalid; the run goes on without it.
         """
         if isinstance(event, Cluster):
             event = Event(kind="cluster", cluster=event)
@@ -424,7 +430,7 @@ class ElasticRun:
         self._stopped = True
 
     def close(self) -> None:
-        """Ends the run and its sources; further calls do nothing."""
+        """Ends the run and stops its sources; further calls do nothing."""
         self._stopped = True
         for source in self.sources:
             source.stop()
@@ -433,7 +439,7 @@ class ElasticRun:
         self._display.close()
 
     def __iter__(self) -> ElasticRun:
-        """Returns the run itself; a loop can stop and a later loop can go on."""
+        """Returns the run itself; a later loop continues where this one stopped."""
         return self
 
     def __next__(self) -> Step:
@@ -441,8 +447,8 @@ class ElasticRun:
 
         Raises:
           StopIteration: all steps have run, or the run was stopped.
-          NotFiniteError: steps are not finite; `state` is the state of the last good
-            step.
+          NotFiniteError: losses or gradients are not finite; `state` is then the state
+            after the last step that was finite.
         """
         plan = None if self._has_ended() else self._change()
         if self._has_ended():
@@ -480,10 +486,11 @@ class ElasticRun:
         return int(left) if math.isfinite(left) else None
 
     def _run(self) -> Any:
-        """Runs one step, and takes its state.
+        """Runs one step, and stores the new state.
 
-        The method waits for the result, for two reasons. The time of the step must be
-        measured. The step itself must raise the error when another process is lost.
+        The method waits for the result, for two reasons: to measure the time of the
+        step, and so that this step and not a later call raises the error if another
+        process is lost.
         """
         world = self._membership.world
         planned = self._train_step.running.planned
@@ -515,13 +522,13 @@ class ElasticRun:
             return self._move(change, change.cluster)
 
     def _leave(self, change: Change) -> None:
-        """Ends the run, because no device is left."""
+        """Ends the run, because no devices are left."""
         events = [event_data(x) for x in change.events]
         self.ledger.write("stop", step=self.step, position=self.position, events=events)
         self._stopped = True
 
     def _move(self, change: Change, cluster: Cluster) -> Plan | None:
-        """Re-plans for another cluster; returns None if the change is refused."""
+        """Re-plans for another cluster; None if no plan can be made for it."""
         begin, old = time.perf_counter(), self._train_step.plan
         fields: dict[str, Any] = {
             "step": self.step,
@@ -564,7 +571,7 @@ class ElasticRun:
         return None if found.chosen.name == "stay" else found.chosen.plan
 
     def _take_seconds(self, seconds: float) -> None:
-        """Records the time of a step; after a re-plan, writes the median down."""
+        """Records the time of a step; some steps after a re-plan, logs the median."""
         self._seconds.append(seconds)
         if self.ahead is not None and len(self._seconds) == _SETTLED:
             self.ahead.prepare(likely_next(self._cluster, self._visited, self._check))
@@ -578,15 +585,15 @@ class ElasticRun:
             )
 
     def _median(self) -> float | None:
-        """Median seconds of a step; None before 3 steps, because the first compiles."""
+        """Median seconds of a step; None before 3 steps, as the first one compiles."""
         enough = len(self._seconds) >= _SETTLED
         return statistics.median(self._seconds) if enough else None
 
     def _check(self, cluster: Cluster) -> None:
-        """Checks that this world has the devices of a cluster.
+        """Checks that this run's processes have the devices of a cluster.
 
         Raises:
-          PlanError: this world lacks a device of the cluster.
+          PlanError: the processes lack a device of the cluster.
         """
         world = self._membership.world
         world.at(cluster.ids)

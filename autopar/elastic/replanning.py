@@ -1,8 +1,9 @@
-"""Carries out a change of the cluster: chooses a plan, compiles it, moves the state.
+"""Changes the devices of a run: chooses a plan, compiles it, and moves the state.
 
-No step is trained while a plan is compiled and the state is moved. A better plan makes
-up for this time with faster steps. So a re-plan compares its options by the number of
-steps that each finishes until the next expected change.
+While the run compiles a plan and moves the state, it trains no steps. A better plan
+makes up for this time by faster steps. So a re-plan compares the possible plans by how
+many steps the run would finish with each plan until the next expected change of
+devices.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from autopar.runtime.state_mover import Move, move_of, slowest_bytes_per_s
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanOption:
-    """A plan with which a run may go on.
+    """A plan with which a run may continue after a change of devices.
 
     Attributes:
       name: ``stay`` (nothing changes), ``layouts`` (the same layouts with other
@@ -43,11 +44,11 @@ class ReplanOption:
         or ``fewer`` (a plan for fewer devices, whose number divides the batch).
       cluster: the devices of the plan.
       plan: the plan.
-      step_s: predicted seconds of a step, corrected by the measured time of the running
-        plan.
-      move_bytes: bytes of the state that move, over all devices.
+      step_s: predicted seconds of a step, multiplied by the measured over the predicted
+        seconds of the plan in use.
+      move_bytes: bytes of the state that move between devices, summed over devices.
       move_s: seconds of moving the state.
-      compiled: whether the program is compiled already.
+      compiled: whether the program of the plan is already compiled.
       compile_s: seconds of compiling the program.
     """
 
@@ -62,11 +63,11 @@ class ReplanOption:
 
     @property
     def cost_s(self) -> float:
-        """Seconds of moving and compiling, before the first step can run."""
+        """Seconds to move the state and compile, before the first step can run."""
         return self.move_s + self.compile_s
 
     def steps(self, horizon_s: float) -> float:
-        """Number of steps that finish within ``horizon_s`` seconds from now."""
+        """Number of steps that the run finishes in the next ``horizon_s`` seconds."""
         return max(0.0, horizon_s - self.cost_s) / self.step_s
 
     def to_data(self, horizon_s: float) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class ReplanOption:
 def best_option(
     found: Sequence[ReplanOption], horizon_s: float, left_s: float = math.inf
 ) -> ReplanOption:
-    """Returns the option that finishes the most steps.
+    """Returns the option with which the run finishes the most steps.
 
     If devices leave soon, only options that are ready in time are compared. If no
     option is ready in time, the result is the option that is ready first.
@@ -95,7 +96,7 @@ def best_option(
     Args:
       found: the options, at least one; the first of equal options is taken.
       horizon_s: seconds until the next change is expected.
-      left_s: seconds until devices leave.
+      left_s: seconds until the devices that leave are gone.
     """
     ready = [x for x in found if x.cost_s <= left_s]
     if not ready:
@@ -113,12 +114,12 @@ def meshes_of(plan: Plan) -> list[dict[str, int]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Horizon:
-    """Expects the next change from the rate of changes so far.
+    """Estimates the time of the next change from the rate of changes so far.
 
     Attributes:
-      usual_s: expected seconds between changes, before a change is seen.
-      changes: number of changes seen.
-      seen_s: seconds in which these changes were seen.
+      usual_s: assumed seconds between changes before the first change.
+      changes: number of changes so far.
+      seen_s: seconds during which these changes happened.
     """
 
     usual_s: float = 600.0
@@ -130,14 +131,15 @@ class Horizon:
         return min(rest_s, (self.usual_s + self.seen_s) / (1 + self.changes))
 
 
-# Longest time for which a thread may keep Python's interpreter lock.
+# While the background works, Python's switch interval in seconds: a thread gives up the
+# interpreter lock after this time.
 _SWITCH_S = 5e-4
 
 
 class Beside:
-    """Threads with the same priority as the run.
+    """Runs work in background threads, at the same CPU priority as the training.
 
-    A thread of the lowest priority might never finish on a busy machine.
+    At the lowest priority, a thread might never finish on a busy machine.
     """
 
     def __init__(self) -> None:
@@ -147,7 +149,7 @@ class Beside:
         self._closed = False
 
     def do(self, work: Callable[[], None]) -> None:
-        """Does some work in a new thread; does nothing once this object is closed."""
+        """Starts work in a new thread; does nothing after `close`."""
         with self._changed:
             if self._closed:
                 return
@@ -162,11 +164,11 @@ class Beside:
                     self._running -= 1
                     self._changed.notify_all()
 
-        # The thread is no daemon: Python waits at exit for unfinished work.
+        # The thread is not a daemon, so Python waits at exit for unfinished work.
         threading.Thread(target=mark_done, name="autopar-beside").start()
 
     def close(self) -> None:
-        """Starts no more work; unfinished work ends by itself."""
+        """Makes `do` start no more work; work that runs goes on to its end."""
         with self._changed:
             self._closed = True
 
@@ -178,7 +180,7 @@ class Beside:
 
 @contextlib.contextmanager
 def switching_often() -> Generator[None]:
-    """Lets the run's thread get the interpreter quickly while this thread uses it."""
+    """Lets the training thread get the interpreter lock quickly meanwhile."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH_S))
     try:
@@ -187,29 +189,30 @@ def switching_often() -> Generator[None]:
         sys.setswitchinterval(before)
 
 
-# Prepares likely next clusters while the run goes on.
+# Plans and compiles for likely next clusters while the run trains.
 #
-# A thread of low priority plans for one cluster after another. Another process compiles
-# programs for CPUs (`autopar.runtime.compiler`), and leaves most CPU time to the run.
-# The thread compiles programs for other devices. Plans also go to the cache on disk
-# (``cache=`` of `autopar.parallelize`).
+# A thread of low priority plans for one cluster after another. Programs for CPUs are
+# compiled by another process (`autopar.runtime.compiler`), which leaves most CPU time
+# to the run. Programs for other devices are compiled by the thread. The thread also
+# stores plans in the cache on disk (``cache=`` of `autopar.parallelize`).
 
-# Most clusters that are prepared at a time: more programs would evict others.
+# At most this many clusters are prepared at a time. More programs would push others out
+# of the cache of programs.
 MOST = 3
-# Least priority of a thread on Linux.
+# The nice value of a thread with the lowest priority on Linux.
 _NICE = 19
 
 
 class Ahead:
-    """Prepares clusters in the background; see `prepare`.
+    """Plans and compiles for given clusters in the background; see `prepare`.
 
     Attributes:
       rows: samples of a step.
-      beside: runs work in the background that is known to pay off.
+      beside: runs background work that must not wait at low priority.
     """
 
     def __init__(self, step: ParallelStep[..., Any], rows: int) -> None:
-        """Has prepared nothing yet.
+        """Starts without clusters to prepare.
 
         Args:
           step: a step that has a plan.
@@ -224,17 +227,18 @@ class Ahead:
         self._busy = self._closed = False
 
     def prepare(self, clusters: Sequence[Cluster]) -> None:
-        """Prepares these clusters next, and drops earlier clusters that still wait."""
+        """Prepares these clusters next, and no longer those that still wait."""
         with self._changed:
             self._wanted = tuple(clusters)[:MOST]
             if self._thread is None and self._wanted and not self._closed:
-                # The thread is no daemon: Python waits at exit for an unfinished plan.
+                # The thread is not a daemon, so Python waits at exit for an unfinished
+                # plan.
                 self._thread = threading.Thread(target=self._work, name="autopar-ahead")
                 self._thread.start()
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Prepares no more clusters; gives up an unfinished program."""
+        """Prepares no more clusters; stops a compilation that runs."""
         with self._changed:
             self._wanted, self._closed = (), True
             self._changed.notify_all()
@@ -242,11 +246,11 @@ class Ahead:
         self._compiler.close()
 
     def while_waiting(self) -> contextlib.AbstractContextManager[None]:
-        """A context that gives preparing priority; the run waits for a plan."""
+        """A context in which preparation gets CPU priority, as the run waits for it."""
         return self._compiler.hurry()
 
     def wait(self) -> None:
-        """Waits until all wanted clusters are prepared."""
+        """Waits until all given clusters are prepared."""
         with self.while_waiting(), self._changed:
             self._changed.wait_for(lambda: not (self._wanted or self._busy))
             self.beside.wait()
@@ -266,7 +270,7 @@ class Ahead:
                 self._prepare_one(cluster)
 
     def _prepare_one(self, cluster: Cluster) -> None:
-        """Plans for a cluster, and compiles the plan that a change would choose."""
+        """Plans for a cluster; compiles the plan that a change to it would choose."""
         step, preparation = self._step, self._step.preparation
         # The batch size of the step may change while this runs.
         analysed = step.running.analysed
@@ -288,22 +292,23 @@ class Ahead:
             preparation.made_for(analysed, step.setting, part, plan=plan)
         except CompilerClosedError:
             return
-        except Exception as error:  # the run goes on without the prepared program
+        except Exception as error:  # the run goes on without the program
             LOGGER.warning("cannot prepare %s: %s", part, error)
 
 
 def likely_next(
     cluster: Cluster, visited: Sequence[Cluster], check: Callable[[Cluster], None]
 ) -> list[Cluster]:
-    """Likely next clusters, the most likely first.
+    """Likely next clusters of a run, the most likely first.
 
-    The order is: clusters that the run had before; a cluster with one host less, or one
-    device less if there is only one host; half of the devices; twice as many devices.
+    The order is: clusters that the run had before; the present cluster with one host
+    less, or with one device less if it has only one host; half of its devices; twice
+    its devices.
 
     Args:
       cluster: current cluster.
       visited: earlier clusters, the latest last.
-      check: raises an error if the devices of a cluster do not exist.
+      check: called with each cluster; raises an error if its devices do not exist.
 
     >>> [str(c) for c in likely_next(Cluster.parse("4x2:h100"), (), lambda found: None)]
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -331,10 +336,11 @@ def likely_next(
 
 
 def _double(cluster: Cluster) -> Cluster:
-    """A cluster of twice as many devices, from unused devices or in a larger whole.
+    """A cluster with twice as many devices, of the same whole cluster or a larger one.
 
     Raises:
-      ClusterError: no such cluster exists, for example for a cluster of groups.
+      ClusterError: there is no such cluster, for example because the present one
+        consists of groups of different devices.
     """
     if cluster.members is None:
         outer, *rest = cluster.levels
@@ -353,14 +359,14 @@ def _size(levels: Sequence[Any]) -> int:
 
 
 def _lower_priority() -> None:
-    """Gives this thread the lowest priority, if the system has thread priorities."""
+    """Gives this thread the lowest CPU priority, if the system can do this."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-# Fewest bytes of a move whose rate is remembered: latency distorts the rate of smaller
-# moves.
+# The measured rate of a move is used for later predictions only if it moved at least
+# this many bytes. In smaller moves, latency distorts the rate.
 _LARGE_BYTES = 1 << 20
 
 
@@ -375,7 +381,7 @@ class Outcome:
     Attributes:
       state: the state under the chosen plan.
       chosen: the chosen option.
-      compared: all options.
+      compared: all options, with their predicted costs.
       horizon_s: seconds until the next change is expected.
       plan_s: seconds of planning.
       compile_s: seconds of compiling.
@@ -392,7 +398,7 @@ class Outcome:
 
 
 class Replanner:
-    """Re-plans a step; remembers the rate of moves and the number of changes.
+    """Re-plans a step after changes; measures how fast state moves and how often.
 
     Attributes:
       rows: samples of a step.
@@ -404,12 +410,12 @@ class Replanner:
         rows: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Has moved nothing yet.
+        """Starts without measurements.
 
         Args:
           step: a step that has a plan.
           rows: samples of a step.
-          clock: returns the current time in seconds.
+          clock: returns the present time in seconds.
         """
         self._step, self.rows, self._clock = step, rows, clock
         self._begin_s = clock()
@@ -425,17 +431,17 @@ class Replanner:
         left_s: float = math.inf,
         rest_steps: int | None = None,
     ) -> Outcome:
-        """Moves the step and its state to another cluster, if that pays off.
+        """Moves the step and its state to other devices, if that pays off.
 
         Args:
           cluster: the devices that are available now.
           state: the training state, which each step takes and returns.
-          measured_s: measured seconds of a step under the running plan; None: unknown.
-          left_s: seconds until devices leave.
+          measured_s: measured seconds of a step with the plan in use; None: unknown.
+          left_s: seconds until the devices that leave are gone.
           rest_steps: number of steps left in the run; None: unknown.
 
         Raises:
-          AutoparError: the step cannot be planned there; the step and state are
+          AutoparError: no plan can be made for the cluster; step and state are then
             unchanged.
         """
         begin = self._clock()
@@ -467,7 +473,7 @@ class Replanner:
         )
 
     def _correction(self, measured_s: float | None) -> float:
-        """Measured divided by predicted seconds of a step of the running plan."""
+        """Measured seconds of a step with the plan in use over predicted seconds."""
         predicted_s = self._step.plan.predicted.step_s
         if measured_s is None or predicted_s <= 0:
             return 1.0
@@ -487,7 +493,7 @@ class Replanner:
         return dataclasses.replace(self._horizon, seen_s=seen_s).expected_s(rest_s)
 
     def _learn(self, chosen: ReplanOption, move_s: float) -> None:
-        """Records the change and its rate of moving bytes."""
+        """Records that a change happened, and at which rate the state moved."""
         horizon = self._horizon
         self._horizon = dataclasses.replace(horizon, changes=horizon.changes + 1)
         if chosen.move_bytes >= _LARGE_BYTES and move_s > 0:
@@ -496,7 +502,7 @@ class Replanner:
     def _options(
         self, cluster: Cluster, state: Any, correction: float
     ) -> list[ReplanOption]:
-        """The plans to compare, with costs; raises the first error if there is none.
+        """The options to compare, with their costs.
 
         Raises:
           AutoparError: no plan can be made.
@@ -514,7 +520,7 @@ class Replanner:
         raise failure
 
     def _ways(self, cluster: Cluster) -> Iterator[_Way]:
-        """Name, devices and maker of each plan that is an option."""
+        """Yields the options before they are planned."""
         step = self._step
         planner, analysed = step.preparation, step.running.analysed
         if set(step.cluster.ids) <= set(cluster.ids):
@@ -532,7 +538,7 @@ class Replanner:
                 yield name, part, make
 
     def _staying(self, cluster: Cluster) -> Iterator[_Way]:
-        """Options that leave the state in place; all its devices are available."""
+        """Options that keep the state where it is, as its devices stay available."""
         step = self._step
         pipelined = len(step.plan.stages) > 1
         if pipelined or cluster.groups or step.cluster.groups:
@@ -558,7 +564,7 @@ class Replanner:
     def _price(
         self, name: str, part: Cluster, plan: Plan, state: Any, correction: float
     ) -> ReplanOption:
-        """An option with its costs."""
+        """Plans an option and computes its costs."""
         step = self._step
         stays = name == "stay"
         setting = step.preparation.move_setting(step.setting, part)
@@ -584,7 +590,7 @@ class Replanner:
         return move_of(shardings, arrays, plan, devices)
 
     def _move_s(self, move: Move, part: Cluster) -> float:
-        """Seconds of a move, at the rate of the last large move if there was one."""
+        """Predicted seconds to move state, at the rate of the last large move."""
         if self._bytes_per_s:
             return move.nbytes / self._bytes_per_s
         return move.most_bytes / slowest_bytes_per_s(part)
@@ -595,12 +601,12 @@ def _as_given(plan: Plan) -> Plan:
 
 
 def _decides_alike(one: Plan, other: Plan) -> bool:
-    """Whether two plans run the same program, even if their predictions differ."""
+    """Whether two plans lead to the same program, even if their predictions differ."""
     return _decisions(one) == _decisions(other)
 
 
 def _decisions(plan: Plan) -> tuple[StagePlan, ...]:
-    """The decisions of a plan, without the predicted gains and errors of its codecs."""
+    """A plan's decisions, without the predicted gains and errors of its codecs."""
 
     def bare(stage: StagePlan) -> StagePlan:
         gradients = tuple(

@@ -1,4 +1,4 @@
-"""The part of `autopar.elastic` for a process that `autopar run` started."""
+"""Joins a run, in a process that `autopar run` started."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def join_run(
     on_nan: OnNan = "stop",
     following: Callable[[Record], TeamFollowing] | None = None,
 ) -> TeamRun | None:
-    """Joins the run of several processes for which this process was started.
+    """Joins the run of several processes for which `autopar run` started this one.
 
     Args:
       step: the train step.
@@ -51,14 +51,15 @@ def join_run(
       args: arguments of ``create_state``.
       samples: the training samples.
       steps: number of steps.
-      events: sources of events; only the supervisor listens to them, for all processes.
+      events: sources of events. The supervisor listens to them for all processes.
       ledger: path of the ledger.
       checkpoints: where the run is saved.
       every: number of steps between saves; None: only at the end.
-      survive: how many processes may die at once without loss of state.
+      survive: how many processes may die at once without loss of training state.
       shows: whether progress is shown; None: only on a terminal.
-      on_nan: reaction to a step that is not finite.
-      following: makes the object that adapts the batch size; None: the size stays.
+      on_nan: what to do if a loss or gradient is not finite.
+      following: makes the object that adapts the batch size; None: the batch size is
+        fixed.
 
     Returns:
       The run; None: `autopar run` did not start this process.
@@ -74,9 +75,10 @@ def join_run(
     # The supervisor chooses how many processes a world has.
     step.preparation.planner.uses_all = True
     if survive:
-        # While a step runs, memory holds the state before the step, the two states
-        # before that, and copies for neighbours (`Team.keep_state`). An array that
-        # other processes also have is kept only once.
+        # Tells the planner how much memory copies of the state take. While a step runs,
+        # memory holds the state before the step, the states of the two steps before
+        # that, and copies of other processes' states (`Team.keep_state`). Of an array
+        # that other processes also have, only one further copy is kept.
         step.preparation.planner.hold(Spares(always=1, split=2 + survive))
     if AHEAD_VARIABLE in os.environ:
         shapes = state_shapes(create_state, args)
@@ -109,10 +111,10 @@ def join_run(
 
 
 class Resigning:
-    """Receives signals: on a signal, this process asks to leave the run."""
+    """Receives signal events: on a signal, this process asks to leave the run."""
 
     def __init__(self, team: Team) -> None:
-        """Takes this process's connection to the run."""
+        """Stores this process's connection to the run."""
         self._team = team
 
     def put(self, event: Event) -> Resolved:
@@ -122,11 +124,11 @@ class Resigning:
         return Resolved(event=event, status="accepted", cluster=None, reason=reason)
 
     def wrong(self, source: str, reason: str) -> None:
-        """Does nothing, because a signal is always a valid event."""
+        """Does nothing: a signal is always a valid event."""
 
 
 def _heard_by(events: Sequence[str | Source]) -> tuple[list[str], list[Source]]:
-    """The source texts for the supervisor, and the sources of this process only.
+    """Splits events into texts for the supervisor and sources for this process.
 
     Raises:
       PlanError: a source is not a text, or the text names no source.
