@@ -26,7 +26,7 @@ from autopar.version import __version__
 class PlanCache:
     """A folder of plans.
 
-    The key of a plan is made of the step's fingerprint (its program and shapes), the
+    The key of a plan is a hash of the step's fingerprint (its program and shapes), the
     cluster, the options and the version of autopar.
 
     Attributes:
@@ -60,7 +60,7 @@ class PlanCache:
     def find(
         self, analysis: Analysis, cluster: Cluster, options: PlanOptions
     ) -> Plan | None:
-        """Returns the stored plan; None if no usable plan is stored."""
+        """Returns the stored plan; None if none is stored that fits this step."""
         name = _file_name(analysis, cluster, options)
         data = self._files.read(name)
         if data is None:
@@ -101,14 +101,15 @@ def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> st
     return f"{digest.hexdigest()[:32]}.json"
 
 
-# Shape of the array for which the costs of codecs are computed.
+# An example shape of a gradient, for which `_figures` computes the costs of codecs.
 _SHAPE = (1024, 1024)
 
 
 def _figures(compression: str) -> list[str]:
-    """The costs and errors that the codecs to choose from report.
+    """The costs and errors that each available codec states for an example gradient.
 
-    A program may register codecs of its own, so these figures are part of the key.
+    These figures are part of the key of a plan, because a program may register codecs
+    of its own, and may change them later under the same names.
     """
     known = {"none": (), "auto": offered_codecs()}
     codecs = [

@@ -21,8 +21,8 @@ from autopar.planner.weights import WHOLE, Weights
 from autopar.steps.analysis import Analysis
 from autopar_solver import Solution, Status
 
-# A plan that saves less than this fraction of a step is not worth solving another
-# problem.
+# The search solves no further problem if the result could save at most this fraction of
+# a step's time.
 WORTHWHILE = 5e-3
 
 
@@ -31,21 +31,22 @@ class Candidate:
     """The best assignment found on one mesh.
 
     Attributes:
-      assignment: strategies as layouts.
+      assignment: the layout of every array, as the chosen strategies imply.
       pricer: the mesh and cluster.
       formulation: the problem that the solver was given.
       solution: the solver's answer to it.
       estimate: the work, messages and memory of one step.
       peak_memory_bytes: most bytes live at once on one device.
-      weights: weights of the communication that may overlap with work, at which the
-        problem was solved.
-      lower_s: a lower bound of the step time of every plan of this mesh; None: the
-        bound in `solution`.
+      weights: the factors by which the problem multiplied seconds that may overlap with
+        other seconds (`autopar.planner.weights`).
+      lower_s: a lower bound of the step time of every plan of this mesh, in seconds;
+        None: the bound is the one in `solution`.
       sending: how gradients are sent; None: the user asked for no codecs.
-      before_s: seconds of a step of this mesh's fastest plan without codecs; None: this
-        candidate is that plan.
-      free_s: seconds of a step of the fastest plan without codecs that the search saw,
-        whatever memory that plan needs; None: this candidate is that plan.
+      before_s: seconds of a step under this mesh's fastest plan without codecs; None:
+        this candidate is that plan.
+      free_s: seconds of a step under the fastest plan without codecs that the search
+        saw, even if that plan does not fit the memory; None: this candidate is that
+        plan.
     """
 
     assignment: Assignment
@@ -62,8 +63,7 @@ class Candidate:
 
     @functools.cached_property
     def mesh(self) -> MeshShape:
-        """The mesh, each axis named after what the axis splits; names from the user
-        stay.
+        """The mesh; each axis has the user's name, or a name that says what it splits.
         """
         works = self.estimate.work.table.works
         return with_axis_names(self.pricer.mesh, self.assignment, works)
@@ -114,12 +114,12 @@ class Candidate:
 
     @property
     def plain_s(self) -> float:
-        """Seconds of one step whose gradients the compiler sums."""
+        """Seconds of one step if the compiler sums the gradients, without codecs."""
         return step_s(self.estimate.cost)
 
     @property
     def saved_s(self) -> float:
-        """Seconds of a step that codecs save."""
+        """Seconds by which codecs shorten a step."""
         return self.plain_s - self.step_s
 
     @property
@@ -138,10 +138,11 @@ class Candidate:
         """The plan's cost, its lower bound, and whether the plan is proved to be
         optimal.
 
-        If several problems were solved, the cost is the time of a step. If only one
-        problem was solved, the cost is the objective of that problem. A plan counts as
-        proved if no other plan is faster by a fraction of `WORTHWHILE` or more. The gap
-        is the largest fraction by which another plan may be faster.
+        If the search solved several problems on this mesh, the cost is the predicted
+        seconds of a step. If it solved only one, the cost is the objective value of
+        that problem. A plan counts as proved to be optimal if no other plan can be
+        faster by a fraction of `WORTHWHILE` or more. The gap is the largest fraction by
+        which another plan may be faster.
         """
         if self.lower_s is None:
             return self.solution
@@ -157,7 +158,8 @@ class Candidate:
 class SearchResult:
     """The best candidate, and the result on every mesh that was tried.
 
-    If the user gave the layouts, nothing is searched and other plans have no bound.
+    If the user gave the layouts, nothing is searched, and no lower bound of the time of
+    other plans is known.
 
     Attributes:
       best: the fastest candidate.
@@ -165,7 +167,7 @@ class SearchResult:
       seconds: duration of the search.
       searched: whether plans with other layouts were considered.
       floor_s: a lower bound of the seconds of a step under every plan of all meshes;
-        infinite if only the bound of the best candidate counts.
+        infinite if it adds nothing to the bound of the best candidate.
       short: whether on at least one mesh no plan fits the memory of a device.
     """
 
@@ -201,10 +203,10 @@ class SearchResult:
 
 
 def with_bound(known: Solution, floor_s: float) -> Solution:
-    """Returns a solution whose bound also covers other plans.
+    """Returns a solution whose lower bound also holds for plans of other meshes.
 
     Args:
-      known: the plan's solution, whose bound covers the plans of its own mesh.
+      known: the plan's solution; its bound holds only for the plans of its own mesh.
       floor_s: a lower bound of the seconds of other plans.
     """
     if floor_s >= known.bound:
@@ -256,8 +258,8 @@ def candidate_of(
       analysis: the step.
       formulation: the problem that the solver was given.
       solution: the solver's answer to it.
-      like: other layouts, from which the place where gradients are summed is taken;
-          None: gradients are summed once a step.
+      like: other layouts. Gradients are summed at the same places of the program as in
+        these layouts; None: gradients are summed once in each step.
     """
     assignment = assignment_of(analysis, formulation, solution)
     if like is not None and like.sums_each_microbatch:

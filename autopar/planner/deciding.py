@@ -1,26 +1,27 @@
 """Decides pipeline stages, microbatches and rematerialised layers.
 
-Proposers make named proposals of how to rewrite the step or cut it into stages. One
-search judges all proposals. The search drops proposals that cannot be faster, finds the
-best layouts of the others, keeps the fastest plan that fits the memory, and records
-every proposal.
+Functions of this module make named proposals of how to rewrite the step or cut it into
+stages. One search (`autopar.planner.programs.Programs`) judges all proposals. It drops
+proposals that cannot be faster than the best plan so far, finds the best layouts of all
+other proposals, keeps the fastest plan that fits the memory, and records every
+proposal.
 
 *Bounds.* More microbatches and more rematerialised layers mean more work and less
-memory. So microbatches and rematerialisation make a step faster only if memory slows
-the plan, which means that the search saw a faster plan that does not fit. Memory does
-not slow a plan that needs less than half of the memory. Layers of a loop are an
-exception. Rematerialising such layers may be faster even with enough memory, because
-without it their activations are written to stacked arrays and read again. The search
-prices these layers in the layouts of the plan. The step of a pipeline takes at least
-`least_s`.
+memory. So they make a step faster only if "memory slows the plan": the search saw a
+faster plan that does not fit. The search takes it that memory does not slow a plan that
+needs less than half of the memory. Layers of a loop are an exception. Rematerialising
+such layers may be faster even with enough memory, because without it their activations
+are written to stacked arrays and read again. The search prices rematerialised layers of
+a loop in the layouts of the best plan without rematerialisation. The step of a pipeline
+takes at least `least_s` seconds.
 
 *Layers.* The first layers are rematerialised, because their activations stay in memory
 longest. A plan needs less memory if more layers are rematerialised. The search finds
 the fewest layers with which a plan fits by bisection. The bisection starts at an
-estimate: the memory that every plan needs is taken to fall along a straight line to
-zero with the number of layers, and the estimate is where this line meets the memory of
-a device. The search tries more layers as long as plans get faster, because with spare
-memory faster layouts may fit.
+estimate. The estimate assumes that the memory falls linearly with the number of
+rematerialised layers, down to zero for all layers. It is the number at which this line
+falls to the memory of a device. The search then tries more layers as long as plans get
+faster, because with more free memory faster layouts may fit.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ from autopar.steps.remat import layer_starts, named_values
 from autopar.steps.update_batches import equations_of_update
 from autopar_passes.remat.copies import DOTS, FULL, NAMES
 
-# About the most numbers of layers that are tried for each level of rematerialisation.
+# About how many numbers of rematerialised layers the search tries at most, for each
+# level of rematerialisation (which activations of a layer are kept).
 _TRIED = 8
-# A pipeline has to be faster by this fraction, because the cost model leaves out more
-# of a pipeline's time.
+# A pipeline is preferred only if its step is shorter by this fraction than that of the
+# best plan of one stage, because the cost model leaves out more of a pipeline's time.
 _STAGED = 0.05
-# The least fraction of the work that the stages of a cut do: a cut leaves out some
-# small operators.
+# The stages of a cut do at least this fraction of the step's work: the cut leaves out
+# some small operators.
 _CUT = 0.999
 # The least time limit of the solver of stages, in seconds.
 _LEAST_S = 1.0
@@ -86,14 +88,14 @@ def decide(
     Args:
       analysis: the step.
       cluster: the devices to plan for.
-      options: hints and limits, without layouts to keep.
-      plan: plans a step of one stage, for options that decide everything but the
-        layouts.
+      options: hints and limits; the option ``layouts`` is not set.
+      plan: finds the layouts of a step of one stage. Its options have already decided
+        microbatches and rematerialisation.
       codecs: the user's request about codecs.
       advise: if no plan fits, whether the error states a memory size that is enough.
-      unfit: proposals that did not fit when the same step was planned with more memory.
-        Proposals in ``unfit`` are not tried again. Proposals that do not fit now are
-        added to ``unfit``.
+      unfit: proposals that did not fit when the same step was planned with more memory
+        per device. They are not tried again. Proposals that do not fit now are added to
+        ``unfit``.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
@@ -105,7 +107,7 @@ def decide(
             propose(search)
         except PlanError:
             raise
-        except Exception as error:  # what nobody asked for must not stop a plan
+        except Exception as error:  # a proposal that no user asked for may fail
             asked_for = (options.stages, options.microbatches, options.remat)
             if search.best is None or None not in asked_for:
                 raise
@@ -122,7 +124,7 @@ def decide(
 
 
 def _replicas(search: Programs) -> None:
-    """Proposes replicas on groups of unequal devices."""
+    """Proposes one replica of the step on each group of equal devices."""
     asked = search.options
     if not search.cluster.groups or (
         isinstance(asked.stages, int) and asked.stages > 1
@@ -137,7 +139,8 @@ def _replicas(search: Programs) -> None:
 def _rewritten(search: Programs) -> None:
     """Proposes 1, 2, 4 ... microbatches, each with rematerialised layers.
 
-    The proposals end when more microbatches are slower, or when memory slows no plan.
+    The proposals end when more microbatches make the step slower, or when memory no
+    longer slows the best plan.
     """
     asked = search.options
     if search.cluster.groups or (isinstance(asked.stages, int) and asked.stages > 1):
@@ -186,9 +189,9 @@ def _in_microbatches(search: Programs) -> None:
 
 
 def _counts(search: Programs) -> Iterator[int]:
-    """Numbers of microbatches to try.
+    """Yields the numbers of microbatches to try.
 
-    Several microbatches are tried only if the step stays exact.
+    Several microbatches are tried only if they do not change the step's results.
     """
     asked = search.options
     if asked.microbatches != "auto":
@@ -215,8 +218,9 @@ def _least_memory(search: Programs) -> None:
     """Tries the most microbatches with all layers rematerialised, for the error
     message.
 
-    If the state by itself does not fit, no plan fits either. But from this plan the
-    error takes the memory that every plan needs and the memory that is enough.
+    If the state by itself does not fit, no plan fits. This program is still planned,
+    because the error message takes two numbers from it: the memory that every plan
+    needs, and a memory size that is enough.
     """
     asked = search.options
     counts = [asked.count]
@@ -236,8 +240,9 @@ def _least_memory(search: Programs) -> None:
 
 
 def _local(search: Programs, count: int) -> tuple[str, ...]:
-    """The values that would be computed from one microbatch only, although the user has
-    not allowed this.
+    """Names of values that would be computed from one microbatch instead of the batch.
+
+    Only values are returned for which the user has not allowed this.
     """
     if search.options.coupled == "microbatch":
         return ()
@@ -246,12 +251,12 @@ def _local(search: Programs, count: int) -> tuple[str, ...]:
     try:
         split = search.program(name).split
     except PlanError:
-        return ()  # planning it says why
+        return ()  # planning the step raises the same error
     return () if split is None else split.local
 
 
 def _again(search: Programs, count: int) -> None:
-    """Proposes rematerialised layers, at a number of microbatches."""
+    """Proposes numbers of rematerialised layers, for one number of microbatches."""
     plain = program_name(count, "")
     held = plain not in search.plans or search.is_held_back(plain)
     own = equations_of_update(search.analysis)
@@ -308,12 +313,14 @@ class _Layers:
             self.search.programs.setdefault(other, options)
             same_s = self.search.priced_s(plain, plain)
             if self.search.priced_s(plain, other) < same_s:
-                # Fewer rematerialised layers remove fewer stacked arrays, and memory
-                # slows no plan here.
+                # Only all layers are tried. Fewer rematerialised layers would remove
+                # fewer stacked arrays, and memory slows no plan here.
                 self.fits_with(f"{self.layers}:{level}")
 
     def to_fit(self, levels: Sequence[str]) -> None:
-        """Finds the fewest layers with which a plan fits, and tries more."""
+        """Finds the fewest rematerialised layers with which a plan fits, and tries
+        larger numbers.
+        """
         least = 1
         for level in levels:
             first = self.fewest(level, least)
@@ -331,12 +338,11 @@ class _Layers:
                 self.more(level, above[::-1])
 
     def may_gain(self, level: str, first: int) -> bool:
-        """Whether layouts that do not fit with the fewest rematerialised layers are
-        faster.
+        """Whether rematerialising more than the fewest layers may give a faster plan.
 
-        The plan with the most rematerialised layers has spare memory. If the layouts of
-        that plan are no faster with the fewest layers, rematerialising more layers only
-        adds work.
+        The plan with the most rematerialised layers has the most free memory, so it may
+        use faster layouts. If these layouts would not make the program with the fewest
+        rematerialised layers faster, more rematerialised layers only add work.
         """
         numbers = range(1, self.layers + 1)
         most = max(n for n in numbers if self.plan_with(f"{n}:{level}") is not None)
@@ -350,9 +356,9 @@ class _Layers:
         """The fewest rematerialised layers, ``least`` or more, with which a plan fits;
         None: no plan fits.
 
-        Each further layer lowers the memory of the plan, except for the last layer: the
-        backward pass needs the activations of the last layer as soon as they are
-        computed.
+        Each further rematerialised layer lowers the memory of the plan, except for the
+        last layer of the model: the backward pass needs the activations of the last
+        layer as soon as they are computed.
         """
         top = max(self.layers - 1, least)
         if not self.fits_with(f"{top}:{level}"):
@@ -365,8 +371,8 @@ class _Layers:
         return first_that(lambda n: self.fits_with(f"{n}:{level}"), least - 1, top, few)
 
     def last_too_few(self, remat: str, layers: int) -> bool:
-        """Whether the plan would still not fit with one more layer, if that layer saves
-        as much memory as each of the others.
+        """Whether the plan would still not fit if the last layer were rematerialised
+        too and saved as much memory as each other layer.
 
         The last layer saves less, because the backward pass needs its activations as
         soon as they are computed.
@@ -377,10 +383,10 @@ class _Layers:
         return most - saved > self.search.cluster.memory_bytes
 
     def too_few(self, layers: int) -> int:
-        """The number of layers with which no plan fits, if the memory falls linearly
-        with the layers.
+        """A number of rematerialised layers with which no plan fits, if the memory
+        falls linearly with the number.
 
-        The memory falls at most to zero, so fewer layers cannot be enough.
+        The memory falls at most to zero, so fewer layers cannot be enough either.
 
         Args:
           layers: a number of layers with which a plan fits.
@@ -431,8 +437,8 @@ def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def _numbers(layers: int) -> list[int]:
-    """The numbers of layers to try: every number if the step has few layers, some
-    numbers if it has many.
+    """The numbers of rematerialised layers to try: all if the step has few layers, and
+    some of them if it has many layers.
     """
     apart = -(-layers // _TRIED)
     return sorted({*range(apart, layers + 1, apart), max(1, layers - 1), layers})
@@ -480,7 +486,8 @@ def _limits_of_pipelines(search: Programs, most_s: float) -> PipelineLimits | st
       most_s: seconds of a step that a pipeline may take at most.
 
     Returns:
-      The most stages and microbatches of such pipelines, or why there are none.
+      The largest number of stages and of microbatches with which a pipeline may be
+      faster, or the reason why no pipeline can be faster.
     """
     cluster, best = search.cluster, search.best
     if cluster.num_devices == 1:
@@ -540,8 +547,8 @@ def least_s(
     Args:
       each_s: seconds of each device if all devices do equal parts of the work.
       starts_s: seconds of launching all kernels of one microbatch.
-      slices: number of all devices divided by the number of devices of the largest
-        stage.
+      slices: the number of all devices divided by the number of devices in the stage
+        that has most devices.
       stages: number of stages.
       microbatches: number of microbatches.
     """

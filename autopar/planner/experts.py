@@ -27,7 +27,10 @@ from autopar_passes.graph.roles import Role
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expert:
-    """One expert plan; ``reason`` says why the plan is not possible."""
+    """One expert plan: a name, a mesh and the best plan of the rule on that mesh.
+
+    If the rule gives no plan there, ``candidate`` is None and ``reason`` says why.
+    """
 
     name: str
     mesh: str
@@ -36,11 +39,11 @@ class Expert:
 
 
 def _with_rows_split(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restriction:
-    """The restriction of a recipe whose axes must split the rows or the sequence
-    wherever possible.
+    """A restriction to strategies that use all data axes of a recipe where possible.
 
-    A search may leave an axis unused. Plans that people write use all axes: it is not
-    data parallelism if every device computes the whole batch.
+    Each data axis must split the rows or the sequence. A free search may leave an axis
+    unused, but plans that people write use all axes: it is not data parallelism if
+    every device computes the whole batch.
     """
     within = restriction_of(analysis, recipe, pricer)
     labels, sizes = analysis.node_labels, pricer.sizes

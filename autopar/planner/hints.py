@@ -69,9 +69,10 @@ def pinned_layouts(
 def fitting_meshes(
     analysis: Analysis, pins: Pins, meshes: Sequence[MeshShape]
 ) -> list[MeshShape]:
-    """Returns the meshes that have the pins' axes, in sizes that divide the arrays.
+    """Returns the meshes on which the pins are possible.
 
-    The axes of these meshes have the names that the pins use.
+    Such a mesh has all axes that the pins name, and the sizes of these axes divide the
+    pinned arrays. The returned meshes have the axis names that the pins use.
 
     Raises:
       PlanError: no mesh fits; the message is about the last mesh, which has the most
@@ -93,9 +94,10 @@ def fitting_meshes(
 def _named_meshes(mesh: MeshShape, pins: Pins) -> Iterator[MeshShape]:
     """Yields a mesh once for every way to give the pins' names to its axes.
 
-    The names of pins are tried on the axes only if all new names are names that plans
-    give to axes (`is_axis_name`). If not, every axis keeps the default name of its
-    position. A pin's name without an axis leads to an error later.
+    Pins may use the names that printed plans give to axes (`is_axis_name`), such as
+    ``data``. Only if all unknown names of the pins are such names, they are tried on
+    the axes in every order. If not, every axis keeps the default name of its position,
+    and an unknown name in a pin leads to an error later.
     """
     wanted = dict.fromkeys(
         axis

@@ -20,8 +20,8 @@ from autopar_solver import ShardingProblem, explain_infeasibility
 
 _LARGEST = 4
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-# Memory sizes to try, as multiples of the needed or the available memory, whichever is
-# larger.
+# Memory sizes for which `advise` checks that a plan is found. They are multiples of the
+# memory that every plan needs or of the available memory, whichever is larger.
 _FACTORS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
 
 
@@ -74,8 +74,9 @@ def infeasible(
 def _relaxed_problem(
     analysis: Analysis, pricer: Pricer, formulation: Formulation
 ) -> ShardingProblem:
-    """The problem with only the memory that every choice needs: its peak is a lower
-    bound.
+    """The problem with only the memory that every choice needs.
+
+    The peak memory of its solution is a lower bound of the memory of every plan.
     """
     terms = least_terms(analysis, pricer, formulation.spaces)
     return dataclasses.replace(formulation.problem, memory=terms)
@@ -89,14 +90,15 @@ def advise(
     plans: Callable[[int], bool],
     untried: Sequence[str] = (),
 ) -> InfeasibleError:
-    """The error of a mesh with advice; a search has checked the memory size that the
-    error names.
+    """Adds advice to the error of a mesh, such as a memory size that is enough.
+
+    The search has found a plan for the memory size that the advice names.
 
     Args:
       analysis: the step.
       pricer: prices on the mesh.
       failure: the error of the mesh, from `infeasible`.
-      least: bytes that every plan needs, on any mesh.
+      least: bytes of one device that every plan needs, on any mesh.
       plans: whether the search finds a plan for a given number of bytes of memory.
       untried: options that would lower the memory for activations.
     """
@@ -132,7 +134,7 @@ def round_up(nbytes: float) -> int:
 def _unchecked_fixes(
     analysis: Analysis, pricer: Pricer, need: float, untried: Sequence[str]
 ) -> list[str]:
-    """Advice that lowers the needed memory; no search has checked this advice."""
+    """Advice that lowers the needed memory; no search has checked that it is enough."""
     cluster = pricer.cluster
     limit = cluster.memory_bytes
     inputs = sum(analysis.graph.values[i.value].nbytes for i in analysis.graph.inputs)
@@ -158,8 +160,9 @@ def _state_bytes(analysis: Analysis) -> float:
 
 
 def _together(number: int) -> str:
-    """The text that a number counts several arrays of one node, such as those of equal
-    layers.
+    """Text for "several arrays together", if an entry stands for more than one array.
+
+    A node of the problem may stand for the same array in all equal layers.
     """
     return f"and {number - 1} like it " if number > 1 else ""
 

@@ -1,11 +1,12 @@
 """Memory terms of the solver's problem: the memory that each choice of a node occupies.
 
-The exact model (`autopar.cost.live`) sees both ends of a resharding. A term of the
-problem sees only one node. So the terms leave out the short-lived copies between two
-nodes. The search therefore computes the exact peak of the solver's answer. If the peak
-is over the memory of a device, the search lowers the limit and solves again. The
-workspace of matrix products is not a term: `fixed_bytes` returns this workspace, and
-the limit of the problem is reduced by it.
+The exact memory model (`autopar.cost.live`) knows the layouts before and after a
+resharding. A memory term of the problem depends on the layout of one node only. So the
+terms leave out the short-lived copies between two nodes. The search therefore computes
+the exact peak memory of the solver's answer. If the peak is over the memory of a
+device, the search lowers the limit of the problem and solves again. The workspace of
+matrix products is not a term: `fixed_bytes` returns this workspace, and the limit of
+the problem is reduced by it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from autopar_solver import MemoryTerm
 def fixed_bytes(analysis: Analysis, pricer: Pricer) -> float:
     """Returns the bytes on a device that every choice needs in addition to its terms.
 
-    Bytes that stay in on-chip memory are subtracted: at the peak they are the same for
-    every choice.
+    Bytes of arrays that stay in on-chip memory are subtracted, because the terms count
+    them. At the peak these bytes are the same for every choice.
     """
     life = analysis.life(habits_of(pricer.cluster.device))
     return float(life.workspace_bytes - life.on_chip_bytes)
@@ -63,9 +64,9 @@ def least_terms(
 ) -> tuple[MemoryTerm, ...]:
     """Returns the memory that every choice needs, for a lower bound of the peak.
 
-    `memory_terms` may count more than the exact model: it keeps a value until its last
-    reader has run, although a resharded copy may have replaced the value before. The
-    terms here keep a value only until its last reader starts, and leave out copies
+    `memory_terms` may count more bytes than the exact model. It keeps a value until its
+    last reader has run, although a resharded copy may have replaced the value earlier.
+    The terms here keep a value only until its last reader starts, and leave out copies
     between two layouts.
     """
     writer = _TermWriter(analysis, pricer, spaces)
@@ -152,8 +153,9 @@ class _TermWriter:
                     yield self.waiting(op, usage)
 
     def waiting(self, op: Operator, usage: np.ndarray) -> MemoryTerm:
-        """A gradient that waits for the last gradient of the same all-reduce
-        message.
+        """The memory of a gradient that waits to be sent.
+
+        The message is sent when the last of the gradients that share it is computed.
         """
         node = self.contraction.node(op)
         reduced = node.factors_reduced(op)

@@ -23,7 +23,7 @@ from autopar.steps.spares import Spares
 from autopar_passes.program.calls import BatchNames, StepCall
 from autopar_passes.remat.copies import FULL, is_level
 
-# Returns whether an option accepts a value.
+# A function that returns whether an option accepts a value.
 Check = Callable[[Any], bool]
 
 
@@ -100,7 +100,7 @@ def _pairs(given: Any) -> bool:
 
 
 def _shares(given: Any) -> bool:
-    """Whether a value lists the numbers of microbatches of several replicas."""
+    """Whether a value is a list of numbers of microbatches, one for each replica."""
     if not isinstance(given, tuple):
         return False
     counts = cast("tuple[Any, ...]", given)
@@ -130,7 +130,7 @@ def _read_seconds(text: str) -> float | None:
 
 
 _COUNT = _whole(1)
-# Name of an option -> its check. An option without an entry has no check here.
+# Name of an option -> its check. An option without an entry here is not checked.
 _CHECKS: Mapping[str, Check] = {
     "pins": _any(None, _has_pins),
     "logical_axis_rules": _any(None, _pairs),
@@ -152,8 +152,8 @@ _CHECKS: Mapping[str, Check] = {
     "telemetry_every": _COUNT,
     "last_batch": _any("run", "drop", "pad"),
 }
-# Name of an option -> a function that parses a word. The function raises ``ValueError``
-# if the word has no value.
+# Name of an option -> a function that turns the words of a command line into the value.
+# The function raises ``ValueError`` if the words are no value of the option.
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "pins": lambda words: parse_pins(words) or None,
     "axis_names": lambda text: tuple(x.strip() for x in text.split(",")),
@@ -230,7 +230,7 @@ class PlanOptions:
 
     @property
     def untried_options(self) -> tuple[str, ...]:
-        """Options that would lower the memory for activations and are not in use."""
+        """Options not in use that would lower the memory for activations, as text."""
         off = {
             "remat='auto'": self.remat in (None, 0, "none"),
             "microbatches='auto'": self.microbatches in (None, 1),
@@ -327,9 +327,10 @@ def decide_open(asked: PlanOptions) -> PlanOptions:
 
 
 def as_written(asked: PlanOptions) -> PlanOptions:
-    """Options that leave the step unchanged, unless the user asked to rewrite it.
+    """Sets one stage, one microbatch and no rematerialisation where the user set none.
 
-    Code that plans the same program for other batch sizes needs these options.
+    The step is then rewritten only if the user asked for it. Code that plans the same
+    program for several batch sizes needs this.
     """
     return dataclasses.replace(
         asked,
@@ -375,7 +376,7 @@ def changed_options(asked: PlanOptions, group: str = PLANNING) -> dict[str, Any]
 
 
 def with_logical_pins(options: PlanOptions, call: StepCall) -> PlanOptions:
-    """The options with Flax's rules turned into pins of a call's arguments.
+    """Turns Flax's rules for logical axes into pins of a call's arguments.
 
     A pin from the user takes precedence over a rule.
     """

@@ -31,28 +31,30 @@ from autopar.steps.uses import HomeValue, Use, times_made
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import MemoryTerm, ShardingProblem
 
-# In a program with at most this many nodes, all state may be split. The larger problem
-# costs almost no solver time, and in a small step a small array matters more.
+# In a program with at most this many nodes, all state may be split, however small its
+# arrays are. So few more strategies take almost no solver time, and in a small step a
+# small array matters more than in a large step.
 FEW_NODES = 64
-# Unsharded state takes at most this fraction of a device's memory, and at most this
-# fraction of all state.
+# The small arrays of state that are never sharded take together at most the first
+# fraction of a device's memory, and at most the second fraction of all state.
 SMALL_OF_DEVICE = 1e-3
 SMALL_OF_STATE = 1e-2
 
-# Says which strategies of a node a restricted plan may use.
+# A function that says whether a restricted plan may use a strategy of a node.
 Restriction = Callable[[Node, Strategy], bool]
-# Computes the seconds of an edge, and the fraction of the seconds of each kind.
+# A function that computes the seconds of an edge, and the fraction of these seconds
+# that is of each kind (`autopar.planner.weights`).
 Priced = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Within:
-    """A restriction that is ignored at nodes where it would leave no strategy.
+    """Two restrictions, the second of which is ignored where it leaves no strategy.
 
     Attributes:
       outer: a restriction that holds at every node; None: no such restriction.
-      inner: a restriction that holds at nodes where ``outer`` leaves a strategy that it
-        allows.
+      inner: a restriction that holds only at nodes that have a strategy which both
+        restrictions allow.
     """
 
     outer: Restriction | None
@@ -90,7 +92,7 @@ def allowed_strategies(
     return kept[:1] if small and not any(kept[0]) else kept
 
 
-# Fractions for seconds that belong to no kind.
+# The fractions of an edge whose seconds belong to no kind.
 _NO_PARTS = in_kinds(0.0, 0.0, 0.0)
 
 
@@ -104,12 +106,13 @@ class Formulation:
         copies.
       copies: the copies.
       pricer: the mesh and cluster.
-      own: the seconds of each strategy of each program node, one row for each weighted
-        kind and a last row for all other seconds; float64 ``[KINDS + 1, strategies]``.
-      parts: for each edge, the fraction of its seconds of each kind; float64
+      own: for each program node, the seconds of its strategies, float64
+        ``[KINDS + 1, strategies]``: one row for each kind of seconds that has a weight,
+        and a last row for all other seconds.
+      parts: for each edge, the fraction of its seconds that is of each kind; float64
         ``[KINDS]``.
-      weights: the weights of the problem.
-      whole: the costs of edges at weights of 1.
+      weights: the factors by which the problem multiplies seconds of each kind.
+      whole: the seconds of each edge if all weights are 1.
     """
 
     problem: ShardingProblem
@@ -122,7 +125,7 @@ class Formulation:
     whole: tuple[np.ndarray, ...]
 
     def at(self, weights: Weights) -> Formulation:
-        """The same formulation at other weights."""
+        """The same problem with other weights of the kinds of seconds."""
         if weights == self.weights:
             return self
         problem = dataclasses.replace(
@@ -136,7 +139,7 @@ class Formulation:
         return dataclasses.replace(self, problem=problem, weights=weights)
 
     def with_limit(self, memory_limit: float | None) -> Formulation:
-        """The same formulation with another limit on the bytes of memory terms."""
+        """The same problem with another limit on the memory of a device, in bytes."""
         problem = dataclasses.replace(self.problem, memory_limit=memory_limit)
         return dataclasses.replace(self, problem=problem)
 
@@ -210,7 +213,10 @@ def _weighted_nodes(
 
 
 def contraction_partials(graph: OperatorGraph, node: Node, space: Space) -> list[Axes]:
-    """The axes over which a contraction's result is partial, by strategy."""
+    """For each strategy of a contraction, the axes over which its result is partial.
+
+    A partial result has to be summed over these axes.
+    """
     reduced = node.factors_reduced(graph.operators[node.root])
     return [partial_axes(s, reduced) for s in space.strategies]
 
@@ -218,7 +224,7 @@ def contraction_partials(graph: OperatorGraph, node: Node, space: Space) -> list
 def small_state(
     graph: OperatorGraph, contraction: Contraction, device_bytes: float
 ) -> frozenset[int]:
-    """Returns the nodes of carried state too small to be worth splitting.
+    """Returns the nodes of carried state that are too small to be worth sharding.
 
     Biases and scales stay unsharded, the smallest first, as long as together they stay
     below `SMALL_OF_DEVICE` of a device's memory and `SMALL_OF_STATE` of the state.
@@ -260,12 +266,12 @@ def formulate(
       restriction: says which strategies are allowed.
       memory_limit: bytes of one device. With a limit the problem has memory terms.
         None: the problem has no memory terms and is smaller.
-      prices: prices of error and link with which gradients may be sent by codecs; None:
-        no codecs.
-      weights: weights of the communication that may overlap with work.
+      prices: the prices of a codec's error and of a second on the links, at which
+        gradients may be sent by codecs; None: no codecs.
+      weights: the factors for seconds that may overlap with other seconds.
       small: nodes whose arrays stay unsharded if the restriction allows it.
-      known: the same problem with other message sizes and without prices. The costs of
-        arrays that share no message are taken from it.
+      known: the same problem, formulated before with other message sizes and without
+        ``prices``. The costs of arrays that share no message are copied from it.
     """
     judge, pricer = pricer, with_joined_bytes(analysis, pricer)
     spaces, own = _node_costs(analysis, pricer, restriction, small, known)
@@ -326,7 +332,7 @@ def formulate(
 
 
 def with_joined_bytes(analysis: Analysis, pricer: Pricer) -> Pricer:
-    """A pricer that knows the bytes of all arrays of a step that may share messages."""
+    """A pricer that knows how many bytes of a step's arrays may share a message."""
     sums = sum(
         nbytes * times
         for index in analysis.independent.summing
@@ -336,7 +342,7 @@ def with_joined_bytes(analysis: Analysis, pricer: Pricer) -> Pricer:
     gathers = 0.0
     for source in analysis.sources.values():
         if source.value_class[0] in analysis.independent.gathered:
-            # On the way to a reader, each axis is gathered once.
+            # A value is gathered once over each axis on the way to its readers.
             times = sum(use.weight for use in source.foreign)
             gathers += times * sent_bytes(analysis, source.example, rounds=rounds)
     return dataclasses.replace(pricer, joined_bytes=(float(sums), gathers))
@@ -401,8 +407,8 @@ def _partial_work_edges(
 ) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
     """Edges from contractions to operators that work on their partial results.
 
-    Such edges exist only for partial results whose reduction is postponed in a loop.
-    Outside of loops only codecs postpone a reduction.
+    Such edges exist only for partial results whose reduction over devices is postponed
+    in a loop. Outside of loops a reduction is postponed only for codecs.
     """
     graph, contraction = analysis.graph, analysis.contraction
     for (maker, member), trips in partial_runs(analysis, pricer).items():
@@ -542,15 +548,15 @@ def _source_edges(
 
 
 def _whole(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of which no part may overlap with work."""
+    """The costs of an edge if none of its seconds may overlap with work."""
     return matrix, _NO_PARTS
 
 
 def _in_passes(analysis: Analysis, uses: Sequence[Use]) -> np.ndarray:
-    """The fraction of a value's gathers whose first reader is in each segment.
+    """For each segment of the passes, the fraction of gathers first read there.
 
-    Gathers for readers in a pass may overlap with the work of that pass. The optimizer
-    update waits for its own gathers.
+    Gathers for readers in the forward or backward pass may overlap with the work of
+    that pass. The optimizer update waits for the gathers of arrays that it reads.
     """
     first: dict[int, int] = {}
     for use in uses:
@@ -571,8 +577,10 @@ def _matrix(
 
 
 def _reuse_matrix(forward: Copy, backward: Copy) -> tuple[np.ndarray, np.ndarray]:
-    """The edge by which a backward copy that reuses the forward copy must have the same
-    layout.
+    """The edge between a value's forward copy and its backward copy.
+
+    If the backward pass reuses the forward copy, the edge forbids different layouts of
+    the two copies.
     """
     same = np.array(
         [[a == b for b in backward.space.strategies] for a in forward.space.strategies]
@@ -585,8 +593,10 @@ def _reuse_matrix(forward: Copy, backward: Copy) -> tuple[np.ndarray, np.ndarray
 def _by_mode(
     copy: Copy, home: Sequence[Layout], layouts: Sequence[Layout], fetch: np.ndarray
 ) -> np.ndarray:
-    """The cost of each way to make a copy; the mode that uses the value itself needs
-    the value's layout.
+    """The seconds of each way to make a copy of a value, for each layout of the value.
+
+    One way is to use the value itself. It is possible only if the copy has the layout
+    of the value.
     """
     if Mode.SAME in copy.modes:
         same = np.array([[a == b for b in layouts] for a in home])

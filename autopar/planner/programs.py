@@ -1,9 +1,10 @@
 """Rewrites a step to candidate programs, plans each program, and keeps the fastest
 plan.
 
-A program has a number of microbatches and a number of rematerialised layers. Each
-program is first planned quickly, by one problem on each mesh. The fastest programs are
-then planned in full. `autopar.planner.deciding` proposes the programs.
+Here a program is the step with a certain number of microbatches and of rematerialised
+layers. Each program is first planned quickly: the solver solves one problem on each
+mesh. The programs with the fastest quick plans are then planned in full.
+`autopar.planner.deciding` proposes the programs.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from autopar_passes.graph.roles import InputRole
 
 
 def remat_wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
-    """The rematerialisation that the options ask for; for ``auto``, only the step's
-    own.
+    """The rematerialisation that the options ask for.
+
+    For ``auto`` it is the rematerialisation that the step itself contains.
 
     Args:
       analysis: the step.
@@ -70,7 +72,8 @@ def remat_wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
 def as_asked(analysis: Analysis, options: PlanOptions, devices: int = 1) -> Analysis:
     """The step with the microbatches and the rematerialised layers of the options.
 
-    The optimizer update is computed in batches, for ``devices`` devices.
+    Equal matrix products of the optimizer update are computed together, in batches
+    whose size suits ``devices`` devices.
 
     Raises:
       PlanError: the step cannot be split or rewritten in this way.
@@ -94,8 +97,8 @@ def price_in_layouts(
     """Prices the step with other rematerialised layers, in the layouts of a plan.
 
     Operators that are in both steps keep their layouts. The solver chooses the layouts
-    of all other operators in one problem. So the result is a plan that exists, and the
-    best plan is at least as fast.
+    of all other operators in one problem. So the result is a valid plan of the other
+    step, and the best plan of that step is at least as fast.
 
     Args:
       plan: a plan of one stage.
@@ -119,10 +122,10 @@ def price_in_layouts(
 def _kept_strategies(
     plan: Plan, planned: Analysis, other: Analysis
 ) -> dict[int, Strategy]:
-    """Node of the other step -> its strategy in the plan, if both steps have the node's
-    operators.
+    """Node of the other step -> the plan's strategy, for nodes that both steps have.
 
-    Values keep their numbers when layers are rematerialised.
+    Nodes are matched by the numbers of their values, which stay the same when layers
+    are rematerialised.
     """
     strategies = assignment_of(planned, plan).strategies
     nodes, node_of = planned.contraction.nodes, planned.contraction.node_of
@@ -147,8 +150,9 @@ class Planned(NamedTuple):
 
     Attributes:
       plan: the fastest plan.
-      slowed: the seconds of a step divided by the seconds with unlimited memory.
-      near: the meshes whose plans are nearly as fast.
+      slowed: the seconds of a step under the plan, divided by the seconds under the
+        best plan for unlimited memory.
+      near: the meshes with a plan that is nearly as fast.
     """
 
     plan: Plan
@@ -175,9 +179,9 @@ class Planner(Protocol):
         Args:
           program: the step, rewritten as the options say.
           on: the cluster.
-          asked: options that decide everything but layouts and codecs.
-          untried: options to advise. If no plan fits, the error states a memory size
-            that is enough, and these options. None: the error states neither.
+          asked: options that decide everything except layouts and codecs.
+          untried: options that may help if no plan fits. The error then names them,
+            and a memory size that is enough. None: the error names neither.
           quick: whether to solve only one problem on each mesh, for an estimate of the
             step time.
           most_s: seconds of a step under a known plan; the search ends when no plan can
@@ -187,19 +191,21 @@ class Planner(Protocol):
         ...
 
 
-# Memory does not slow a plan that needs less than this fraction of the memory.
+# A plan that needs less than this fraction of a device's memory is taken not to be
+# slower because of the memory limit.
 _EASY = 0.5
-# Two plans count as equally fast if their step times differ by less than this fraction,
-# which is the solver's gap.
+# Two plans count as equally fast if their step times differ by less than this fraction.
+# It is the relative gap to which the solver proves optimality.
 GAP = 0.005
 # Time limit of the solver on a mesh for a program that is planned quickly, in seconds.
 _QUICK_S = 2.0
-# The most programs that are planned in full, and the fraction by which their steps may
-# be slower than the fastest step.
+# The most programs that are planned in full, and the fraction by which a program's
+# quick plan may be slower than the fastest quick plan.
 _REFINED, NEAR = 3, 0.03
-# Programs whose step times differ by a smaller fraction count as equally fast.
+# Of programs whose step times differ by less than this fraction, the one that changes
+# the user's step less is preferred.
 _TOLD = 1e-3
-# The number of analysed programs that are kept for a second use.
+# The number of analyses of programs that are cached.
 _PROGRAMS = 4
 # Bytes of a device with practically unlimited memory.
 _UNLIMITED = 10**18
@@ -234,14 +240,16 @@ class Programs:
         self.programs: dict[str, PlanOptions] = {}
         # The programs that were analysed last.
         self.analyses: dict[str, Analysis] = {}
-        # (Program of the plan that gives the layouts, program) -> seconds of a step.
+        # (Program whose plan gives the layouts, other program) -> seconds of a step of
+        # the other program in these layouts.
         self.seconds: dict[tuple[str, str], float] = {}
         # Programs that were planned only quickly.
         self.quick: set[str] = set()
-        # Program -> how much memory slows its plan (`Planned.slowed`).
+        # Program -> the factor by which the memory limit slows its plan
+        # (`Planned.slowed`).
         self.slowed: dict[str, float] = {}
-        # Number of microbatches -> the fastest meshes of the last program that fits
-        # with it.
+        # Number of microbatches -> the fastest meshes of the last program with this
+        # number that fits.
         self.near: dict[int, tuple[MeshShape, ...]] = {}
         self.begin_s = time.thread_time()
 
@@ -250,16 +258,16 @@ class Programs:
 
         Args:
           name: name of the proposal.
-          make: finds the plan of the proposal; None: no plan of the proposal is as fast
-            as the best plan.
-          gain: the fraction of a step that the proposal must save to be kept.
+          make: finds the plan of the proposal. It returns None if the proposal has no
+            plan as fast as the best plan so far.
+          gain: the plan is kept only if it shortens the step by at least this fraction.
         """
         if name in self.plans or name in self.errors:
             return
         begin = time.thread_time()
         try:
             found = make()
-        except TimeOutError as error:  # what is so hard to fit counts as too large
+        except TimeOutError as error:  # no plan found in time: counts as too large
             self.errors[name] = self.unfit[name] = InfeasibleError(str(error))
             found = None
         except PlanError as error:
@@ -274,8 +282,9 @@ class Programs:
             _record(name, found, self.errors.get(name), time.thread_time() - begin)
 
     def keep(self, plan: Plan, gain: float = 0.0) -> None:
-        """Keeps a plan that is faster than the best. Of equally fast plans, keeps the
-        plan that changes less.
+        """Keeps a plan if it is faster than the best plan so far.
+
+        Of equally fast plans, keeps the plan that changes the user's step less.
         """
         best = self.best
         if best is not None:
@@ -320,9 +329,9 @@ class Programs:
     def fits_in(self, count: int, remat: str = "") -> bool:
         """Whether a plan with these microbatches and rematerialised layers fits.
 
-        Programs that differ only in the rematerialised layers have the same fast
-        meshes. Once one such program fits, the others are tried only on its fastest
-        meshes.
+        Programs that differ only in the rematerialised layers are fastest on the same
+        meshes. Once one program with this number of microbatches fits, the others are
+        tried only on the meshes on which it was fastest.
 
         Raises:
           PlanError: the user's step cannot be planned without a change.
@@ -354,9 +363,9 @@ class Programs:
     def refine(self) -> None:
         """Plans the fastest of the quickly planned programs in full.
 
-        A program is skipped if the lower bound of its plans is not below the best plan.
-        A program is also skipped if it would have to gain more than other programs
-        gained.
+        A program is skipped if the lower bound of its step time is not below the step
+        time of the best plan. A program is also skipped if it would have to become
+        faster by a larger fraction than the programs that were already planned in full.
         """
         gain = GAP
         near_s = (1 + NEAR) * self.best.predicted.step_s if self.best else 0.0
@@ -388,17 +397,16 @@ class Programs:
         return plan.predicted.step_s / self.slowed[name]
 
     def is_held_back(self, name: str) -> bool:
-        """Whether memory slows a plan, so that the plan with unlimited memory is
-        faster.
-        """
+        """Whether the best plan of a program would be faster with unlimited memory."""
         plan = self.plans[name]
         easy = plan.predicted.peak_memory_bytes <= _EASY * self.cluster.memory_bytes
         return not easy and self.slowed[name] > 1 + GAP
 
     def priced_s(self, name: str, other: str) -> float:
-        """Seconds of a step of another program in the layouts of a plan.
+        """Seconds of a step of another program in the layouts of a program's plan.
 
-        The result is 0 if the solver finds no layouts of the other operators in time.
+        The solver chooses layouts for operators that only the other program has. The
+        result is 0 if it finds none in time.
         """
         if (name, other) not in self.seconds:
             before, after = self.program(name), self.program(other)
@@ -424,8 +432,9 @@ class Programs:
         return state > self.cluster.memory_bytes * self.cluster.num_devices
 
     def failure(self, *, advise: bool) -> PlanError:
-        """The error if no plan fits: the error of the program that needs least
-        memory.
+        """The error to raise if no plan fits.
+
+        It is the error of the program that needs least memory.
         """
         unfit = {n: e for n, e in self.errors.items() if isinstance(e, InfeasibleError)}
         programs = [name for name in unfit if name in self.programs]
@@ -463,7 +472,7 @@ class Programs:
         return error
 
     def write_plan(self) -> Plan:
-        """The best plan, with the decisions and the gain of each decision."""
+        """The best plan, with a record of each decision and of how much it gains."""
         best = self.best
         assert best is not None
         count = best.microbatches
@@ -504,7 +513,7 @@ class Programs:
     def describe_gain(
         self, what: str, best: Plan, other: Plan | None, than: str
     ) -> str:
-        """The gain of a decision over the best plan without it, as text."""
+        """How much faster the best plan is than the best plan without a decision."""
         if other is not None:
             times = other.predicted.step_s / best.predicted.step_s
             if times < 1.1:
@@ -523,14 +532,15 @@ class Programs:
 
 
 def _changes(plan: Plan) -> tuple[int, int]:
-    """How much a plan changes the user's step: sorts plans that are equally fast."""
+    """How much a plan changes the user's step.
+
+    Of equally fast plans the one that changes less is preferred.
+    """
     return len(plan.remat.layers), plan.microbatches
 
 
 def program_name(count: int, remat: str) -> str:
-    """The name of a program: its rematerialised layers and its number of
-    microbatches.
-    """
+    """The name of a program, made of its microbatches and rematerialised layers."""
     parts = [f"{count} microbatches"] if count > 1 else []
     parts += [f"remat {remat}"] if remat else []
     return ", ".join(parts) or "as written"

@@ -54,8 +54,10 @@ def recorded_proposals() -> Generator[list[Proposal]]:
 
 @contextlib.contextmanager
 def of_program(text: str) -> Generator[None]:
-    """A context in which proposals belong to a program with microbatches or
-    rematerialisation.
+    """A context whose proposals are recorded as proposals for a certain program.
+
+    Args:
+      text: the program's rematerialised layers and number of microbatches.
     """
     token = _PROGRAM.set(text)
     try:

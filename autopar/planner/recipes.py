@@ -29,16 +29,15 @@ class Recipe:
       tensor: axes that split the model.
       shard_parameters: whether parameters are also split over the data axes (ZeRO-3).
       shard_optimizer: whether optimizer state is split over the data axes (ZeRO-1).
-        Parameters that both passes read only in a narrower type may be split, too: such
-        parameters are master copies of the optimizer, and only the narrow copies are
-        gathered.
+        Parameters that the forward and backward pass read only in a narrower dtype may
+        be split, too: they are the optimizer's master copies, and only the narrow
+        copies are gathered.
       sequence: whether arrays between matrix products are split along the sequence over
         the tensor axes.
       within: the data axes over which parameters and optimizer state are split; None:
         all data axes.
-        None: all of them.
-      context: axes that split the sequence, also in attention; state is split over
-        these axes as over the data axes.
+      context: axes that split the sequence, also in attention (context parallelism);
+        state is split over them in the same way as over the data axes.
     """
 
     name: str
@@ -163,8 +162,8 @@ def _node_roles(analysis: Analysis) -> dict[int, InputRole]:
 def least_bytes(analysis: Analysis, rule: Restriction, pricer: Pricer) -> float:
     """Returns a lower bound of the bytes of state on a device under a rule.
 
-    Each input is taken to have the allowed layout that splits it most, regardless of
-    other inputs.
+    The bound assumes for each input the allowed layout with the most shards, even if
+    the layouts of two inputs do not fit together.
 
     Args:
       analysis: the step.
@@ -202,7 +201,9 @@ def _strategies_left(
 
 
 def masters_of(analysis: Analysis) -> frozenset[int]:
-    """The nodes of parameters that both passes read only in a narrower type."""
+    """The nodes of parameters that the forward and backward pass read only in a
+    narrower dtype.
+    """
     graph, homes = analysis.graph, analysis.contraction.homes
     wide = {
         i.value
@@ -221,7 +222,7 @@ def masters_of(analysis: Analysis) -> frozenset[int]:
 
 
 def most_split(node: Node, axes: Sequence[int], sizes: Sequence[int]) -> int:
-    """The most of these axes that can split the node's factors together."""
+    """The largest number of these axes that can split the node's array together."""
     left = [size for size, _ in node.factors]
     count = 0
     for axis in axes:

@@ -1,8 +1,8 @@
 """Converts assignments, which refer to the graph, to plans, which are plain data, and
 back.
 
-A user may have edited the file of a plan. So each decision of the plan is checked
-against the step. If one decision does not fit, the whole plan is refused.
+A user may have edited the file of a plan. So `restore` checks each decision of the plan
+against the step. If one decision does not fit, it refuses the whole plan.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from autopar.units import seconds_text
 from autopar.version import __version__
 from autopar_passes.graph.roles import InputRole
 
-# Status of a plan whose layouts were given.
+# The solver status that is recorded for a plan whose layouts the user gave.
 GIVEN = "layouts as they were given"
 
 
@@ -214,8 +214,9 @@ def _copy_decisions(
 def split_as(analysis: Analysis, plan: Plan) -> Analysis:
     """The step as a plan runs it.
 
-    The step has the plan's microbatches and rematerialised layers. The optimizer update
-    is in batches for the plan's devices.
+    The step has the plan's microbatches and rematerialised layers. Equal matrix
+    products of the optimizer update are computed together, in batches that suit the
+    plan's number of devices.
 
     Raises:
       PlanError: the step cannot be split or rewritten in this way.
@@ -270,8 +271,9 @@ def another_step(analysis: Analysis, plan: Plan) -> PlanError:
 
 
 def _differing_shapes(analysis: Analysis, plan: Plan) -> str:
-    """The differing shapes of a step and a plan whose inputs have the same names, as
-    text.
+    """Text that lists the inputs whose shapes differ between a step and a plan.
+
+    The inputs of both have the same names.
     """
     values = analysis.graph.values
     shapes = {i.path: tuple(values[i.value].shape) for i in analysis.graph.inputs}
@@ -307,8 +309,9 @@ def only_batch_differs(analysis: Analysis, plan: Plan) -> bool:
 
 
 def assignment_of(analysis: Analysis, plan: Plan) -> Assignment:
-    """The assignment of a plan's nodes, copies and codecs; the layouts listed for
-    inputs are not read.
+    """The assignment that a plan's nodes, copies and codecs describe.
+
+    The plan also lists layouts of inputs, for readers; they are not used here.
     """
     names = plan.axis_names
     copies = {

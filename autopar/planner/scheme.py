@@ -1,8 +1,9 @@
-"""Which known scheme the layouts of a plan resemble, mesh axis by mesh axis.
+"""Finds the known scheme, such as FSDP, that each mesh axis of a plan resembles.
 
-The result does not depend on names. The dimensions of matrix products that an axis
-splits say how the axis divides the work. The layouts of parameters and optimizer state
-say how the axis divides the memory. The names of the axes follow from these two.
+The result does not depend on names that the user gave. The dimensions of matrix
+products that an axis splits say how the axis divides the work. The layouts of
+parameters and optimizer state say how the axis divides the memory. Work and memory
+together give the name of the axis.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from autopar_passes.graph.roles import InputRole, Role
 
 DATA, CONTEXT, TENSOR, EXPERTS = "data", "sequence", "tensor", "experts"
 _KINDS = {BATCH: DATA, SEQUENCE: CONTEXT}
-# Fractions of the work or of the bytes from which on a scheme is named.
+# A scheme is named if an axis splits at least the first fraction of the work, or at
+# least the second fraction of the bytes.
 _NAMED, _MOST = 0.2, 0.5
 _NAMES = {
     CONTEXT: "sequence parallel",
     TENSOR: "tensor parallel",
     EXPERTS: "expert parallel",
 }
-# The name of an axis by the kind of dimension that it splits most, and the name of an
-# axis that splits no work.
+# Kind of dimension -> the name of an axis that splits mostly this kind; and the name of
+# an axis that splits no work.
 _AXES, _OTHER = {DATA: "data", CONTEXT: "sequence", TENSOR: "tensor"}, "x"
 _EXPERT = "expert"
 
@@ -41,17 +43,18 @@ class AxisSplit:
     """What one mesh axis splits.
 
     Attributes:
-      work: by kind of dimension (batch, sequence, experts or other), the fraction of
-        the matrix products' work for which the axis splits such a dimension. If the
-        axis splits no product, the fractions are of the bytes of the other forward
-        work.
-      columns: whether the axis splits a dimension of the result, in a forward product
-        with split parameters.
-      rows: whether the axis splits a summed dimension in such a product.
+      work: kind of dimension (batch, sequence, experts or other) -> the fraction of the
+        FLOPs of matrix products in which the axis splits a dimension of this kind. If
+        the axis splits no matrix product, these are fractions of the bytes of the other
+        operators of the forward pass.
+      columns: whether, in some forward product with split parameters, the axis splits
+        a dimension of the result.
+      rows: whether, in some forward product with split parameters, the axis splits a
+        summed (contracted) dimension.
       ring: whether the axis splits the sequence of a kernel whose shards exchange
         arrays.
-      between: fraction of the other forward work with a sequence, in bytes, that the
-        axis splits along the sequence.
+      between: of the bytes of forward operators between matrix products whose arrays
+        have a sequence: the fraction that the axis splits along the sequence.
       parameters: fraction of the bytes of parameters that the axis splits.
       optimizer: fraction of the bytes of optimizer state that the axis splits.
     """
@@ -99,7 +102,7 @@ def with_axis_names(
     for position, axis in enumerate(mesh.axes):
         if axis.named:
             continue
-        name = axis.name  # of one device: nothing is split, whatever its name
+        name = axis.name  # an axis of size 1 splits nothing and keeps its name
         if axis.size > 1:
             name = axis_name_of(split_of(assignment, works, position))
         name = next(n for n in _numbered_names(name) if n not in taken)
@@ -114,9 +117,7 @@ def _numbered_names(name: str) -> Iterator[str]:
 
 
 def is_axis_name(name: str) -> bool:
-    """Whether a plan may give an axis this name: the name of a kind, or such a name
-    with a number.
-    """
+    """Whether plans use this name for axes, such as ``data`` or ``data2``."""
     kind, _, number = name.partition("_")
     known = kind in {*_AXES.values(), _EXPERT, _OTHER}
     return known and (kind == name or number.isdecimal())
@@ -188,7 +189,8 @@ def _of_products(
 ) -> tuple[dict[str, float], set[bool]]:
     """Fractions of the products' FLOPs, by the kind of dimension that an axis splits.
 
-    The second result says, for split tensor dimensions, whether they are summed.
+    The second result is a set: True if some split tensor dimension is summed, False if
+    some split tensor dimension is not summed.
     """
     flops: dict[str, float] = defaultdict(float)
     total, sides = 0.0, set[bool]()
@@ -207,9 +209,7 @@ def _of_products(
 def _of_others(
     assignment: Assignment, works: Sequence[OperatorWork], axis: int
 ) -> dict[str, float]:
-    """Fractions of the bytes of forward work without products, by the kind that an axis
-    splits.
-    """
+    """As `_of_products` for forward operators that are no products, in bytes."""
     total, parts = 0.0, defaultdict[str, float](float)
     for work in works:
         op = work.op
@@ -225,9 +225,7 @@ def _of_others(
 
 
 def _between(assignment: Assignment, works: Sequence[OperatorWork], axis: int) -> float:
-    """Fraction of the bytes of forward work with a sequence, without products, that an
-    axis splits along the sequence.
-    """
+    """Computes `AxisSplit.between`."""
     total = split = 0.0
     for work in works:
         op = work.op
@@ -273,7 +271,7 @@ def _place(assignment: Assignment, member: int) -> tuple[Node, tuple[int, ...]]:
 
 
 def _kind(assignment: Assignment, op: Operator, label: str, factor: int) -> str:
-    """The kind of dimension that is split if a factor of a product is split."""
+    """The kind of dimension (batch, sequence, experts, other) of a product's factor."""
     if label:
         return _KINDS[label]
     arrays = (*op.rule.operands[:2], op.rule.results[0])
@@ -296,8 +294,9 @@ def _is_parameter(assignment: Assignment, value: int | None) -> bool:
 
 
 def _split_share(assignment: Assignment, role: InputRole, axis: int) -> float:
-    """Fraction of the bytes of a kind of input that an axis splits; 0 without such
-    inputs.
+    """Of the bytes of inputs with a role, the fraction that an axis splits.
+
+    The result is 0 if no input has this role.
     """
     total = split = 0.0
     for given in assignment.graph.inputs:

@@ -40,10 +40,11 @@ def candidate_meshes(
     max_axes: int | None = None,
     axis_names: Sequence[str] | None = None,
 ) -> list[MeshShape]:
-    """Returns the meshes to try: one for each way to cut the levels into axes.
+    """Returns the meshes to try.
 
-    Two axes within one level are interchangeable. So only one order of their sizes is
-    tried.
+    There is one mesh for each way to cut the cluster's levels (such as hosts, and the
+    devices of a host) into axes. Two axes within one level are interchangeable, so only
+    one order of their sizes is tried.
 
     Raises:
       PlanError: the cluster has no mesh with so few axes, or with these names.
@@ -118,11 +119,11 @@ def search(
       restriction: for each mesh, a function that says which strategies are allowed.
       starts: known assignments; the result is at least as fast as each of them that
         fits.
-      experts: if the first plan of a mesh is not proved, whether the search goes on
-        with the plans that people write.
-      untried: options that need less memory, for the error. The error also states a
-        memory size that is enough, which takes about as long as the search. None: the
-        error states neither.
+      experts: whether the search also tries the plans that people write, on meshes
+        whose first plan is not proved to be optimal.
+      untried: options that would need less memory. If no plan fits, the error names
+        them, and a memory size that is enough. To find this size takes about as long as
+        the search. None: the error names neither.
       weights: as for `autopar.planner.solving.solve_mesh`.
       codecs: the user's request about codecs; None: no codecs.
       most_s: seconds of a step under a known plan; the search ends when no plan can be
@@ -275,9 +276,9 @@ def search_of_one(
     )
     found = candidate_of(analysis, formulation, solution, assignment)
     if not math.isfinite(cost):
-        # The problem forbids a copy that the layouts contain. The layouts come from
-        # another batch size, for which the copy costs as much as a new one. The record
-        # of a plan needs a finite cost.
+        # The cost is infinite because the problem forbids a copy that the layouts
+        # contain. Such layouts come from another batch size, for which reusing the copy
+        # cost as much as making a new one. The record of a plan needs a finite cost.
         solution = dataclasses.replace(solution, cost=found.step_s)
         found = dataclasses.replace(found, solution=solution)
     seconds = time.perf_counter() - start
@@ -295,8 +296,8 @@ def meshes_for_manual(
       meshes: the meshes to choose from.
 
     Raises:
-      PlanError: no mesh has such axes; or a ``shard_map`` uses an axis over which no
-        array is split, so that a plan cannot map it to a mesh axis.
+      PlanError: no mesh has such axes; or a ``shard_map`` uses an axis over which it
+        splits no array, so that the planner cannot map this axis to a mesh axis.
     """
     if f"kernel '{manual.PRIMITIVE}'" in analysis.graph.unsupported:
         raise PlanError(

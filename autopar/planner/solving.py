@@ -1,21 +1,24 @@
 """Makes proposals for one mesh, and prices each proposal once with the full cost model.
 
 The objective of the layout problem is the sum of the seconds of work and of
-communication. Two effects depend on the whole plan: how much communication overlaps
-with work, and which arrays share a message and its latency. So the problem is solved in
-several ways. Each resulting plan is priced once with the full cost model, and the
-fastest plan is taken. The ways are:
+communication. This sum cannot express two effects that depend on the whole plan: how
+much communication overlaps with work, and which arrays share a message and its latency.
+So the problem is solved several times, with different prices of communication. Each
+resulting plan is priced once with the full cost model, and the fastest plan is taken.
+The problem is solved:
 
 - with weights at which the solution is a lower bound of the time of every plan
-  (`autopar.planner.weights`). The weights are moved to where the bound, given the plans
-  known so far, is highest (cutting planes: Kelley, J. SIAM 8, 1960);
+  (`autopar.planner.weights`). The next weights are those at which the bound, estimated
+  from the plans known so far, is highest (cutting planes: Kelley, J. SIAM 8, 1960);
 - with communication that may overlap with work at a fraction of its price (`PARTLY`),
   and then at fractions close to those that gave the fastest plan;
-- with messages as large as those of the fastest plan, where each array pays its share
-  of the latency; and with one message for each array;
+- with messages as large as those of the fastest plan, where each array pays for the
+  fraction of the latency that it has of the message's bytes; and with one message for
+  each array;
 - with the rules of plans that people write (`autopar.planner.recipes`);
-- if the user asked for codecs, with gradients that may be sent by codecs, at the prices
-  of error and link of the best choice so far. Each plan is then priced with its codecs.
+- if the user asked for codecs, with gradients that may be sent by codecs. Prices for a
+  codec's error and for the time of links are taken from the best choice of codecs so
+  far. Each plan is then priced with its codecs.
 """
 
 from __future__ import annotations
@@ -73,8 +76,8 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
 from autopar_solver import Solution, Status, solve
 
-# Every problem gets at least this fraction of the whole time limit, even after the
-# limit.
+# Every problem gets at least this fraction of the whole time limit, even if the limit
+# is already spent.
 _LEAST_SHARE = 0.05
 
 
@@ -82,8 +85,8 @@ class Limit:
     """A limit on the time that the solver spends on a mesh.
 
     The limit counts CPU seconds of the thread, so that a busy machine does not lead to
-    worse plans. The time of pricing is not counted, because the number of problems
-    limits it.
+    worse plans. The time of pricing plans is not counted. It is bounded, because only a
+    few plans are priced for each solved problem.
 
     Attributes:
       seconds: the limit; None: no limit.
@@ -117,7 +120,8 @@ class Limit:
         return Limit(self.part_s(share), self)
 
 
-# The most times that the memory limit is tightened until the exact peak fits.
+# The most times that the memory limit of the problem is lowered so that the exact peak
+# of the solution fits.
 _TIGHTENINGS = 5
 # After this many consecutive plans that came from problems with memory terms and were
 # hardly faster, only rules and codecs are still tried on the mesh. A problem with
@@ -129,17 +133,17 @@ PARTLY = (WHOLE, partly(1.0, 0.33), partly(0.5, 0.0), partly(0.67, 0.67))
 # The most problems in which gradients may be sent by codecs. Each of these problems
 # uses the prices of the best choice so far.
 _CODED = 2
-# The distance by which the weights are moved from the best weights.
+# By how much `_Mesh.improve` changes the weights that gave the fastest plan.
 _STEP = 0.25
-# A plan by an expert's rule is not made if its cost is above the least cost times this
-# factor and above the time of the fastest plan.
+# The search for a plan by an expert's rule ends once its cost must exceed the time of
+# the fastest plan, and the least cost of the problem times this factor.
 _FAR = 1.1
 # The relative gap to which the solver proves least costs.
 _GAP = 1e-3
 # Reason why a proposal led to no plan.
 _TOO_LARGE = "does not fit"
-# Fractions of the remaining time: for the first problem and problems with codecs, and
-# for every other problem.
+# The fractions of the remaining time that a problem may take: the first problem and
+# problems with codecs, and every other problem.
 _FIRST_SHARE, _SHARE = 0.45, 0.2
 
 
@@ -166,7 +170,7 @@ def solve_mesh(
       codecs: the user's request about codecs; None: no codecs.
       weights: the only weights at which the problem is solved. (): the problem is
         solved once, with messages like those of the known assignments. None: the
-        problem is solved in all ways.
+        problem is solved at all the prices that the module's docstring lists.
       most_s: seconds of a step of the best plan of other meshes; the search ends when
         no plan of this mesh can be faster.
       experts: whether to try plans that people write, if they may be faster.
@@ -254,8 +258,8 @@ class _Mesh:
         self._alike = 0
         # Seconds of a step of the fastest plan, whatever memory the plan needs.
         self.free_s = math.inf
-        # Of the ways in which all work counts: the way that gave the fastest plan, the
-        # seconds of that plan, and the least cost of the problem.
+        # Among the problems in which all work has weight 1: the prices of the problem
+        # that gave the fastest plan, the seconds of that plan, and the least cost.
         self.way = CommunicationWay(HIDDEN)
         self._way_s = self.least_s = math.inf
         self._planes: list[Plane] = []
@@ -280,8 +284,10 @@ class _Mesh:
         return self.bound_s >= min(most_s, least_s)
 
     def felt_weights(self, weights: Weights) -> Weights:
-        """The weights of a problem, given that overlapping communication slows the
-        work.
+        """The weights of a problem, raised for communication that overlaps with work.
+
+        Hidden communication is not free, because it slows the work that it overlaps
+        with.
         """
         if not self.hides:
             return WHOLE
@@ -289,8 +295,9 @@ class _Mesh:
         return weights.with_least(least)
 
     def solve(self, way: CommunicationWay) -> Candidate | None:
-        """Solves the problem in a given way; None if it was already solved so, or if no
-        time is left.
+        """Solves the problem with communication priced in a given way.
+
+        Returns None if it was already solved in this way, or if no time is left.
 
         Raises:
           PlanError: no plan was found, and no plan was known before.
@@ -332,8 +339,8 @@ class _Mesh:
                 part *= 0.5
             if not self.hides or self.is_settled(most_s):
                 return
-            # A few planes describe only their neighbourhood, so the first moves go half
-            # of the way.
+            # A few planes bound the plans well only near their own weights, so the
+            # first moves go only half of the way to the new weights.
             goal, most_bound_s = highest(self._planes, known.overlap)
             if most_bound_s <= (1.0 + WORTHWHILE) * self.bound_s:
                 return
@@ -353,7 +360,7 @@ class _Mesh:
                 self.solve(CommunicationWay(self.way.weights, known, small))
 
     def messages(self) -> Messages:
-        """The largest message of each group in the fastest plan."""
+        """For each group of devices, the largest message of the fastest plan."""
         assert self.best is not None
         found: dict[Group, float] = {}
         for one in self.best.collectives:
@@ -362,10 +369,10 @@ class _Mesh:
         return tuple(sorted(found.items()))
 
     def improve(self, most_s: float) -> None:
-        """Changes the fractions of the communication's price as long as plans get
-        faster.
+        """Changes the weights of communication in small steps while plans get faster.
 
-        Does nothing unless the fastest plan came from such a fraction.
+        Does nothing unless the fastest plan came from a problem in which communication
+        had a weight below 1.
         """
         assert self.best is not None
         moved = self.hides and self._way_s <= self.best.step_s
@@ -424,7 +431,7 @@ class _Mesh:
         Raises:
           PlanError: no plan can use the codec that was asked for.
         """
-        assert self.best is not None  # where none was found an error was raised
+        assert self.best is not None  # otherwise `solve` has raised an error
         if self.sent is None and self._refused is not None:
             raise self._refused
         return dataclasses.replace(
@@ -459,7 +466,7 @@ class _Mesh:
 
     @property
     def far_s(self) -> float:
-        """The cost above which a plan by an expert's rule is not made."""
+        """The cost, in seconds, above which no plan by an expert's rule is searched."""
         known = self.best.step_s if self.best is not None else math.inf
         return max(_FAR * self.least_s, known)
 
@@ -470,12 +477,11 @@ class _Mesh:
         inner: Restriction | None = None,
         name: str = "",
     ) -> Candidate | None:
-        """The best plan of the problem in a given way.
+        """The best plan of the problem with communication priced in a given way.
 
-        Memory terms make a problem hard. So the problem has memory terms only if the
-        fastest plan without them does not fit. If that plan is not faster than the best
-        plan, memory terms are not added either, because they cannot lower the least
-        cost of the problem.
+        Memory terms make a problem hard to solve. So the problem is first solved
+        without them. They are added only if the resulting plan does not fit but is
+        faster than the best plan: memory terms cannot lower the least cost.
 
         Args:
           way: how communication counts.
@@ -498,10 +504,10 @@ class _Mesh:
         left = _TIGHTENINGS
         proposer = f"rule: {name}" if name else way.name
         begin = time.thread_time()
-        # The fastest plan so far that sums gradients in each microbatch.
+        # The fastest plan so far that sums gradients over devices in each microbatch.
         each: Candidate | None = None
         while True:
-            # A problem is priced once with memory terms and once without.
+            # Each problem is formulated only once with memory terms and once without.
             key = tight is not None, way.messages, way.prices, way.small
             known, weights = self._problems.get(key), self.felt_weights(way.weights)
             whole = self._problems.get((*key[:3], False))
@@ -545,8 +551,8 @@ class _Mesh:
             plain_s, peak_bytes = found.step_s, found.peak_memory_bytes
             if peak_bytes > memory:
                 each = _faster(each, self.summed_each_microbatch(found))
-            # A problem with postponed sums is solved only if postponing the sums saves
-            # time.
+            # A problem whose sums are postponed to the end of all microbatches is
+            # solved further only if postponing saves time.
             if each is not None and each.step_s <= (1 + WORTHWHILE) * plain_s:
                 found = each
             if found.peak_memory_bytes <= memory:
@@ -590,9 +596,10 @@ class _Mesh:
         """A plan's layouts with gradients summed in each microbatch; None if they do
         not fit.
 
-        Gradients summed in each microbatch are stored sharded. A postponed sum is
-        stored in full size on every device. If the user asked for codecs, postponed
-        sums are needed, because codecs send only these.
+        If gradients are summed over devices in each microbatch, each device stores only
+        its shard of the sum. If the sum is postponed, every device stores a gradient of
+        full size. If the user asked for codecs, sums must be postponed, because codecs
+        send only postponed sums.
         """
         own = found.assignment
         if self.analysis.microbatches == 1:
@@ -639,8 +646,8 @@ class _Mesh:
                     known = tie_broken(self.analysis, known)
             known = dataclasses.replace(known, solution=fitted)
             self._known[key] = self._known[same] = known
-        # The bound belongs to this problem. The choices are those of the known plan, in
-        # which arrays that cost nothing to split are split.
+        # The bound is that of this problem. The choices are those of the known plan:
+        # there, arrays that cost nothing to split have been split already.
         solution = dataclasses.replace(solution, choices=known.solution.choices)
         return dataclasses.replace(known, formulation=formulation, solution=solution)
 

@@ -2,9 +2,10 @@
 
 If all readers of a batch input take slices of the input, the cost model charges nothing
 for replicating it on every device. Real input pipelines deliver shards. So among
-choices of the same cost, the layout with the most shards is taken. The same holds for
-arrays that are made without inputs, such as a mask, and enter a loop: computing such an
-array in full costs nothing, but the loop keeps it in the memory of every device.
+layouts of the same cost, the layout with the most shards is taken. The same is done for
+arrays that are made without inputs, such as a mask, and enter a loop. To compute such
+an array in full on every device costs nothing in the model, but the loop keeps it in
+the memory of every device. All these arrays are called free arrays here.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ _ROUNDING = 1e-12
 
 
 def tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
-    """Splits arrays of a candidate that cost nothing to split, if the result still
-    fits.
-    """
+    """Splits the free arrays of a candidate, unless the result no longer fits."""
     solution = split_most(analysis, found.formulation, found.solution)
     if solution.choices == found.solution.choices:
         return found
@@ -49,8 +48,8 @@ def laid_out(
 ) -> tuple[Solution, Assignment, float]:
     """A solution, its layouts, and the most bytes live at once on one device.
 
-    If the solution does not fit the memory, arrays that cost nothing to split are
-    split, provided that the result fits.
+    If the solution does not fit the memory, but would fit with its free arrays split,
+    they are split.
     """
     pricer = formulation.pricer
     layouts = assignment_of(analysis, formulation, solution)
@@ -68,9 +67,7 @@ def laid_out(
 def split_most(
     analysis: Analysis, formulation: Formulation, solution: Solution
 ) -> Solution:
-    """Returns a solution of the same cost that splits the free arrays as far as
-    possible.
-    """
+    """Returns a solution of the same cost with the most shards of the free arrays."""
     choices = list(solution.choices)
     slack = _ROUNDING * abs(solution.cost)
     for group, layouts in _groups(analysis, formulation):
@@ -93,7 +90,7 @@ def split_most(
 def _groups(
     analysis: Analysis, formulation: Formulation
 ) -> Iterator[tuple[list[int], list[Layout]]]:
-    """The node of each free array with its copies, and the array's layouts."""
+    """For each free array: the nodes of the array and its copies, and its layouts."""
     for value, kind in _free(analysis):
         home = analysis.contraction.homes.get(value)
         if home is None or analysis.contraction.nodes[home.node].kind != kind:

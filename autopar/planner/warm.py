@@ -37,15 +37,16 @@ from autopar.steps.update_batches import in_update_batches
 # Time limit of the solver on each mesh, and time after which no further mesh is tried,
 # in seconds.
 MESH_S, ALL_S = 0.6, 1.2
-# Time limit of the solver for further problems of a mesh, in seconds, and the fraction
-# of a step that further problems must be able to save.
+# Time limit of the solver for further problems of a mesh, in seconds. They are solved
+# only if they may shorten the step by at least the second number, a fraction.
 REFINE_S, _CLOSE = 0.15, 0.01
 
 
 def can_be_warm(cluster: Cluster, options: PlanOptions, running: Plan) -> bool:
     """Whether `warm_plan` supports everything that the options ask for.
 
-    `warm_plan` plans only one stage on equal devices, and chooses the layouts itself.
+    `warm_plan` plans only a single stage on equal devices, and does not support the
+    option ``layouts``.
     """
     several = options.stages not in (None, 1) or len(running.stages) > 1
     several = several or bool(running.replicas)
@@ -80,7 +81,7 @@ def warm_plan(
     asked = request_of(options, sent, errors)
     codecs = None if asked.mode == "none" else asked
     result = _search_in_time(split, cluster, meshes, options, running, codecs)
-    if result is None:  # the search says why, or takes its time and finds one
+    if result is None:  # the full search finds a plan or explains why there is none
         return plan_analysis(analysis, cluster, options, sent, errors)
     best = result.best
     check_pinned(options.pins or {}, split, best.assignment, best.pricer.mesh)
@@ -90,8 +91,9 @@ def warm_plan(
 def _split(
     analysis: Analysis, cluster: Cluster, options: PlanOptions, running: Plan
 ) -> Analysis:
-    """The step as the options say; options that are open are taken from the running
-    plan.
+    """The step with the microbatches and rematerialised layers of the options.
+
+    Numbers that the options leave open are taken from the running plan.
     """
     count, remat = options.microbatches, options.remat
     same = count in (None, "auto", running.microbatches)
@@ -152,9 +154,9 @@ def _refine(
 ) -> Candidate:
     """The best plan after further problems, which are solved if they may save enough.
 
-    The first problem of a mesh does not model latencies of shared messages. In a small
-    step, latencies of shared messages are most of the time. The problems of a small
-    step are small, so there is time for further problems.
+    The first problem of a mesh does not model that several arrays may share a message
+    and its latency. In a small step, latencies are most of the time. The problems of a
+    small step are small, so there is time to solve further problems.
 
     Args:
       analysis: the step.
@@ -208,7 +210,7 @@ def _on_mesh(
     """A good plan on one mesh; None if none was found in time."""
     limit = _limit(analysis, pricer, options)
     starts: list[Candidate] = []
-    # Another number of microbatches or rows may lead to another program.
+    # Another number of microbatches or rows may give a program with other nodes.
     alike = len(running.nodes) == len(analysis.contraction.nodes)
     if alike and len(pricer.sizes) == len(running.axis_sizes):
         with contextlib.suppress(PlanError):

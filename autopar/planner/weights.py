@@ -1,17 +1,19 @@
-"""Weights in a problem for seconds that may overlap with other seconds.
+"""Weights of work and communication that may overlap, in the layout problem.
 
-A pass is cut into segments. Communication that no operator waits for has a window of
-segments in which it may run. The window of a gather goes from the start of the pass to
-the segment of its reader. The window of a sum goes from the segment in which its
-operand is complete to the end of the update. A stretch is a sequence of segments that
-begins at the start of a pass or ends at its end. The exposed communication of a stretch
-is at least the communication whose windows lie within the stretch, minus the work
-there, and at least 0 (the interval bound of preemptive scheduling on one machine, Horn
-1974).
+The forward and the backward pass are each cut into segments. Communication that may
+overlap with work has a window: the segments in which it may run. The window of a gather
+goes from the start of the pass to the segment of its reader. The window of a gradient's
+sum goes from the segment in which the gradient is complete to the end of the update.
 
-With a weight for each stretch, these bounds become a sum over decisions. If the weights
-of each pass add up to at most 1, the least sum is a lower bound of the time of every
-plan.
+A stretch is a sequence of segments that begins at the start of a pass or ends at its
+end. Communication is exposed if it does not overlap with work. The exposed
+communication of a stretch is at least 0, and at least the communication whose windows
+lie within the stretch, minus the work in the stretch (the interval bound of preemptive
+scheduling on one machine, Horn 1974).
+
+Each stretch gets a weight, a number from 0 to 1. The weighted sum of these bounds is a
+sum of costs of single decisions, so the solver can minimise it. If the weights of each
+pass add up to at most 1, the least sum is a lower bound of the time of every plan.
 """
 
 from __future__ import annotations
@@ -32,15 +34,18 @@ from autopar_solver import highest_minimum
 # Bytes of the largest message of each group.
 Messages = tuple[tuple[Group, float], ...]
 
-# Numbers of kinds of seconds: work in each segment of both passes and in the update,
-# gathers in each segment of both passes, and sums in each segment.
+# How many kinds of seconds there are: work in each segment of both passes and in the
+# update, gathers in each segment of both passes, and sums in each segment of the
+# backward pass.
 _WORK, _GATHERS = 2 * SEGMENTS + 1, 2 * SEGMENTS
 KINDS = _WORK + _GATHERS + SEGMENTS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """The weight of seconds of each kind; seconds of no kind have weight 1.
+    """The factor by which the problem multiplies seconds of each kind.
+
+    Seconds of no kind have weight 1.
 
     Attributes:
       work: weights of work in each segment of the forward pass and of the backward
@@ -65,8 +70,8 @@ class Weights:
         return min(self.work) == 1.0
 
     def with_least(self, least: float) -> Weights:
-        """The same weights, rescaled from the range 0 to 1 to the range
-        ``least`` to 1.
+        """Returns weights from ``least`` to 1: a weight ``w`` becomes
+        ``least + (1 - least) * w``.
         """
         return _of_kinds(least + (1.0 - least) * self.kinds)
 
@@ -78,25 +83,25 @@ def _of_kinds(kinds: np.ndarray) -> Weights:
 
 
 def partly(gathers: float, sums: float) -> Weights:
-    """Weights with full work and given weights of communication that may overlap with
-    work.
-    """
+    """Weights of 1 for all work, and given weights for gathers and for sums."""
     return Weights((1.0,) * _WORK, (gathers,) * _GATHERS, (sums,) * SEGMENTS)
 
 
-# Weights with full communication, and weights with all possible communication hidden.
+# WHOLE counts all communication in full. HIDDEN takes all communication that may
+# overlap with work as free.
 WHOLE, HIDDEN = partly(1.0, 1.0), partly(0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommunicationWay:
-    """The way in which a problem counts communication.
+    """The way in which a problem prices communication.
 
     Attributes:
-      weights: weights of seconds that may overlap.
-      messages: bytes of messages by group. Each array pays its share of the message of
-        its group; an array of another group has its own message. None: one message may
-        hold all arrays that may be joined.
+      weights: weights of seconds that may overlap with other seconds.
+      messages: bytes of the message that arrays of a group share. Each array pays for
+        a fraction of the message's latency, in proportion to its bytes. An array of a
+        group that is not listed has its own message. None: all arrays that may share a
+        message do so.
       small: whether small state stays unsharded
         (`autopar.planner.problem.small_state`).
       prices: prices with which gradients may be sent by codecs; None: no codecs.
@@ -134,7 +139,7 @@ class CommunicationWay:
 def in_kinds(
     work: np.ndarray | float, gathers: np.ndarray | float, sums: np.ndarray | float
 ) -> np.ndarray:
-    """Joins seconds, or fractions of seconds, of all kinds to one array.
+    """Concatenates the seconds of all kinds, or fractions of them, to one array.
 
     Args:
       work: ``[2 * SEGMENTS + 1, ...]``.
@@ -156,8 +161,9 @@ def in_kinds(
 def lower_seconds(
     weights: Weights, seconds: np.ndarray, parts: np.ndarray
 ) -> np.ndarray:
-    """Weighted seconds, given the fraction of each kind; infinite seconds stay
-    infinite.
+    """Multiplies seconds by weights, given the fraction of the seconds of each kind.
+
+    Infinite seconds stay infinite.
     """
     factor = 1.0 - float((1.0 - weights.kinds) @ parts)
     if factor == 1.0:
@@ -201,12 +207,14 @@ def nowhere() -> np.ndarray:
 
 
 def highest(planes: Sequence[Plane], share: float) -> tuple[np.ndarray, float]:
-    """The weights of stretches that maximise the minimum of some planes, and this
-    maximum.
+    """The weights of stretches at which the minimum of all planes is largest.
 
     Args:
       planes: the planes of known plans.
       share: fraction of the work that communication may overlap with.
+
+    Returns:
+      The weights, float64 ``[stretches]``, and the minimum there, in seconds.
     """
     base = np.array([plane.base_s for plane in planes])
     slopes = np.array([plane.slopes(share) for plane in planes])
@@ -232,7 +240,7 @@ def weights_of(stretches: np.ndarray, known: Calibration) -> Weights:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plane:
-    """The least time of a plan, as a linear function of weights of stretches.
+    """A lower bound of one plan's time, as a linear function of stretches' weights.
 
     Attributes:
       base_s: seconds if all communication that may be hidden is hidden.
@@ -243,7 +251,7 @@ class Plane:
     kinds: np.ndarray
 
     def slopes(self, share: float) -> np.ndarray:
-        """Exposed seconds of each stretch; may be negative."""
+        """Communication minus work of each stretch, in seconds; may be negative."""
         signs = np.concatenate([np.full(_WORK, -share), np.ones(KINDS - _WORK)])
         inside, _ = _stretches()
         return inside @ (signs * self.kinds)

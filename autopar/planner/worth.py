@@ -27,8 +27,8 @@ from autopar_passes.rules.factor_rule import CUDNN_EFFICIENCY, PALLAS_EFFICIENCY
 _FUSED = {"gpu": (128, CUDNN_EFFICIENCY), "tpu": (256, PALLAS_EFFICIENCY)}
 # The dtypes that such a kernel supports.
 _HALF = frozenset({"bfloat16", "float16"})
-# The backward pass of a fused kernel has five matrix products, because it computes the
-# scores again. Without the kernel the backward pass has four products.
+# The backward pass of a fused attention kernel has five matrix products, because it
+# computes the scores again. Without the kernel it has four. This is their ratio.
 _AGAIN = 1.25
 
 
@@ -76,7 +76,7 @@ class ModelWork:
     Attributes:
       flops: floating point operations.
       causal_flops: the part of ``flops`` that is attention with a causal mask.
-      dtype: dtype of most of the work of the forward pass.
+      dtype: the dtype in which most FLOPs of the forward pass are done.
     """
 
     flops: float
@@ -128,7 +128,7 @@ def fused_saves_s(analysis: Analysis, work: Work) -> float:
     device, seconds = work.device, work.planned_s + work.kernel_s
     most, efficiency = _FUSED.get(device.kind, (0, 0.0))
     operators = analysis.graph.operators
-    # A row represents a class of operators, such as the same operator of all equal
+    # Each entry represents a class of operators, such as the same operator of all equal
     # layers.
     read = dict[int, Attention]()
     products = set[int]()
@@ -153,7 +153,10 @@ def fused_saves_s(analysis: Analysis, work: Work) -> float:
 
 
 def _is_matrix(op: Operator) -> bool:
-    """Whether a product is more than the inner products of the rows of its operands."""
+    """Whether a product is a matrix product.
+
+    It is not if it only multiplies each row of one operand with a row of the other.
+    """
     rule = op.rule
     sides = rule.factors_of(rule.results[0]) - frozenset.intersection(
         *map(rule.factors_of, rule.operands)

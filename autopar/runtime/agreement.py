@@ -105,7 +105,8 @@ def exchange_data(world: World, what: str, data: bytes = b"") -> list[bytes]:
 def tell_errors(world: World, what: str) -> Generator[None]:
     """Sends an error raised inside the ``with`` block to the other processes.
 
-    The other processes receive the error at their next exchange.
+    The other processes receive the error at their next call of `exchange_data`, and
+    raise it there.
     """
     try:
         yield
@@ -118,8 +119,8 @@ def tell_errors(world: World, what: str) -> Generator[None]:
 def message_of_end(failed: str, kind: str, where: str) -> bytes:
     """Encodes the message of a process that ends.
 
-    The arguments are the fields of `_Message`. Without a ``kind`` the process has come
-    to its end without an error.
+    The arguments are the fields of `_Message`. An empty ``kind`` means that the process
+    ended without an error.
     """
     what = "running" if kind else ""
     return msgspec.msgpack.encode(
@@ -130,8 +131,9 @@ def message_of_end(failed: str, kind: str, where: str) -> bytes:
 def _failure(what: str, error: BaseException) -> bytes:
     """Encodes the message of a process that has failed.
 
-    An error of autopar explains itself, so only the line of its cause is added. For
-    any other error the line that raised it is added.
+    The message holds the error's text and a line of the user's code. For an error of
+    autopar with a cause, this is the line that raised the cause. For an error of any
+    other class, it is the line that raised the error.
     """
     kind = type(error).__name__
     text = " ".join(str(error).split()) or kind
@@ -240,9 +242,9 @@ def agree(world: World, make: Callable[[], Plan]) -> Plan:
 def content_digest(plan: Plan) -> str:
     """Returns a digest of a plan's decisions: 32 hex digits.
 
-    The time that planning took is left out. Saving and reading a plan turns whole
-    numbers in float fields into floats. The digest does not change: it is computed from
-    the plan as read from JSON.
+    The digest ignores the seconds that planning took. Saving and reading a plan turns
+    whole numbers in float fields into floats. The digest is the same before and after
+    this, because it is always computed from the plan as read back from JSON.
     """
     solver = msgspec.structs.replace(plan.solver, seconds=0.0)
     zero = Seconds(trace=0.0, graph=0.0, solve=0.0, total=0.0)
@@ -256,13 +258,13 @@ def check_same(
 ) -> None:
     """Checks that all processes hold the same plan and trace the same step.
 
-    The times that planning took may differ.
+    The seconds that planning took may differ between the processes.
 
     Args:
       world: the processes.
       plan: this process's plan.
-      step: identity of the step that this process traced.
-      lines: returns the text of the traced step, for an error.
+      step: a fingerprint of the step that this process traced.
+      lines: returns the lines of the traced step, which an error compares.
 
     Raises:
       PlanError: the plans or the traced steps differ.
@@ -278,7 +280,7 @@ def check_same(
 
 
 def check_plans(world: World, plan: Plan) -> None:
-    """Checks that all processes hold the same plan; its planning times may differ.
+    """Checks that all processes hold the same plan; only its planning times may differ.
 
     Raises:
       PlanError: the plans differ.
@@ -306,7 +308,7 @@ def check_plans(world: World, plan: Plan) -> None:
 def _odd(values: Sequence[Any]) -> int:
     """Returns the first process whose value is not the most common value.
 
-    Of two processes with different values, this is the second.
+    If two processes have different values, the result is the second process.
     """
     texts = [msgspec.json.encode(value) for value in values]
     common = Counter(texts).most_common(1)[0][0]
@@ -364,8 +366,9 @@ def check_equal(
 ) -> None:
     """Checks that arrays have equal values on all processes.
 
-    Each process holds its own copy of the arrays. The check runs in every step, so only
-    a digest is sent, and the devices gather it.
+    Each process holds its own copy of the arrays. The check runs in every step.
+    Therefore each process sends only a digest of its arrays, by a collective of the
+    devices.
 
     Args:
       world: the processes.
@@ -394,8 +397,8 @@ def check_same_creation(
 ) -> None:
     """Checks that all processes will create the same state, before they create it.
 
-    Replicated arrays of the state have a copy on every process. Later steps would not
-    notice that the copies differ.
+    Replicated arrays of the state have a copy on every process. If the copies differed,
+    later steps would not notice it and would compute wrong results.
 
     Args:
       world: the processes.
@@ -516,9 +519,10 @@ def shared_array(world: World, values: np.ndarray) -> np.ndarray:
 
 # Keys of the store: the first failed process with its error, and the ended processes.
 _FAILED, _ENDED = "autopar/failed", "autopar/ended"
-# Longest time that process 0, which hosts the store, stays so that others can read it.
+# Process 0 hosts the store. At its end it waits at most this many seconds, so that the
+# other processes can still read the store; it checks at this interval, in seconds.
 _STAY_S, _POLL_S = 3.0, 0.05
-# Time that the other processes take to end once they have read the store.
+# Seconds that the other processes need to end after they have read the store.
 _LEAVE_S = 0.5
 
 
@@ -563,7 +567,10 @@ def _end() -> None:
 
 
 def _stay(found: jax_compat.Coordination) -> None:
-    """Waits a little for the other processes: the store ends with this process."""
+    """Waits a few seconds, so that the other processes can read this process's store.
+
+    The key-value store ends together with this process.
+    """
     end = time.monotonic() + _STAY_S
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         while time.monotonic() < end:
@@ -574,7 +581,7 @@ def _stay(found: jax_compat.Coordination) -> None:
 
 
 def _report(found: jax_compat.Coordination, text: str) -> None:
-    """Prints the first failure if it was that of another process."""
+    """Prints the error of the process that failed first, unless it is this process."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             found.client.key_value_set(_FAILED, f"process {found.index}: {text}")

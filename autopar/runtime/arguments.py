@@ -21,9 +21,10 @@ from autopar_passes.program.trace import trace_call
 
 
 def signature(call: StepCall) -> Hashable:
-    """Returns what a plan depends on: the form of the call, shapes and dtypes.
+    """Returns a key that is equal for calls that can share a plan.
 
-    Weak types are left out: `autopar.runtime.step_planner` compares the relevant ones.
+    The key holds the form of the call, the shapes and the dtypes. Weak types are left
+    out: `autopar.runtime.step_planner` compares the relevant weak types.
     """
     arrays = tuple((tuple(x.shape), _text(x.dtype)) for x in call.arrays)
     return call.form, arrays
@@ -43,26 +44,26 @@ def abstract(call: StepCall) -> StepCall:
 class BatchArguments:
     """Finds the global shapes of a call's arguments.
 
-    In a program of several processes, state, keys and frozen arrays are global arrays
-    or have the same values on every process. Of a batch, each process holds its own
-    rows, and all processes hold the same number of rows. An argument is state if the
-    step returns some part of it.
+    In a program of several processes, the state, random keys and frozen arrays are
+    either global arrays or have the same values on every process. Of a batch, each
+    process holds different rows, and all processes hold the same number of rows. An
+    argument is state if the step returns some part of that argument.
     """
 
     def __init__(self, step: Callable[..., Any], capacity: int) -> None:
         """Remembers the batch rows of at most ``capacity`` signatures of calls."""
         self._step, self._capacity = step, capacity
         self._rows: Recent[Hashable, dict[int, int]] = Recent(capacity)
-        # Signature -> whether the processes have compared the shapes. All processes
-        # must make the same number of comparisons.
+        # Signature -> whether the processes have compared the shapes of such a call.
+        # A comparison is a collective, so all processes must make equally many.
         self._checked: Recent[Hashable, bool] = Recent(capacity)
 
     def enter(self) -> None:
-        """Forgets which shapes were compared; called in a world of other processes."""
+        """Forgets which shapes were compared; called when the processes change."""
         self._checked = Recent(self._capacity)
 
     def structs(self, call: StepCall, world: World) -> StepCall:
-        """Returns the call with structs of global shapes.
+        """Returns the call with a ``ShapeDtypeStruct`` of global shape for each array.
 
         Raises:
           PlanError: processes pass batches of different shapes.
@@ -94,7 +95,7 @@ def named_shapes(call: StepCall) -> dict[str, tuple[int, ...]]:
 
 
 def row_dims(step: Callable[..., Any], call: StepCall) -> dict[int, int]:
-    """Returns the positions of a call's batch arrays, each with the dim of its rows."""
+    """Returns the position of each batch array -> the dimension of its rows."""
     traced = trace_call(step, call)
     owners = call.form.argument_of(call.arrays)
     state = {owners[k] for k in traced.carried}
@@ -115,7 +116,7 @@ def _global(leaf: Any, struct: Any, process_count: int, dim: int) -> Any:
 
 
 def check_alive(name: str, call: StepCall) -> None:
-    """Checks that no array of a call was consumed by an earlier call.
+    """Checks that no array of a call was donated to, and so freed by, an earlier call.
 
     Raises:
       PlanError: an array was consumed.

@@ -80,7 +80,8 @@ class CodecRun:
         self.policy = policy
         self.recoding = Recoding()
         self.adoption = Adoption()
-        # A policy sees errors in its observations, so warnings are for other runs.
+        # A policy reads the errors of codecs from its observations. Only runs without
+        # a policy therefore warn of large errors.
         self._reader = TelemetryReader(warns=policy is None)
         self._probed: dict[str, dict[str, float]] = {}
         self._state: State | None = None
@@ -88,14 +89,17 @@ class CodecRun:
         self._owner: AnySums | None = None
         self._links: Links | None = None
         self._telemetry: Any = None
-        # Telemetry of the last step that measured it; the number of steps of the state.
+        # The telemetry of the last step that measured it, and the number of steps that
+        # the codecs' state has seen.
         self._known: Any = None
         self._turn = 0
         self._level: Any = None
         self._taken: Any = None
-        # The last columns of telemetry (signals), summed since the last observation.
+        # The columns of telemetry that measure the signal of gradients (the last
+        # columns), summed since the policy's last observation.
         self._signals: Any = None
-        # Whether the counts of levels and signals restart with the next step.
+        # Whether the counts of fallback levels and the sums of signals restart at 0
+        # with the next step.
         self._count_anew = True
         self._planned: PlannedStep | None = None
         self._since = 0.0
@@ -189,11 +193,11 @@ class CodecRun:
         self._links = self._links or links
 
     def check(self, sums: AnySums | None) -> None:
-        """Checks that the state can be carried over to another plan.
+        """Checks that the codecs' state can be carried over to another plan.
 
-        The next step carries the state over. `ParallelStep.recode` may choose codecs
-        before that step, and these may keep a residual that the plan's codecs would
-        drop.
+        The state is carried over by the next step, not here. Before that step
+        `ParallelStep.recode` may choose other codecs, which may keep a residual that
+        the codecs of this plan would drop.
 
         Raises:
           PlanError: the state does not fit the plan's gradients.
@@ -206,8 +210,9 @@ class CodecRun:
     ) -> None:
         """Creates the state for a step, and probes the codecs that the policy asks for.
 
-        First it warns of earlier steps that were skipped. The warning comes before any
-        array is consumed, so that a warning that is raised as an error loses no array.
+        First it warns of earlier steps that left the state unchanged because a gradient
+        was not finite. Python may raise the warning as an error. The warning therefore
+        comes before any array is consumed, so that no array is lost.
         """
         self._reader.look()
         assert planned.sums is not None
@@ -267,7 +272,7 @@ class CodecRun:
         self._count_anew = False
 
     def _is_observed(self, done: int) -> bool:
-        """Whether the policy observes a step."""
+        """Whether the policy observes the step with this number."""
         return self.policy is not None and done % max(1, self.policy.every) == 0
 
     def _measure(
@@ -311,8 +316,9 @@ class CodecRun:
     def report(self, running: PlannedStep | None) -> Telemetry:
         """Returns the telemetry of gradients, by parameter.
 
-        For each gradient this is the telemetry of the last step that measured it. If
-        the gradient is not finite in the very last step, it is that step's telemetry.
+        For each gradient this is the telemetry of the last step that measured
+        telemetry. If the gradient is not finite in the latest step, this is the
+        telemetry of the latest step instead.
 
         Args:
           running: the program in use; None if there is none yet.
@@ -352,7 +358,10 @@ class CodecRun:
     def _with_levels(
         self, sums: AnySums, reports: dict[str, GradientReport]
     ) -> dict[str, GradientReport]:
-        """Returns reports with the fallback levels, and the bytes of the last level."""
+        """Returns the reports with the fallback levels of each gradient added.
+
+        The bytes of a report become those of the last step's fallback level.
+        """
         last = np.argmax(np.asarray(self._level), axis=1)
         counts = np.asarray(self._taken)
         found: dict[str, GradientReport] = {}
@@ -369,7 +378,8 @@ class CodecRun:
         return found
 
     def plan_of_policy(self, plan: Plan, codecs: Mapping[str, str]) -> Plan:
-        """Returns the plan with those codecs of the policy that gradients can use."""
+        """Returns the plan with the policy's codecs, as far as gradients can use them.
+        """
         often = getattr(self.policy, "often", False)
         return self.recoding.change_codecs(plan, codecs, lenient=True, often=often)
 
@@ -382,7 +392,7 @@ class CodecRun:
         *,
         compiled: bool,
     ) -> bool:
-        """Whether the codecs that the policy wants are used from the next step on.
+        """Decides whether to use the codecs that the policy wants from the next step.
 
         Args:
           wish: the codecs that the policy wants.
@@ -451,7 +461,7 @@ def _report(
     decision: GradientDecision, row: np.ndarray, skipped: int
 ) -> GradientReport:
     wanted = float(row[WANTED])
-    # Ratios to a norm that is not finite are NaN.
+    # A ratio to a norm that is infinite or NaN is reported as NaN.
     part = wanted if np.isfinite(wanted) else np.nan
     return GradientReport(
         codec=decision.codec,

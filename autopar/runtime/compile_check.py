@@ -1,9 +1,10 @@
 """Compiles plans near the memory limit, to check that they fit.
 
-A plan is compiled by the compiler of its devices. The devices need not be present.
-XLA's CPU compiler is always available; compilers of accelerators are used if they are
-installed. A plan far below the memory limit is not compiled. The `autopar.plans.Plan`
-then has no memory figure of the compiler, and its text says so.
+A plan is compiled by the compiler for its kind of device. The devices need not be
+present. XLA's CPU compiler is always available; compilers for accelerators are used if
+they are installed. A plan whose predicted memory is far below the limit is not
+compiled. The `autopar.plans.Plan` then has no memory figure from a compiler, and the
+printed plan says so.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis
 from autopar.units import bytes_text
 
-# The largest number of plans to try, each with less memory than the one before.
+# The largest number of plans to try; each plan needs less memory than the one before.
 _MOST_PLANS = 3
-# The memory limit of the next plan is also multiplied by this factor.
+# The memory limit for the next plan is also multiplied by this factor, as a margin.
 _BELOW = 0.995
 
 
@@ -53,8 +54,8 @@ def plan_that_fits(
       analysis: the step.
       cluster: the cluster to plan for.
       options: the options, whose ``compile_check`` says whether plans are compiled.
-      find: finds a plan for a cluster (such as ``cluster`` with less memory), without
-        the programs that did not fit before.
+      find: finds a plan for a cluster (such as ``cluster`` with less memory). It skips
+        the programs in its second argument, which did not fit before.
 
     Raises:
       InfeasibleError: no plan fits.
@@ -66,7 +67,8 @@ def plan_that_fits(
     try:
         found = find(cluster, unfit)
     except InfeasibleError as error:
-        # If no option is left to try, not even the programs with least memory fit.
+        # If there are no untried options, the search has also tried the programs that
+        # need least memory, and not even these fit.
         pinned = decide_open(options).untried_options
         if target is None or target.kind == CPU.kind or not pinned:
             raise
@@ -109,14 +111,17 @@ def _with_room_made(
     find: Callable[[Cluster, Unfit], Plan],
     failure: InfeasibleError,
 ) -> Plan:
-    """Finds a plan that fits if the compiler saves memory, and compiles it to check.
+    """Finds a plan whose predicted memory is over the limit, but that may still fit.
+
+    A compiler may need less memory than predicted. The plan is compiled to check this.
 
     Args:
       analysis: the step.
       cluster: the cluster to plan for.
       target: the compiler for the cluster's devices.
       find: finds a plan for a cluster.
-      failure: the error that no plan fits; raised if the compiled program does not fit.
+      failure: the search's error, which says that no plan fits. It is raised if the
+        compiled program does not fit either.
     """
     say("no plan fits; looking for one that fits where the compiler makes room")
     device = cluster.device

@@ -9,8 +9,8 @@ process, the keeper, stops and continues the second process, and ends it when th
 process ends. The second process receives a lowered program, so it needs neither the
 step nor its data.
 
-Programs for accelerators are compiled in this process: accelerators compute while the
-host compiles, and a second process could not share the accelerators.
+Programs for accelerators are compiled in this process. Accelerators go on computing
+while the host compiles, and a second process could not use the same accelerators.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from autopar_passes import jax_processes
 
 _LENGTH = struct.Struct("<q")
 _COUNT_FLAG = "host_platform_device_count"
-# Seconds of a burst and of the rest after it. Steps run undisturbed for three quarters
-# of the time, and compiling takes four times as long. Stopping the process takes only
-# some milliseconds, little compared with a burst.
+# Seconds of a burst, and of the rest after it. Training steps run undisturbed for three
+# quarters of the time, and compiling takes four times as long as without rests.
+# Stopping the process takes only some milliseconds, little compared with a burst.
 _BURST_S, _REST_S = 0.1, 0.3
 
 
@@ -61,9 +61,11 @@ class Compiler:
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: IO[bytes] | None = None  # to the keeper
         self._closed = False
-        # One program at a time; `close` does not wait for it.
+        # The process compiles one program at a time. `close` ends it at once, without
+        # waiting for the current program.
         self._turn, self._starting = threading.Lock(), threading.Lock()
-        # The number of threads that wait for a program; rests are made only if it is 0.
+        # The number of threads that wait for a program. The other process rests only
+        # while this number is 0.
         self._waiting = 0
         self._hurry, self._counting = threading.Event(), threading.Lock()
 
@@ -180,7 +182,7 @@ _COMPILER: contextvars.ContextVar[Compiler | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def compiled_by(compiler: Compiler) -> Generator[None]:
-    """Lets `compile_lowered` of this thread use a compiler in the ``with`` block."""
+    """Makes `compile_lowered` use a compiler, in this thread and the ``with`` block."""
     token = _COMPILER.set(compiler)
     try:
         yield
@@ -189,10 +191,10 @@ def compiled_by(compiler: Compiler) -> Generator[None]:
 
 
 def compile_lowered(lowered: Any) -> None:
-    """Compiles a lowered function, so that calls of the function find its code.
+    """Compiles a lowered function, so that calls of the function need not compile.
 
-    If the compiler of `compiled_by` cannot compile a program, this process compiles it:
-    a program may call Python functions that only this process has.
+    The compiler given to `compiled_by` compiles it in its process. If it cannot, this
+    process compiles it: a program may call Python functions that only this process has.
 
     Args:
       lowered: `jax.stages.Lowered`.
@@ -231,7 +233,8 @@ def _open_process(words: list[str], *descriptors: int) -> subprocess.Popen[bytes
         stderr=subprocess.DEVNULL,
         env=_environment(),
         pass_fds=descriptors,
-        # An interrupt from the keyboard must reach only the training process.
+        # Ctrl-C must interrupt only the training process, so the other process has its
+        # own process group.
         process_group=0 if os.name == "posix" else None,
     )
 
@@ -245,7 +248,7 @@ def _environment() -> dict[str, str]:
     found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(x or ".") for x in sys.path)
     if _COUNT_FLAG not in found.get("XLA_FLAGS", ""):
         found["JAX_NUM_CPU_DEVICES"] = str(jax_processes.local_device_count())
-    # The training process keeps the programs that are compiled ahead.
+    # The training process caches compiled programs, so the other process need not.
     found.pop("JAX_COMPILATION_CACHE_DIR", None)
     return found
 

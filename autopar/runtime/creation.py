@@ -31,7 +31,10 @@ def splat(state: Any) -> tuple[Any, ...]:
 
 
 def flat_state(state: Any) -> tuple[list[Any], Fixed]:
-    """Returns the arrays of a state in the order of the step's inputs, and the rest."""
+    """Returns the arrays of a state, and the state without its arrays.
+
+    The arrays are in the order of the step's inputs.
+    """
     trees = split_objects(splat(state))
     return part([f"state[{k}]" for k in range(len(trees))], trees)
 
@@ -63,7 +66,7 @@ class StateShapes:
     Attributes:
       structs: shapes of the arrays.
       fixed: the leading arguments of the step, without the arrays.
-      single: whether the state is a single argument.
+      single: whether the step takes the state as a single argument.
       leaves: creates only the arrays, from the function's arguments.
     """
 
@@ -104,8 +107,8 @@ def state_shapes(create_state: Callable[..., Any], args: Sequence[Any]) -> State
 def leaves_of(create_state: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Returns a function that creates only the arrays of a state.
 
-    Other parts of a state may differ between two calls. For example, ``apply_fn`` may
-    be bound to a module that each call creates.
+    ``jax.jit`` needs results that are equal between calls. Parts of a state that are no
+    arrays may differ: ``apply_fn`` may be bound to a module that each call creates.
     """
     return lambda *args: flat_state(create_state(*args))[0]
 
@@ -118,7 +121,9 @@ def replace_leaves(state: Any, leaves: Sequence[Any]) -> Any:
 
 
 def with_leaves(state: Any, leaves: Sequence[Any]) -> Any:
-    """Returns a state's trees with other leaves; NNX objects become their state."""
+    """Returns a state's trees with other leaves; an NNX object becomes an
+    ``nnx.State``.
+    """
     arrays, fixed = flat_state(state)
     out = fixed.join(leaves[: len(arrays)])
     out = jax.tree.map(
@@ -148,6 +153,10 @@ def plan_shardings(
 def even_shardings(
     leaves: Sequence[Any], devices: Sequence[Any]
 ) -> list[NamedSharding]:
-    """Splits each array evenly over the devices, if one of its dims allows this."""
+    """Returns shardings that split each array evenly over the devices.
+
+    An array none of whose dimensions is divisible by the number of devices is
+    replicated.
+    """
     mesh = Mesh(np.array(list(devices), dtype=object), ("all",))
     return [placement.even_sharding(x.shape, mesh) for x in leaves]

@@ -28,7 +28,8 @@ from autopar_passes.program.trace import opened_within, step_name
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The largest number of compiled functions to keep, by form of the call and shapes.
+# The largest number of compiled functions that an `Evaluation` keeps. It compiles one
+# for each form of call and each set of array shapes.
 FUNCTIONS = 16
 
 
@@ -56,7 +57,7 @@ class Evaluation(Generic[P, R]):
 
         Args:
           function: the function; not a ``jax.pmap``, but the function inside it.
-          running: returns the planned step in use.
+          running: returns the planned step in use, which has the state's shardings.
           world: returns the processes and devices of the step.
           static: names of static arguments.
 
@@ -112,8 +113,8 @@ class Evaluation(Generic[P, R]):
 
         Args:
           call: the call.
-          names: names of the axes that are not bound, with one replica each; none at
-            first.
+          names: names of axes that the function uses and that no mesh binds. Each is
+            bound with one replica. The first attempt has no names.
         """
         structs = arguments.abstract(call)
         key = arguments.signature(structs)
@@ -127,7 +128,10 @@ class Evaluation(Generic[P, R]):
         return found
 
     def _place_call(self, call: StepCall) -> list[Any]:
-        """Returns the arrays of a call; a batch is split over the axes of the batch."""
+        """Returns the arrays of a call with shardings.
+
+        A batch is split over the mesh axes that split the step's batch.
+        """
         running, count = self._running(), self._world().process_count
         if running.pipeline is not None:
             return spread(call.arrays, running.mesh, running.links)
@@ -136,7 +140,8 @@ class Evaluation(Generic[P, R]):
         placed: list[Any] = []
         for x in call.arrays:
             if isinstance(x, jax.Array) and x.sharding.device_set == devices:
-                # If the caller has set a mesh, the step returned the state on it.
+                # If the caller has set a mesh, the step returned its state on that
+                # mesh, so the state is brought back to the plan's mesh here.
                 placed += placement.given_back([x], running.mesh, ())
                 continue
             shape = placement.global_shape(x, count)
@@ -182,7 +187,11 @@ def spread(arrays: Sequence[Any], mesh: Mesh, links: Links | None = None) -> lis
 
 
 def batch_axes(running: PlannedStep) -> tuple[str, ...]:
-    """Returns the mesh axes that split the batch array with the most such axes."""
+    """Returns the mesh axes that split the batch.
+
+    If batch arrays are split over different axes, these are the axes of the array that
+    is split over most axes.
+    """
     found = rows_axes(running.analysis.graph, running.plan.inputs)
     return tuple(max(found, key=len, default=()))
 
@@ -190,7 +199,10 @@ def batch_axes(running: PlannedStep) -> tuple[str, ...]:
 def _row_spec(
     running: PlannedStep, shape: tuple[int, ...], axes: tuple[str, ...]
 ) -> PartitionSpec:
-    """Splits rows over as many of the first axes as divide the rows together."""
+    """Splits rows over the first of the given mesh axes.
+
+    As many axes are used as have a product of sizes that divides the number of rows.
+    """
     sizes = running.plan.mesh["axes"]
     parts, used = 1, list[str]()
     for name in axes:

@@ -29,7 +29,8 @@ def main() -> None:
     os.dup2(nothing, 1)
     while order := os.read(descriptor, 1):
         os.kill(pid, signal.SIGSTOP if order == STOP else signal.SIGCONT)
-    # The command was not waited for yet, so its process id was not reused.
+    # No one has waited for the command's process yet, so the system cannot have given
+    # its process id to another process.
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 

@@ -1,7 +1,7 @@
 """Exchanges between processes through the key-value store of `jax.distributed`.
 
-The store lives in the coordination service. Therefore a process that has failed, or has
-no program to run, can still send messages.
+The store is part of the coordination service, not of the devices. Therefore a process
+that has failed, or that has no program to run, can still send messages.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import msgspec
 
 from autopar.errors import RunError
 
-# The longest wait of one request; Ctrl-C is noticed between requests. Waits that
-# ``check`` may end use the shorter time.
+# The longest wait of one request, in milliseconds. Ctrl-C takes effect only between
+# requests. The shorter time is for objects with a ``check``, which is called between
+# requests as well.
 _POLL_MS, _QUICK_MS = 500, 50
 # Seconds of waiting after which a warning is given.
 _PATIENCE_S = 60
@@ -27,9 +28,10 @@ _ROOT = "autopar"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeyValueExchange:
-    """Numbered exchanges of one process with the others.
+    """Exchanges data of one process with all other processes, again and again.
 
-    The store counts the calls of each process; an exchange has the number of its call.
+    An exchange has a number: each process counts its calls, and calls with equal
+    numbers belong to the same exchange.
     Process 0 collects the data of all processes and publishes them under one key. A
     process that fails publishes its failure under this key instead.
 
@@ -52,7 +54,7 @@ class KeyValueExchange:
         return f"{_ROOT}/lanes/{self.lane}" if self.lane else _ROOT
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
-        """Returns the data of each process; if a process has failed, only failures.
+        """Returns process number -> data; only the failures if a process has failed.
 
         Args:
           data: the data of this process.
@@ -72,12 +74,16 @@ class KeyValueExchange:
                 return self._read_published(number, what)
             found[process] = own
         self._publish(number, found)
-        # A process that has sent data for this exchange has read the earlier ones.
+        # A process that has sent data for this exchange has read the results of all
+        # earlier exchanges, so the last of these can be deleted.
         self.client.key_value_delete(f"{self._root}/{number - 1}")
         return self._read_published(number, what)
 
     def tell(self, data: bytes) -> None:
-        """Sends a failure as the next exchange, without waiting for other processes."""
+        """Sends a failure in place of data for the next exchange.
+
+        Does not wait for the other processes.
+        """
         # If the service has ended, the other processes notice this themselves.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._publish(self._next(), {self.index: data})

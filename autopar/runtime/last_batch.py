@@ -15,9 +15,9 @@ from autopar.runtime import placement
 from autopar.runtime.planned import PlannedStep
 from autopar_passes.program.calls import StepCall
 
-# What to do with a batch of fewer rows. "run": run it as it is, split over as many
-# devices as divide its rows. "drop": drop the rows after the last multiple of the
-# plan's split. "pad": repeat the last row.
+# What to do with a batch of fewer rows than planned. "run": run the batch as it is,
+# split over the most devices whose number divides the rows. "drop": the plan splits the
+# rows into n parts; drop rows until n divides the rest. "pad": repeat the last row.
 LastBatch = Literal["run", "drop", "pad"]
 
 
@@ -41,8 +41,8 @@ def fewer_rows(
 ) -> BatchRows | None:
     """Returns the rows of a call that has fewer rows than the running step.
 
-    None for any other call. The batch arrays must have fewer rows by the same ratio,
-    and everything else must be equal.
+    None for any other call. All batch arrays must have fewer rows by the same ratio,
+    and everything else must be as in the calls that the step was planned for.
     """
     analysis = running.analysis
     if analysis.pytrees.form != call.form:
@@ -80,7 +80,7 @@ def fit_rows(
       call: the call.
       running: the running step.
       how: what to do with the rows; ``run`` changes nothing.
-      process_count: number of processes, which all have the same number of rows.
+      process_count: number of processes; all processes hold equally many rows.
     """
     rows, plan = fewer_rows(call, running, process_count), running.plan
     if rows is None or how == "run":

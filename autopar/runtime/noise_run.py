@@ -1,4 +1,7 @@
-"""Keeps the averages of the noise scale from step to step and from plan to plan."""
+"""Keeps the running averages that the noise scale of gradients is computed from.
+
+The averages go on from step to step, and from one plan of the step to the next.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,10 @@ class NoiseRun:
         self._saved, self._state, self._owner = state, None, None
 
     def start_anew(self) -> None:
-        """Drops the averages of earlier steps; keeps restored averages until used."""
+        """Drops the averages of earlier steps, but not restored averages.
+
+        The next step still uses averages that were restored.
+        """
         if self._state is not None:
             self._state, self._owner = None, None
 
@@ -105,7 +111,8 @@ class NoiseRun:
 def _known_names() -> frozenset[str]:
     """Returns the keys of saved averages.
 
-    A function and not a constant: it creates arrays, and an import must not do this.
+    This is a function and not a constant because it creates arrays, which would start
+    JAX's backend during the import.
     """
     return frozenset({*fresh(1.0), "compared", "previous"})
 
@@ -126,13 +133,14 @@ def check(state: Any) -> None:
 def carried_over(state: State, spec: NoiseSpec) -> State:
     """Converts averages to another plan of the same step.
 
-    The averages do not depend on the plan, because all plans measure the same
-    parameters and rows. There is one exception: averages have another bias if only one
-    of both plans has a single group of workers. They then start anew, as in Pollux.
+    In general the averages do not depend on the plan, because all plans measure the
+    same parameters and rows. There is one exception: with a single group of workers the
+    averages have another bias. If one plan has a single group and the other plan has
+    several, the averages therefore start anew, as in Pollux.
 
     Args:
       state: the averages after some steps, as JAX or NumPy arrays.
-      spec: the measurement of the new plan.
+      spec: how the new plan measures the noise.
     """
     known, wanted = spec.create(), spec.structs()
     before = dict(state["previous"])
@@ -150,8 +158,8 @@ def carried_over(state: State, spec: NoiseSpec) -> State:
         made.update({k: known[k] for k in ("weight", "sqr", "var", "excess", "steps")})
     if spec.options.base_batch is not None:
         made["base_batch"] = known["base_batch"]
-    # A step consumes the averages, so they are copied: fresh averages may hold the same
-    # array several times.
+    # The averages are copied because a step consumes them. Fresh averages may hold one
+    # array at several places, and an array can be consumed only once.
     return jax.tree.map(
         lambda x, like, where: placement.place(jnp.array(x, like.dtype), where),
         jax.tree.map(_of_this_process, made),

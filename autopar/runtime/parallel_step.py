@@ -206,8 +206,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
           args: the arguments of ``create_state``.
           batch: an example batch, arrays or ``ShapeDtypeStruct``s, for a step whose
             only argument after the state is the batch.
-          others: for any other step: all arguments after the state, in their order,
-            or by name.
+          others: for any other step: all arguments after the state, as a sequence in
+            the order of the step's parameters or as a mapping by name.
 
         Raises:
           PlanError: both ``batch`` and ``others`` are given, or several processes would
@@ -342,9 +342,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return self._current.planned
 
     def _beside(self, call: StepCall) -> PlannedStep | None:
-        """Returns the step of a full batch if the call has fewer rows; else None.
+        """Returns the planned step for a full batch if this call has fewer rows.
 
-        The plan for fewer rows then leaves the state where the full batch has it.
+        Returns None if the call has a full batch. The caller plans a call of fewer rows
+        such that the state keeps the shardings that it has for a full batch.
         """
         current = self._current
         if current is None or current.has_stages:
@@ -355,7 +356,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step; see `autopar.parallelize`.
 
-        Under a JAX transform this calls the undecorated step.
+        Under a JAX transform, such as ``jax.jit`` or ``jax.eval_shape``, this calls the
+        undecorated step.
         """
         if (found := self._repeats(args, kwargs)) is not None:
             return self._again(*found)
@@ -372,7 +374,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
     ) -> tuple[RepeatedCall, list[Any], list[Any]] | None:
         """Returns the last call with these arguments, as given and as placed.
 
-        None if these arguments differ from the last ones in more than array values.
+        Returns None if these arguments differ from those of the last call in more than
+        the values of arrays.
         """
         known = self._repeated
         if known is None or known.running is not self._current:
@@ -514,7 +517,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return planned.plan
 
     def _make_ready(self) -> None:
-        """Compiles a new program; if one process fails, all processes fail."""
+        """Compiles a new program on all processes; if one fails, all raise an error.
+        """
         current = self._current
         if current is None or current.ready:
             return

@@ -25,9 +25,9 @@ from autopar_passes.jax_meshes import explicit_sharding, user_mesh
 def place(leaf: Any, sharding: NamedSharding) -> Any:
     """Returns an array with the given sharding; no copy if it has that sharding.
 
-    The result has exactly this sharding and a strong type. JAX looks compiled code up
-    by both. An equivalent sharding on another mesh would be an error for functions
-    inside the program that JAX compiles separately.
+    The result has exactly this sharding and no weak type, because JAX looks up compiled
+    code by sharding and by weak type. An equivalent sharding on another mesh would be
+    an error for functions inside the program that JAX compiles separately.
 
     If the sharding spans processes, a local array must have the same values on every
     process (`autopar.runtime.agreement.check_equal`). Each process then cuts its shards
@@ -86,7 +86,10 @@ def _strong(leaf: jax.Array) -> Any:
 
 
 def held_here(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether `place` would cut shards of a global sharding out of a local array."""
+    """Whether `place` would cut shards of a global sharding out of a local array.
+
+    The caller then checks that the array is the same on every process.
+    """
     return not sharding.is_fully_addressable and not is_global(leaf)
 
 
@@ -113,8 +116,9 @@ def consume(
 ) -> None:
     """Deletes the arrays that a call consumed, even if their memory was not reused.
 
-    An array that had to be moved before the call stays with the caller. An array that
-    is also a result is kept: a pipeline returns unchanged state as it is.
+    If an argument had to be moved to another sharding before the call, only the moved
+    copy is deleted, and the caller keeps the original. An array that is also a result
+    is not deleted: a pipeline returns unchanged state as the same array.
     """
     kept = {id(x) for x in results}
     for k in donated:
@@ -184,7 +188,10 @@ def is_global(leaf: Any) -> bool:
 
 
 def local_bytes(array: jax.Array) -> int:
-    """Returns the bytes of an array on the devices of this process, with replicas."""
+    """Returns the bytes of an array on all devices of this process together.
+
+    Each replica of a replicated array counts.
+    """
     bits = jax_compat.key_bits(array)
     return sum(shard.data.nbytes for shard in bits.addressable_shards)
 
@@ -210,9 +217,12 @@ def _row_mesh(mesh: Any) -> Mesh:
 
 
 def even_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Splits the first dim that the number of devices divides; else replicates.
+    """Returns a sharding that splits an array evenly over all devices of a mesh.
 
-    State has these shardings if it is created before planning, so that no device has to
+    It splits the first dimension that the number of devices divides. If there is no
+    such dimension, the array is replicated.
+
+    State that is created before planning gets these shardings, so that no device has to
     hold the whole state.
     """
     total = mesh.size
@@ -288,7 +298,10 @@ def device_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def abstract_mesh(plan: Plan) -> AbstractMesh:
-    """Returns the device-free mesh of a plan with one stage, to lower and audit it."""
+    """Returns the mesh of a plan with one stage, without devices.
+
+    It is enough to lower and audit the program of the plan.
+    """
     kinds = (AxisType.Auto,) * len(plan.axis_sizes)
     return AbstractMesh(plan.axis_sizes, plan.axis_names, axis_types=kinds)
 
@@ -380,7 +393,10 @@ def _restate_sharding(array: Any, sharding: NamedSharding) -> Any:
 def _same_layout(
     sharding: Any, mesh: Mesh, shape: tuple[int, ...]
 ) -> NamedSharding | None:
-    """Returns the sharding on a mesh that leaves all shards in place; None if none."""
+    """Returns a sharding on another mesh that leaves all shards on their devices.
+
+    None if the axes of that mesh cannot express such a sharding.
+    """
     if sharding.device_set != set(mesh.devices.flat):
         return None
     parts = sharding.devices_indices_map(shape)
@@ -393,7 +409,8 @@ def _same_layout(
             continue
         at = [0] * mesh.devices.ndim
         at[position] = 1
-        # The change of a shard's first index from one position of the axis to the next.
+        # By how much the first index of a shard changes from one device to the next
+        # along this mesh axis.
         moved = starts[tuple(at)] - starts[(0,) * mesh.devices.ndim]
         for dim in np.flatnonzero(moved):
             axes[dim].append((-int(moved[dim]), name))

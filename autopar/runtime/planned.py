@@ -129,13 +129,15 @@ class PlannedStep:
         sharding between steps; the batch lies on the first stage that reads it.
       meshes: the meshes of the state: the mesh of each stage, and the mesh of all
         stages if the plan uses it.
-      sums: how gradients are summed; None if the compiler adds all sums.
+      sums: how the program sums gradients over devices; None if the compiler inserts
+        all these sums.
       sums_of: returns ``sums`` for a plan that differs only in inputs of its programs.
       gradients: a function of the flat arguments; returns, by name, the partial
         gradients that are worth a codec, of the stages in this process. None if there
         are no such gradients.
       noise: how the step measures the noise of gradients; None if it does not.
-      guard: whether the last flat result says that the step is finite.
+      guard: whether the step has a last flat result that says whether all results of
+        the step are finite.
       pipeline: the tasks of several stages; None with one stage, whose program is
         ``function``.
     """
@@ -266,7 +268,8 @@ def planned_step(
       mesh: from `device_mesh` or `abstract_mesh`.
       donate: whether the carried state is consumed by the call.
       gradients: ``PlannedStep.gradients`` of a step that differs only in codecs.
-      fallback: the codecs for steps in which the plan's codecs send too little.
+      fallback: the codecs to use in steps in which the plan's codecs would send too
+        small a fraction of the gradient.
       noise: how the step measures the noise of gradients; None if it does not.
       signals: whether the step measures the signal in the sent gradients.
       every: telemetry is measured once in this many steps.
@@ -394,7 +397,7 @@ def _synchronised_step(
     *,
     guard: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a step with codecs, with a measurement of noise, or with a guard.
+    """Adds codecs, a measurement of noise or a guard to the function of a step.
 
     A step with codecs restores the carried state when a gradient is not finite. A
     guarded step also restores it when a result is not finite. Its last flat result says
@@ -474,11 +477,11 @@ def _out_shardings(
 ) -> list[NamedSharding | None]:
     """Returns the sharding of each flat result.
 
-    Carried state is returned in the layout in which it is passed. Only this function
-    decides and checks this. The layouts must be equal for two reasons. A result can
-    then be the argument of the next call, in the memory of the old array (donation,
-    `timing`). And `StateRestorer` can choose between the old and the new array without
-    moving them.
+    Carried state is returned in the layout in which it is passed to the step. Only this
+    function ensures and checks this. The layouts must be equal for two reasons. First,
+    a result can then be the argument of the next call, in the memory of the old array
+    (donation, `timing`). Second, `StateRestorer` can choose between the old and the new
+    array without moving either of them.
 
     Raises:
       PlanError: the plan returns carried state in another layout.

@@ -49,12 +49,12 @@ class Setting:
 
     Attributes:
       cluster: the cluster; None for all devices of the backend.
-      plan: a plan to use as it is, instead of planning.
+      plan: a plan from the user, which is used instead of planning; None to plan.
       devices: the devices to run on, or their ids; None for the devices that the
         cluster names, or the first devices of the world.
       codecs: options whose codecs and ``layouts`` replace those of the planner; None
         for the planner's own.
-      sent: a plan that gives each gradient its codec; None for no such plan.
+      sent: a plan whose codec of each gradient is to be used; None to choose codecs.
     """
 
     cluster: Cluster | None = None
@@ -71,7 +71,7 @@ def moved_setting(
     devices: tuple[Any, ...] | None,
     given: Plan | None,
 ) -> Setting:
-    """Returns the setting on another cluster, with the codecs that were asked for.
+    """Returns the setting on another cluster, with the codecs that the user asked for.
 
     Args:
       setting: the setting that the step was planned for.
@@ -94,10 +94,11 @@ def moved_setting(
 
 
 def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
-    """Returns the options with the choice of codecs that a plan was made with.
+    """Returns the options with the ``compression=`` that a plan was made with.
 
-    If codecs were chosen gradient by gradient (`sent_by_hand`), the options name the
-    codec with the most dense bytes. Layouts are then planned for that codec.
+    If codecs were set gradient by gradient (`sent_by_hand`), ``compression=`` can name
+    only one of them. It is the codec that sends the most dense bytes, and layouts are
+    then planned for that codec.
     """
     mode = plan.compression.mode
     if mode == "none" or _by_hand(plan):
@@ -108,10 +109,10 @@ def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
 
 
 def sent_by_hand(plan: Plan) -> Plan | None:
-    """Returns the plan if no mode of compression gave its gradients their codecs.
+    """Returns the plan if no ``compression=`` value alone gives it its codecs.
 
-    Either a user set the codecs of single gradients, or a plan without compression
-    leaves several codecs in use. In all other cases the result is None.
+    This is so if a user set the codecs of single gradients, or if a plan without
+    compression has several codecs in use. In all other cases the result is None.
     """
     several = plan.compression.mode == "none" and len(_dense_bytes(plan)) > 1
     return plan if several or (_by_hand(plan) and _dense_bytes(plan)) else None
@@ -124,9 +125,9 @@ def _by_hand(plan: Plan) -> bool:
 def _dense_bytes(plan: Plan) -> dict[str, float]:
     """Returns, by codec, the dense bytes of one device's gradients with this codec.
 
-    Dense bytes are those that the device would send without compression. The codec
-    ``dense`` counts only if no gradient has another codec: every plan may send
-    gradients densely that its codec cannot send with profit.
+    Dense bytes are the bytes that the device would send without compression. The codec
+    ``dense`` is left out if some gradient has another codec, because every plan with a
+    codec may still send densely those gradients that the codec would not make faster.
     """
     found: dict[str, float] = {}
     for g in plan.gradients:
@@ -156,7 +157,8 @@ def fitting_layouts(options: PlanOptions, cluster: Cluster) -> PlanOptions:
     return options
 
 
-# The largest number of remembered plans, by signature of the arguments and cluster.
+# The largest number of plans that a `Preparation` remembers. Each plan belongs to a
+# signature of the arguments and a setting (cluster, devices and codecs).
 PLANS = 32
 
 
@@ -222,7 +224,8 @@ class Preparation:
         self._world = world
         self._cluster = cluster
         self._errors = errors
-        # Plans by setting. The codecs of `recode` stay in use if a cluster returns.
+        # Signature and setting -> plan. If a step returns to an earlier cluster, its
+        # plan there still has the codecs that `recode` had set.
         self._plans: Recent[Hashable, Plan] = Recent(PLANS)
         # The functions that have run. The first call of a function compiles it.
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -231,9 +234,10 @@ class Preparation:
         self._earlier: dict[Hashable, Plan] = {}
 
     def enter(self, cache: PlanCache | None) -> None:
-        """Prepares for another world, whose processes remember different plans.
+        """Prepares for a new set of processes, which may remember different plans.
 
-        If this process is process 0 of the new world, it uses its plans again.
+        If this process is process 0 of the new set, it uses the plans that it remembers
+        again.
 
         Args:
           cache: the plans on disk, used if the planner has no cache yet.
@@ -265,8 +269,8 @@ class Preparation:
     ) -> Plan:
         """Returns the plan of a setting, the same plan on every process.
 
-        If another plan is given as ``beside``, both plans have the same shardings of
-        the state.
+        If another plan is given as ``beside``, the returned plan has the same shardings
+        of the state as that plan.
         """
         known = self._plans.get(self._place(analysed, setting))
         if known is not None:
@@ -419,7 +423,9 @@ class Preparation:
 
     @without_mesh()
     def program(self, analysed: Analysed, plan: Plan, setting: Setting) -> PlannedStep:
-        """Returns the program of a plan, after all processes have checked the plan."""
+        """Returns the program of a plan, after a check that all processes hold the same
+        plan.
+        """
         devices = self.devices(setting)
         if self._world().process_count > 1:
             with agreement.tell_errors(self._world(), "comparing the traced steps"):
@@ -527,7 +533,8 @@ class Preparation:
         whole: dict[str, Any] = {}
         placed: list[Any] = []
         world = self._world()
-        # In a first step the processes exchange failures while they compare arrays.
+        # In a first step the processes compare arrays by an exchange that can also
+        # carry a failure, so an error here reaches the other processes.
         what = "placing the arguments"
         with agreement.tell_errors(world, what) if first else contextlib.nullcontext():
             for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
@@ -614,7 +621,8 @@ def moved_state(
       state: path -> array.
       old: the step under the plan that the state was made by.
       new: the step under the other plan.
-      links: the result of `Preparation.links_between`.
+      links: the result of `Preparation.links_between`; with links, the state moves over
+        them to other processes.
       consume: see `autopar.runtime.state_mover.move`; ignored if the state moves over
         links.
     """
@@ -643,5 +651,8 @@ def _own_rows(planned: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
 
 
 def _is_own_part(x: Any, given: GraphInput, shape: Sequence[int]) -> bool:
-    """Whether an array holds only this process's rows of a batch of the given shape."""
+    """Whether an array holds only this process's rows of a batch.
+
+    The given shape is the shape of the whole batch.
+    """
     return given.role is InputRole.BATCH and np.shape(x) != tuple(shape)

@@ -27,9 +27,9 @@ from autopar.runtime.step_planner import Analysed
 class ProgramStore:
     """Programs by step, plan and devices.
 
-    A program that is dropped frees its compiled code, which JAX would otherwise keep as
-    long as the jitted function lives. A jitted function that is still referenced
-    compiles again when it is called.
+    If the store drops a program, it frees the compiled code of that program. JAX would
+    otherwise keep the code as long as the jitted function lives. If someone still calls
+    the jitted function, JAX compiles it again.
     """
 
     def __init__(
@@ -48,11 +48,13 @@ class ProgramStore:
 
         Args:
           donate: whether programs consume the carried state.
-          fallback: the codecs for steps in which the plan's codecs send too little.
+          fallback: the codecs to use in steps in which the plan's codecs would send too
+            small a fraction of the gradient.
           noise: how programs measure the noise of gradients; None if they do not.
           signals: whether programs measure the signal in the sent gradients.
           every: telemetry of codecs is measured once in this many steps.
-          guard: whether a step that is not finite leaves the state unchanged.
+          guard: whether a step with a NaN or an infinity in its results leaves the
+            state unchanged.
           capacity: the largest number of programs.
           clock: returns the current time in seconds.
 
@@ -61,7 +63,8 @@ class ProgramStore:
         self.donate, self.guard = donate, guard
         self.compile_s = 0.0
         self._clock = clock
-        # Seconds of compiling each jitted function, by its first call and ahead of it.
+        # Jitted function -> seconds that it took to compile, whether in its first call
+        # or before that call.
         self._compiled: weakref.WeakKeyDictionary[Any, float]
         self._compiled = weakref.WeakKeyDictionary()
         # A second thread may prepare programs while the main thread trains.
@@ -92,8 +95,9 @@ class ProgramStore:
     def consumes(self, plan: Plan) -> bool:
         """Whether the program of a plan consumes the carried state.
 
-        The stages of a pipeline cannot restore the state. With a guard they therefore
-        do not consume it, and it stays in memory until the step has ended.
+        A guard restores the state after a step that is not finite. The stages of a
+        pipeline cannot do this inside their programs. With a guard they therefore do
+        not consume the state, and the old state stays in memory until the step ends.
         """
         return self.donate and not (self.guard and len(plan.stages) > 1)
 
@@ -213,9 +217,9 @@ class ProgramStore:
 def _key(analysed: Analysed, plan: Plan, meshes: Sequence[Any]) -> Hashable:
     """Returns the key of a program: signature, weak types, plan and devices.
 
-    The step is identified by its signature, and not by tree structures: these hold
-    functions and may differ for the same step. Values that are inputs of the program
-    are not part of the key.
+    The step is identified by its signature, and not by tree structures. Tree structures
+    hold functions, so two structures of the same step may differ. Parameters of codecs
+    that are inputs of the program are not part of the key.
     """
     used = tuple(d for mesh in meshes for d in mesh.devices.flat)
     return analysed.key, analysed.weak, content_digest(program_plan(plan)), used

@@ -4,8 +4,8 @@ Such a call is not planned again, and only some of its arrays are placed again.
 
 In training, most calls are alike: the state is the result of the last call, and the
 batch has the shapes of the last batch. If trees, types, shapes and shardings are equal
-to those of the last call, its checks need not be repeated. These properties are
-compared as whole lists, which takes 0.1 microseconds per array.
+to those of the last call, the checks of the last call need not be repeated. Each of
+these properties is compared as one list, which takes 0.1 microseconds per array.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class RepeatedCall:
       loose: the arrays that ``kept`` does not select.
       consumed: positions of the arrays that the call consumes, with their results.
       donated: selects the consumed arrays.
-      moves_state: whether a consumed array, such as a key, is placed in each call.
+      moves_state: whether some consumed array, such as a random key, has to be placed
+        again in each call.
     """
 
     running: Running
@@ -87,7 +88,7 @@ class RepeatedCall:
     ) -> tuple[list[Any], list[Any]] | None:
         """Returns the flat arguments, as given and as placed.
 
-        None if the call does not repeat this one.
+        Returns None if the new call differs from this call in more than array values.
 
         Args:
           args: positional arguments.
@@ -149,7 +150,7 @@ def repeated_call(
 ) -> RepeatedCall | None:
     """Returns the properties that later calls must share with a call that has run.
 
-    None if later calls cannot be recognised as repetitions.
+    Returns None if later calls cannot be compared with this call.
 
     Args:
       running: the step that ran the call.
@@ -212,8 +213,9 @@ def _own_positions(
 ) -> list[int] | None:
     """Returns the position of each array of a call among the leaves.
 
-    None if the leaves are not the arrays of the call. Examples are a static argument
-    that is a tree, and a batch whose last rows were dropped.
+    Returns None if the leaves of the arguments are not the arrays of the call, one to
+    one. Examples are a static argument that is a tree, and a batch whose last rows were
+    dropped.
     """
     static, given = dict(fixed.leaves), iter(arrays)
     if len(leaves) != fixed.tree.num_leaves:

@@ -48,8 +48,9 @@ Block = tuple[tuple[int, int], ...]
 def is_movable(array: Any, sharding: Any) -> bool:
     """Whether `move_array` should move an array to a sharding.
 
-    It should if all devices belong to this process, and are CPUs or a different set of
-    devices. Within one set of accelerators, JAX moves the array over their links.
+    It should if all old and new devices belong to this process, and they are either
+    CPUs or two different sets of devices. Within one set of accelerators,
+    ``device_put`` is better: JAX then moves the array over the links of the devices.
     """
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return False
@@ -99,7 +100,7 @@ def move_array(array: jax.Array, sharding: Any) -> Any:
 
 
 def shares_memory(one: Any, other: Any) -> bool:
-    """Whether a block of one array and a block of the other have the same memory."""
+    """Whether some block of one array has the same memory as a block of the other."""
     pointers = [
         {
             shard.data.unsafe_buffer_pointer()
@@ -125,10 +126,11 @@ def resident_bytes() -> int:
 def return_memory(but: int = 0) -> None:
     """Returns freed memory to the system.
 
-    The C library of Linux keeps memory that is freed in pieces. A state that is moved
-    array by array may therefore take twice its memory. Other C libraries have no
-    function to return memory. Returning pages costs as much time as the move itself,
-    so small amounts are not returned.
+    The C library of Linux does not return memory that is freed in small pieces to the
+    system. Without this function, a state that is moved array by array may therefore
+    take twice its memory. Other C libraries have no function to return memory.
+    Returning pages takes as much time as the move itself, so small amounts stay with
+    the process.
 
     Args:
       but: a number of bytes; nothing is done if the process holds at most this many.
@@ -178,7 +180,8 @@ def _within(common: Sequence[tuple[int, int]], block: Block) -> tuple[slice, ...
     )
 
 
-# Bytes that are moved at a time if the old state is consumed.
+# If the old state is consumed, old arrays are freed whenever copies of this many bytes
+# have been made.
 IN_FLIGHT_BYTES = 16 << 20
 # Freed memory that the process keeps during a move, for the next arrays.
 _KEPT_BYTES = 24 << 20
@@ -276,11 +279,13 @@ class DevicePut:
     """A transport that uses ``jax.device_put``.
 
     Within a process it moves any array to any devices of the process. If the devices
-    change, it moves block by block, without a copy of the whole array (`move_array`).
+    change, it moves the array block by block, without a copy of the whole array
+    (`move_array`).
 
-    Between processes it moves an array whose devices are those of the target's mesh. It
-    also moves an array of which each process holds a whole copy. It cannot move an
-    array to processes that do not hold it.
+    If devices of several processes are involved, it can move two kinds of arrays: an
+    array that already lies on the devices of the target's mesh, and an array of which
+    each process holds a whole copy. It cannot move an array to processes that do not
+    hold it.
 
     Attributes:
       meshes: the mesh of each stage.
@@ -330,8 +335,8 @@ def state_layout(
 ) -> StateLayout:
     """Returns the layout that a plan gives the state of a step.
 
-    The state is the first ``count`` flat inputs of the step. Without a count, it is the
-    inputs that the step carries from call to call.
+    The state is the first ``count`` flat inputs of the step. Without a ``count``, the
+    state is those inputs that the step returns for the next call.
     """
     chosen = sorted(analysis.carried_arguments) if count is None else range(count)
     graph = analysis.graph
@@ -364,8 +369,8 @@ def move(
       target: the new layout.
       transport: moves the arrays.
       consume: whether each array is freed as soon as it has been moved. Memory then
-        holds at most the larger of both states, plus `IN_FLIGHT_BYTES` or the largest
-        array. If False, the given state stays valid.
+        holds at most the larger of the old and the new state, plus `IN_FLIGHT_BYTES` or
+        the largest array, whichever is more. If False, the given state stays valid.
 
     Raises:
       PlanError: state, source and target do not have the same arrays.
@@ -400,7 +405,8 @@ class _Consumed:
     """Moved arrays, which are freed once their copies are complete."""
 
     def __init__(self, state: Iterable[Any]) -> None:
-        """Frees no array yet, and never an array that stands twice in the state."""
+        """Frees no array yet; an array that stands twice in the state is never freed.
+        """
         counts = collections.Counter(id(x) for x in state)
         self._kept = {k for k, times in counts.items() if times > 1}
         self.count = 0
@@ -416,7 +422,9 @@ class _Consumed:
                 self.free()
 
     def add(self, old: Any, new: Any) -> None:
-        """Adds an array and its copy; NumPy arrays belong to the caller, and stay."""
+        """Adds an array and its copy. NumPy arrays belong to the caller and are not
+        freed.
+        """
         if old is new or not isinstance(old, jax.Array) or id(old) in self._kept:
             return
         self._pairs.append((old, new))

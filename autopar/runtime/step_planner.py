@@ -36,11 +36,11 @@ class Analysed:
 
     Attributes:
       key: the signature of the arguments.
-      weak: positions of the weakly typed arrays among the arguments, without the state
-        that the step carries from call to call.
+      weak: positions of the weakly typed arrays (JAX's weak types) among the arguments,
+        except for the state that the step carries from call to call.
       analysis: the step, traced on arguments of these shapes.
-      hints: the planning options, with the pins that the logical axes of the arguments
-        give.
+      hints: the planning options. Logical axis names of the arguments are already
+        turned into pins, which fix the layouts of these arguments.
     """
 
     key: Hashable
@@ -89,9 +89,9 @@ class StepPlanner:
         self.step = step
         self.options = options
         self._analysed: Recent[Hashable, tuple[Analysed, ...]] = Recent(capacity)
-        # Position of an array of the state -> the sharding in its type (on a mesh with
-        # explicit axes). A plan changes where the state lies, but the types that the
-        # step is traced with must stay the same.
+        # Position of an array of the state -> the sharding in the array's JAX type (on
+        # a mesh with explicit axes). A plan moves the state to other devices, but the
+        # step must always be traced with the same types.
         self._types: dict[int, Any] = {}
 
     def analyse_structs(self, call: StepCall) -> Analysed:
@@ -140,9 +140,10 @@ class StepPlanner:
         self._types = {k: x.sharding for k, x in enumerate(structs)}
 
     def hold(self, spares: Spares) -> None:
-        """Plans for devices that hold spare copies of the state from now on.
+        """Makes all later plans leave memory for spare copies of the state.
 
-        Drops all analyses if the spare copies differ from the earlier ones.
+        Devices hold such copies to recover from failures. Drops all analyses if the
+        copies differ from those of the last call.
 
         Args:
           spares: the copies that devices hold in addition to the state in use.
@@ -166,8 +167,8 @@ class StepPlanner:
           cluster: the cluster to plan for.
           codecs: options whose ``compression``, ``error_budget`` and ``layouts``
             replace those of this planner.
-          sent: a plan that gives each gradient its codec.
-          errors: measured relative errors, by gradient and codec.
+          sent: a plan whose codec of each gradient is to be used; None to choose.
+          errors: measured relative errors, by gradient and codec; None if unknown.
 
         Raises:
           InfeasibleError: no plan fits the memory of a device.

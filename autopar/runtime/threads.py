@@ -1,4 +1,4 @@
-"""Threads that call functions under the JAX options of the submitting thread."""
+"""Threads that call functions under the JAX options of the thread that submits them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def measure_plans(
     Args:
       analysis: the step that the plans were made for.
       plans: name -> plan.
-      repeats: number of turns of each plan; the result is the median turn.
+      repeats: number of turns of each plan; the result is the median over turns.
       steps: number of steps in one turn.
     """
     turns = timed_turns(analysis, plans, repeats=repeats, steps=steps)
@@ -44,9 +44,9 @@ def timed_turns(
 ) -> dict[str, list[float]]:
     """Returns the seconds of one step in every turn, measured as in `measure_plans`.
 
-    The lists of all plans have the same length. Turns ``i`` of all plans run directly
-    one after another. Ratios within a turn therefore do not depend on the load of the
-    machine in other turns.
+    The lists of all plans have the same length, ``repeats``. The ``i``-th turns of all
+    plans run directly one after another. The ratio of two plans' ``i``-th seconds
+    therefore does not depend on the load of the machine in other turns.
 
     Args:
       analysis: the step that the plans were made for.
@@ -78,7 +78,7 @@ def planned_on_devices(analysis: Analysis, plan: Plan) -> PlannedStep:
 
 
 class _Runner:
-    """A compiled step with synthetic inputs; each call gets the last call's state."""
+    """A compiled step with synthetic inputs; each step gets the last step's state."""
 
     def __init__(self, planned: PlannedStep) -> None:
         self.planned = planned

@@ -4,10 +4,10 @@ Only this module of the runtime asks JAX for processes and devices. All other mo
 are given a `World`. A world may have only a part of a process's devices, so two steps
 can run side by side in one process.
 
-A lane is a sequence of exchanges between processes. Each process must make the same
-exchanges of a lane in the same order, as exchanges are matched by their numbers. Two
-threads of a process do not keep an order between them. A thread that works beside the
-steps therefore has its own lane, with its own numbers.
+A lane is a sequence of numbered exchanges between processes. Each process must make the
+same exchanges of a lane in the same order, because equal numbers are matched. Two
+threads of a process run in no fixed order. A thread that works at the same time as
+training steps therefore has its own lane, with its own numbers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def in_lane(name: str) -> Generator[None]:
     """Lets this thread exchange in a lane inside the ``with`` block.
 
     Args:
-      name: the name of the lane, the same in all processes. Each lane needs a new name,
-        because the numbers of an earlier lane with the same name would go on.
+      name: the name of the lane, the same in all processes. Each lane needs a new name:
+        a lane with an old name would go on with the old lane's numbers.
     """
     token = _LANE.set(name)
     try:
@@ -50,7 +50,7 @@ def in_lane(name: str) -> Generator[None]:
 
 
 def current_lane() -> str:
-    """Returns the lane of this thread; '' is the lane of the steps."""
+    """Returns the name of this thread's lane; '' is the lane of training steps."""
     return _LANE.get()
 
 
@@ -58,8 +58,8 @@ class Channel(Protocol):
     """Sends bytes between the processes of a world.
 
     Every process makes the same calls in the same order. Each call except `tell` waits
-    for all processes. Every step uses `broadcast` and `gather`. Work in which a process
-    may fail uses `exchange`.
+    for all processes. Training steps use `broadcast` and `gather`. Code in which a
+    process may fail, such as planning, uses `exchange`.
     """
 
     def broadcast(self, data: bytes) -> bytes:
@@ -67,11 +67,14 @@ class Channel(Protocol):
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Returns the data of each process, by process; all have the same length."""
+        """Returns the data of each process, in the order of processes.
+
+        The data of all processes must have the same length.
+        """
         ...
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
-        """Returns the data of each process, by process; lengths may differ.
+        """Returns process number -> data; the lengths of the data may differ.
 
         If a process calls `tell` with a failure instead, only failures are returned.
 
@@ -82,7 +85,10 @@ class Channel(Protocol):
         ...
 
     def tell(self, data: bytes) -> None:
-        """Sends a failure as the next exchange, without waiting for other processes."""
+        """Sends a failure in place of data for the next exchange.
+
+        Does not wait for the other processes.
+        """
         ...
 
 
@@ -111,10 +117,10 @@ class LoneChannel:
 class JaxChannel:
     """The channel of all processes of ``jax.distributed``.
 
-    Broadcasts and gathers go through the devices. Exchanges go through the coordination
-    service, so a process that fails does not leave others waiting in a collective. In a
-    lane all calls go through the service, because the devices run the collectives of
-    steps.
+    `broadcast` and `gather` use the devices. `exchange` uses the coordination service,
+    so that a failed process does not leave others waiting in a collective. In a lane of
+    another thread all calls use the service: the devices meanwhile run the collectives
+    of training steps.
     """
 
     def broadcast(self, data: bytes) -> bytes:
@@ -161,7 +167,7 @@ class JaxChannel:
         )
 
     def tell(self, data: bytes) -> None:
-        """See `Channel`; without a coordination service it waits for the others."""
+        """See `Channel`; without a coordination service this waits for the others."""
         service = self._service()
         if service is None:
             self._by_devices(data)
