@@ -36,7 +36,8 @@ from autopar.cli.output import Result, Stdout
 from autopar.terminal import fold_text, follow_width
 from autopar.version import __version__
 
-# What a command returns. A command that yields has partial results before it ends.
+# What a command returns. A command that returns an iterator yields a partial result
+# each time it has a new one, and the complete result at the end.
 _Returned = Result | Iterator[Result] | None
 _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     plan,
@@ -57,8 +58,8 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     workers,
     secret,
 )
-# Name of a command -> settings. In these commands, words after the script are arguments
-# of the script.
+# Name of a command -> settings. These commands run a script, and all words after the
+# script's name are arguments of the script.
 _SETTINGS = {
     name: {"allow_interspersed_args": False}
     for name in ("run", "launch slurm", "launch kubernetes")
@@ -203,7 +204,10 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
 
 
 def _last(stdout: Stdout, returned: _Returned) -> Result | None:
-    """Returns the last result, and keeps each partial result for an interrupt."""
+    """Returns the last result of a command.
+
+    Each partial result is stored before, and is printed if the user interrupts.
+    """
     if not isinstance(returned, Iterator):
         return returned
     for result in returned:
@@ -251,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         try:
             code = _run(words, stdout, as_json, hear)
-        except KeyboardInterrupt:  # raised again before the first was confirmed
+        except KeyboardInterrupt:  # a second interrupt, before `hear` stopped them
             hear()
             code = _tell(failures.INTERRUPTED, stdout, as_json)
     if own:
@@ -260,7 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _not_raised() -> None:
-    """Does nothing: if a program calls `main`, no thread raises an interrupt again."""
+    """Does nothing; stands for `failures.stoppable`'s function if a program calls
+    `main`, because then no thread raises interrupts again.
+    """
 
 
 def _called_command(command: Any, words: Sequence[str]) -> tuple[str, set[str]]:
@@ -284,7 +290,7 @@ def _run(
         if code != STOPPED:
             return code or 0
         failure = failures.INTERRUPTED
-    except Exception as error:  # one line; a bug also prints a traceback
+    except Exception as error:  # printed in one line; a bug also with its traceback
         failure = failures.failure_of(error, *_called_command(command, words))
         if failure.code == STOPPED:
             hear()

@@ -50,8 +50,8 @@ def read_planning(
     Args:
       given: name of an option -> its value on the command line.
       source: a target, or the file of a plan; None if the command has neither.
-      devices: the number of simulated devices. If it is None, the file of the target
-        sets the number, or the devices are real.
+      devices: the number of simulated devices. None: the file of the target may set the
+        number; if it sets none, the real devices are used.
 
     Raises:
       PlanError: an option is wrong, or JAX has already started with fewer devices.
@@ -120,7 +120,7 @@ def subject(
     Args:
       source: a plan's JSON file, or a target.
       words: ``key=value`` options of the target. If ``source`` is a plan, the first
-        word may be a target.
+        word may name a target to use in place of the plan's own.
       cluster: the text of the cluster; not needed with a saved plan, which has a
         cluster.
       limits: planning options for a new plan.

@@ -50,7 +50,7 @@ def compare(
     repeats: int,
     as_json: bool,
 ) -> Result:
-    """Compares a plan with plans that experts write by hand, and may time them.
+    """Compares a plan with plans that experts write by hand; times them if requested.
 
     Args:
       target: a target, or a saved plan with its step and its cluster.
@@ -94,7 +94,10 @@ def compare(
 
 
 def program_notes(plans: Mapping[str, Plan], experts: int) -> list[str]:
-    """Returns lines that say which plans run different programs; [] if all are equal.
+    """Returns lines that say which plans run different programs.
+
+    Programs differ in microbatches and rematerialisation. The result is empty if all
+    plans run the same program.
 
     Args:
       plans: name -> plan.
@@ -192,7 +195,9 @@ def _check_cluster(path: str, has: Cluster, wanted: Cluster) -> None:
 
 
 def _check_devices(cluster: Cluster) -> None:
-    """Checks before the work starts that the plans can run; simulates CPU devices.
+    """Checks, before anything is planned, that there are enough devices.
+
+    Simulates CPU devices if the cluster has CPUs.
 
     Raises:
       PlanError: there are too few devices.
@@ -208,9 +213,9 @@ def _check_devices(cluster: Cluster) -> None:
 
 
 def best_experts(experts: Sequence[Expert]) -> list[Expert]:
-    """Returns the fastest plan of each name over all meshes.
+    """Returns the fastest plan of each expert rule over all meshes.
 
-    A name without a possible plan keeps its first entry.
+    For a rule that gives no plan on any mesh, the result has its first entry.
     """
 
     def rank(expert: Expert) -> float:
@@ -232,7 +237,7 @@ def fits(expert: Expert, cluster: Cluster) -> bool:
 def best_pipelines(pipelines: Sequence[HandMade]) -> list[HandMade]:
     """Returns the fastest pipeline of each name.
 
-    A name without a possible pipeline keeps its first entry.
+    For a name without a possible pipeline, the result has its first entry.
     """
 
     def rank(made: HandMade) -> float:
@@ -333,7 +338,10 @@ def _cells(
 
 
 def _against(row: dict[str, Any], ours: dict[str, Any]) -> str:
-    """Returns the ratio of a step's time to our step's: predicted, then measured."""
+    """Returns the time of a plan's step divided by the time of our plan's step.
+
+    The text has the ratio of predicted times, then the ratio of measured times.
+    """
     if row["reason"] or row is ours or not ours["step_s"]:
         return shorten(row["reason"])
     text = f"{row['step_s'] / ours['step_s']:.3g} x"
@@ -343,8 +351,8 @@ def _against(row: dict[str, Any], ours: dict[str, Any]) -> str:
 
 
 _ABSENT = "-"
-# The tables show differences in these fields. Of all other fields, only the number of
-# differences is shown.
+# The tables of ``autopar diff`` show the values of these fields if they differ. For all
+# other fields they show only how many differ.
 _SHOWN = ("cluster/", "predicted/", "/mesh/", "/inputs/", "/gradients/", "/devices")
 _COSTS: tuple[tuple[str, Callable[[Plan], float], Callable[[float], str]], ...] = (
     ("step", lambda p: p.predicted.step_s, seconds_text),
@@ -380,7 +388,7 @@ def diff(one: pathlib.Path, other: pathlib.Path, as_json: bool) -> Result:
 
 
 def _part(path: str) -> str:
-    """Returns the part of a plan that holds a field; the stage is left out."""
+    """Returns the section of a plan that holds a field, without the stage's number."""
     first, *more = path.split("/")
     return more[1] if first == "stages" and len(more) > 1 else first
 

@@ -137,8 +137,8 @@ def _place(
     return _MARGIN + 10 + along * width, _HEIGHT - _MARGIN - 10 - up * height
 
 
-# The least number of configurations for which another process is worth its cost: it
-# traces the step again.
+# The least number of configurations for which it is worth starting another process.
+# Each process has to trace the step again.
 _WORTH_A_PROCESS = 8
 _HEADING = (
     "cluster", "nodes", "devices", "batch", "in", "step", "rows/s", "efficiency",
@@ -158,8 +158,8 @@ class CurveRequest:
       max_batch: rows of the largest batch; None for the rows of the base batch.
       options: the options of the planner.
       cache: a folder that caches plans; None for no cache.
-      anew: whether the search of each configuration ignores the plan of the previous
-        configuration.
+      anew: whether to search each configuration from scratch, instead of starting from
+        the plan of the previous configuration.
     """
 
     target: str
@@ -256,7 +256,7 @@ def curve_of(
 
 
 def _check_shapes(clusters: Sequence[Cluster]) -> None:
-    """Checks before the work starts that no two clusters are the same configuration."""
+    """Checks, before anything is planned, that no two clusters are the same."""
     known: dict[tuple[str, int, int], Cluster] = {}
     for cluster in clusters:
         kind = str(cluster) if cluster.groups else cluster.device.name
@@ -306,7 +306,10 @@ def _sort_clusters(clusters: Sequence[Cluster]) -> list[Cluster]:
 
 
 def _chains(clusters: Sequence[Cluster], processes: int | None) -> list[list[Cluster]]:
-    """Divides the clusters among processes; neighbours stay together."""
+    """Divides the sorted clusters among processes, each process a run of neighbours.
+
+    The plan of one cluster is the start of the search for its neighbour.
+    """
     ordered = _sort_clusters(clusters)
     if processes is None:
         cores = len(os.sched_getaffinity(0))

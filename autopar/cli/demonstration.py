@@ -35,7 +35,7 @@ from autopar.terminal import columns
 Show = Callable[[str], None]
 
 OPTIONS: dict[str, Any] = {"layers": 4, "d_model": 128, "seq": 64, "batch": 16}
-# The number of steps before the timed steps. They compile the step and warm caches.
+# The number of steps to run before the timed steps, to compile and to fill caches.
 _WARM_UP = 3
 # A quick profile: fewer sizes and rounds than `autopar profile`, and one dtype.
 QUICK = dataclasses.replace(
@@ -117,7 +117,10 @@ def example(name: str) -> Generator[Any]:
 
 
 def measured_cluster(devices: int, show: Show, say: Show) -> Cluster:
-    """Returns the devices of this process; measures them if no profile is saved."""
+    """Returns the devices of this process as a cluster with measured speeds.
+
+    The speeds come from a saved profile. If there is none, they are measured here.
+    """
     kind = local.take_devices(devices)[0].device_kind
     path = local.profile_path(kind, devices)
     if path.is_file():

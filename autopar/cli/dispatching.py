@@ -39,7 +39,7 @@ from autopar.scheduler.simulator.traces.spot import read_events
 from autopar.scheduler.users import parse_users
 from autopar.whole_files import FileLock, export_whole
 
-# These policies only know the programs of published traces.
+# These policies can schedule only the programs of published traces, no users' jobs.
 _OF_TRACES = ("rubick",)
 
 
@@ -117,7 +117,7 @@ def schedule(asked: DispatchRequest) -> Result:
 
 
 def _left_behind(records: Iterable[JobRecord], state: pathlib.Path) -> str:
-    """Describes the jobs that a stopped scheduler leaves, and how to end them."""
+    """Describes the jobs that go on when the scheduler stops, and how to end them."""
     running = [job.name for job in records if job.state in (RUNNING, STOPPING)]
     again = "The same command goes on where this one was"
     if not running:
@@ -169,7 +169,10 @@ def _add(
     policy: SchedulingPolicy,
     asked: DispatchRequest,
 ) -> None:
-    """Adds new jobs; jobs from an earlier start of the scheduler do not change."""
+    """Adds new jobs to the state of the scheduler.
+
+    Jobs that an earlier run of the scheduler has added do not change.
+    """
     now = time.time()  # before the planning of curves
     at_s = now - store.begin_s(now)
     known = store.jobs()
@@ -332,7 +335,9 @@ def _headline(figures: Metrics, trace: Trace) -> list[str]:
 
 
 def _all(history: History) -> list[str]:
-    """Returns every decision of the policy, one line for each job that moves."""
+    """Returns every decision of the policy, one line for each job that gets or loses
+    devices.
+    """
     return [
         f"{item.at_s:g} s: {reason.text}"
         for item in history.rounds
@@ -357,7 +362,7 @@ def _table(figures: Metrics) -> str:
 
 
 def _beside(figures: Metrics) -> str:
-    """Returns the number of submitted jobs if not all jobs ran; else ''."""
+    """Returns a text with the number of submitted jobs if some did not run; else ''."""
     return "" if figures.jobs == figures.submitted else f" of {figures.submitted}"
 
 

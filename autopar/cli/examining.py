@@ -27,7 +27,7 @@ class Finding:
     """The result of one check.
 
     Attributes:
-      what: the object of the check.
+      what: what was checked, such as the number of threads.
       state: ``ok``, ``note`` if something could be better, or ``wrong``.
       found: the value or state that was found.
       remedy: what to do; '' if the state is ``ok``.
@@ -70,7 +70,10 @@ def _versions() -> Iterator[Finding]:
 
 
 def _requirements() -> dict[str, str]:
-    """The least versions in the metadata of autopar; a plain checkout has none."""
+    """Package -> the least version that autopar requires, from autopar's metadata.
+
+    The result is empty in a checkout that is not installed.
+    """
     try:
         lines = importlib.metadata.requires("autopar") or []
     except importlib.metadata.PackageNotFoundError:
@@ -99,8 +102,8 @@ def _devices() -> Iterator[Finding]:
 def _threads(count: int) -> Finding:
     """Checks the number of threads.
 
-    Collectives between processes need two threads for each device: one for the device
-    and one for its peer.
+    Collectives between processes need two threads for each device: one for the device,
+    and one for the device of another process that it exchanges data with.
     """
     text = os.environ.get("NPROC", "")
     threads = int(text) if text.isdigit() else os.cpu_count() or 1

@@ -120,8 +120,8 @@ def _options_to_show(
 ) -> list[CodecPrice]:
     """Returns the chosen codec, the compiler's own sum, and the fastest other codecs.
 
-    The result also has the fastest form of each codec that is not part of this package,
-    even if that form is slow.
+    If the user's code has registered codecs, the result also has the fastest options of
+    each of these codecs, even if they are slow.
     """
     others = [o.codec for o in options if o.codec not in (chosen, "")]
     best = {parse_codec(text).name: text for text in reversed(others)}
@@ -175,7 +175,7 @@ def _option(option: CodecPrice) -> dict[str, Any]:
     }
 
 
-# The most decisions that are shown for one pattern.
+# The largest number of layout decisions that are shown for one pattern of inputs.
 _MOST_DECISIONS = 8
 
 Explained = tuple[LayoutDecision, list[Alternative]]
@@ -257,7 +257,10 @@ def _inputs(
 
 
 def _plain_step_s(bound: BoundPlan) -> float:
-    """Returns the time of a step without codecs, like the times of other layouts."""
+    """Returns the seconds of a step if no gradient had a codec.
+
+    The times of other layouts leave out codecs, so they are compared with this time.
+    """
     plan = bound.plan
     if not any(g.codec for g in plan.gradients):
         return plan.predicted.step_s

@@ -1,11 +1,10 @@
 """Turns errors into exit codes, messages for people and JSON objects for programs.
 
-*Ctrl-C* ends the command line soon, even in the middle of other code. Python raises
-`KeyboardInterrupt` in the main thread only when this thread runs Python code again.
-This has two weaknesses. A solver or compiler in C may run for seconds before that. And
-if Python raises the interrupt in a callback of the garbage collector, such as the
-callback of JAX, the interrupt is lost. Therefore a second thread watches for
-interrupts, too.
+*Ctrl-C* has to end the command line soon. Python raises `KeyboardInterrupt` in the main
+thread only when this thread runs Python code again. This causes two problems. A solver
+or compiler in C may run for seconds before the interrupt is raised. And if Python
+raises the interrupt in a callback of the garbage collector, such as JAX's callback, the
+interrupt is lost. Therefore a second thread also watches for interrupts.
 
 *Spelling.* Messages of the planner spell options as Python arguments, such as
 ``remat='auto'``. This module turns them into ``--remat auto`` for all messages.
@@ -35,15 +34,15 @@ from autopar.planner.option_texts import OPTIONS
 # Python arguments that are options of a command, mostly of ``autopar plan``.
 _NAMES = (*OPTIONS, "memory", "to")  # ``to`` belongs to ``checkpoint convert``
 _ONE = "|".join(_NAMES)
-# An argument with its value. The text of a cluster, such as "8:cpu,memory=4GB", does
-# not match.
+# Matches a Python argument with its value. It does not match inside the text of a
+# cluster, such as "8:cpu,memory=4GB".
 _GIVEN = re.compile(
     rf"(?<![\w.,:=\[-])({_ONE})="
     r"('[^']*'|\"[^\"]*\"|\[[^\]]*\]|\([^()]*\)|\{[^{}]*\}|[\w.]*\w)?"
 )
 _LEFT_OUT = re.compile(rf"\b([Ll]eave) ({_ONE}) out\b")
 _CALL = re.compile(r"autopar\.plan\(\.\.\., ((?:[^()]|\([^()]*\))*)\)")
-# A pin in a message. An option that is already spelled ``--pin`` does not match.
+# Matches a pin in a message, unless it is already spelled ``--pin``.
 _PIN = re.compile(r"(?<![-\w])pin '([^']*)'")
 _CLUSTER = re.compile(r"Cluster\.parse\('([^']*)'\)")
 
@@ -56,8 +55,8 @@ def spell_options(text: str, options: Collection[str] = ALL) -> str:
 
     Args:
       text: the message of an error.
-      options: the options of the command that failed. All other options belong to
-        ``autopar plan``.
+      options: the options of the command that failed. A message that advises any other
+        option says that it is an option of ``autopar plan``.
 
     >>> spell_options("try: remat='auto' or memory=4.2GB", ["--remat", "--memory"])
     'try: --remat auto or --memory 4.2GB'
@@ -109,13 +108,14 @@ def stoppable(
 ) -> Generator[Callable[[], None]]:
     """Makes Ctrl-C end this process; must be called in the main thread.
 
-    After Ctrl-C, the interrupt is raised again and again until the main thread leaves
-    this context, or calls the yielded function. A call of this function confirms the
-    interrupt, and further interrupts are ignored. If the main thread does neither in
-    time, the process ends with exit code 130.
+    After Ctrl-C, a second thread raises the interrupt again and again. It stops when
+    the main thread leaves this context or calls the yielded function; after this call
+    further interrupts are ignored. If the main thread does neither within ``grace_s``,
+    the process ends with exit code 130.
 
     Args:
-      last: a function that prints that the process ends. Another thread calls it.
+      last: prints that the process ends. The second thread calls it before it ends the
+        process.
       grace_s: the time from the interrupt to the end of the process, in seconds.
     """
     reader, writer = socket.socketpair()
@@ -142,7 +142,7 @@ def stoppable(
         signal.set_wakeup_fd(before)
         signal.signal(signal.SIGINT, handler)
         sys.unraisablehook = hook
-        writer.close()  # the watcher reads the end of the stream
+        writer.close()  # the watching thread then reads the end of the pipe, and ends
         watcher.join(grace_s)
         reader.close()
 
@@ -169,9 +169,9 @@ def _watch(
 
 
 def _without_interrupts(unraisable: Any) -> None:
-    """Reports exceptions that no code can catch, except interrupts.
+    """Reports exceptions that no code can catch, such as those in callbacks.
 
-    Another thread raises interrupts again.
+    Interrupts are not reported, because the second thread raises them again.
     """
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
@@ -190,8 +190,8 @@ EXIT_CODES = (
     (BUG, "a bug in autopar"),
     (STOPPED, "interrupted"),
 )
-# The UsageError of click. Some versions of typer contain click and do not export the
-# class.
+# click's class UsageError. It is a base class of typer's BadParameter. Some versions of
+# typer contain a copy of click and do not export the class.
 USAGE_ERROR = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 # The text of an OSError in Python, with the error number and the name of the file.

@@ -31,7 +31,10 @@ _BATCHES = (
 
 
 def ledger(file: pathlib.Path, as_json: bool) -> Result:
-    """Shows a ledger as tables: worlds of processes, re-plans, events without effect.
+    """Shows the ledger of an elastic run as tables.
+
+    They list the sets of processes that trained, the re-plans, and events without
+    effect.
 
     Raises:
       PlanError: the file is not a ledger.
@@ -93,11 +96,11 @@ def _row(line: _Line, after: _Line) -> tuple[str, ...]:
 
 
 def _world_row(line: _Line, before: str) -> tuple[str, ...]:
-    """Returns the table row of a new world of processes.
+    """Returns the table row of a change of the set of processes.
 
     Args:
       line: the line of the ledger.
-      before: the number of processes of the previous world; '' for the first world.
+      before: the number of processes before the change; '' for the first set.
     """
     measured = line["measured"]
     times = [measured.get(x) for x in ("pause_s", "plan_s", "compile_s", "place_s")]
@@ -183,7 +186,10 @@ def _other(line: _Line) -> tuple[str, str, str] | None:
 
 
 def _cap_text(line: _Line) -> str:
-    """Describes a cap on the gain of a step, after the loss has risen."""
+    """Describes a new limit on how many steps of the base batch one step counts as.
+
+    The limit is lowered after the loss has risen.
+    """
     numbers = {k: _number(line.get(k)) for k in ("loss", "limit", "gain", "most")}
     loss = numbers["loss"] or "no finite number"
     return (
@@ -193,7 +199,10 @@ def _cap_text(line: _Line) -> str:
 
 
 def _reason_to_stay(line: _Line) -> str:
-    """Describes why a batch stays: the gain and the cost of the best alternative."""
+    """Describes why the batch size did not change.
+
+    The text has the gain and the cost of the best other batch size.
+    """
     nearest = line.get("nearest") or {}
     least, cost_s = nearest.get("least"), nearest.get("cost_s")
     horizon_s = line.get("horizon_s")

@@ -70,7 +70,7 @@ Traceback = Annotated[
     typer.Option("--traceback", help="On an error, print where it was raised."),
 ]
 
-# The help of each command ends with its example.
+# Command -> the example with which its help ends.
 EXAMPLES = {
     "plan": "autopar plan train.py:workload --cluster 8x8:h100 --out plan.json",
     "explain": "autopar explain plan.json --tensor 'state/params/*/kernel'",

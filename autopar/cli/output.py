@@ -40,7 +40,8 @@ class Stdout:
                 self._kept = os.dup(_OUT)
                 os.dup2(_ERR, _OUT)
                 stack.callback(self._restore)
-            # This redirection is entered last, so it is undone and flushed first.
+            # Python's redirection is entered last, so that at the end it is undone
+            # first, after a flush.
             stack.callback(_flush)
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             yield

@@ -141,7 +141,10 @@ def take_jobs(
 
 
 def wish(state: pathlib.Path, names: Sequence[str], wanted: str) -> Result:
-    """Cancels, holds or releases jobs, through the scheduler if one runs.
+    """Cancels, holds or releases jobs.
+
+    If a scheduler uses the state, it receives the request; otherwise the state is
+    changed directly.
 
     Raises:
       ScheduleError: there is no such job, or it has ended.
@@ -218,7 +221,7 @@ def _hangs(folder: pathlib.Path) -> list[str]:
     try:
         return command(folder, command="status")["status"]["hangs"]
     except (OSError, ValueError, KeyError):
-        return []  # the job's process starts, ends or is older
+        return []  # the job starts or ends, or runs an older version without this
 
 
 def _devices(job: JobRecord) -> str:
@@ -276,12 +279,12 @@ def _store(state: pathlib.Path) -> Generator[Store]:
 
 
 def _scheduler(state: pathlib.Path) -> int:
-    """Returns the process of the scheduler that uses a state; 0 if there is none."""
+    """Returns the process id of the scheduler that uses a state; 0 if there is none."""
     return holder(state / "lock")
 
 
 def _figures(store: Store, state: pathlib.Path) -> dict[str, Any]:
-    """Returns the process of the scheduler, if one runs, and the age of its figures."""
+    """Returns the scheduler's process id, if one runs, and the age of its figures."""
     begin, looked = store.seconds("begin_s"), store.seconds("looked_s")
     age_s = None
     if begin is not None and looked is not None:

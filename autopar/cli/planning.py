@@ -89,11 +89,14 @@ def audit(
     target: str | None,
     as_json: bool,
 ) -> Result:
-    """Partitions a planned step, and compiles it if requested."""
+    """Partitions a planned step by the compiler, and compiles it if requested.
+
+    The result compares the compiler's collectives and memory with the plan's.
+    """
     if target is not None:
         target_of(target)
-        # An audit needs no device. With the compiler of the target installed, JAX would
-        # look for devices of the target.
+        # An audit needs no device. If a compiler for accelerators is installed, JAX
+        # would otherwise look for these accelerators.
         jax.config.update("jax_platforms", "cpu")
     with common.progress() as say:
         if compiled:

@@ -53,7 +53,7 @@ def combinations(words: dict[str, str]) -> list[dict[str, str]]:
 
 
 def clusters(texts: Sequence[str]) -> list[str]:
-    """Returns the clusters of several texts, whose numbers of devices may be ranges.
+    """Expands texts of clusters, in which numbers of devices may be ranges.
 
     >>> clusters(["1..4x8:h100", "local"])
     ['1x8:h100', '2x8:h100', '4x8:h100', 'local']

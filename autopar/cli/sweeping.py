@@ -38,7 +38,8 @@ class SweepRequest:
       words: the options of the target, with ranges.
       clusters: the clusters to plan for.
       limits: the planning options of each search.
-      share: the least efficiency at which a number of devices is worth its cost.
+      share: the least efficiency (the speed-up over one device, divided by the number
+        of devices) at which a number of devices is worth its cost.
       sized: the option for which to find the largest value that fits; None for no
         option.
       cache: a cache of plans; None for no cache.
@@ -119,7 +120,10 @@ def _check_sized(given: SweepRequest) -> None:
 def _points(
     given: SweepRequest, failures: list[Exception], say: common.Say
 ) -> Iterator[Point]:
-    """Plans all points, then the points of the search for the largest value."""
+    """Plans all combinations of options and clusters.
+
+    Then plans the values that the search for the largest value of an option tries.
+    """
     every = ranges.combinations(given.words)
     total = len(every) * len(given.clusters)
     done: list[Point] = []
@@ -145,7 +149,10 @@ def _largest(
     done: Sequence[Point],
     say: common.Say,
 ) -> Iterator[Point]:
-    """Finds the largest value that fits, by doubling and then by bisection."""
+    """Finds the largest value of an option that fits into memory.
+
+    Doubles the value until it does not fit, and then bisects.
+    """
     assert given.sized is not None
     name = given.sized
     varied = {k: v for k, v in options.items() if k in given.swept_options}

@@ -55,7 +55,7 @@ class Workload:
       target: the text of the target.
       options: the arguments of the target's function, as text.
       kwargs: the keyword arguments of the step.
-      static: names of arguments that are part of the program.
+      static: names of arguments that are static, as in ``jax.jit``.
       roles: the roles of arguments, as the target names them.
     """
 
@@ -198,9 +198,9 @@ def _import_file(place: str) -> types.ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if loaded is None:
-        # An import would register the module, too. Pickling and dataclasses look it up
-        # here. A file must not replace a loaded module of the same name, such as a
-        # framework.
+        # Registers the module as an import would: pickling and dataclasses look modules
+        # up in `sys.modules`. A file must not replace a loaded module of the same name,
+        # such as ``jax``.
         sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)

@@ -63,8 +63,7 @@ class Candidate:
 
     @functools.cached_property
     def mesh(self) -> MeshShape:
-        """The mesh; each axis has the user's name, or a name that says what it splits.
-        """
+        """The mesh, with axes named by the user or after what they split."""
         works = self.estimate.work.table.works
         return with_axis_names(self.pricer.mesh, self.assignment, works)
 

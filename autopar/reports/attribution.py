@@ -1,4 +1,4 @@
-"""The seconds of a step by cause; the parts add up to the whole step."""
+"""Divides the predicted seconds of a step among causes, such as single operators."""
 
 from __future__ import annotations
 
@@ -46,14 +46,15 @@ class AttributedTime:
 
     @property
     def whole(self) -> bool:
-        """Whether the part belongs to the whole step rather than to a layer."""
+        """Whether the seconds belong to the whole step rather than to a layer."""
         return not self.phase
 
 
 def attribute(bound: BoundPlan, by: str) -> list[AttributedTime]:
-    """The parts of a step, the longest first; parts of the whole step come last.
+    """Divides the seconds of a step among causes.
 
-    Repeated layers share a part. The parts add up to the predicted seconds of the step.
+    The longest time comes first; causes of the whole step come last. Equal repeated
+    layers share an entry. All entries add up to the predicted seconds of the step.
 
     Args:
       bound: the plan.
@@ -115,8 +116,8 @@ def _message_parts(
 def layer_of(op: Operator) -> str:
     """The path of the module that an operator belongs to.
 
-    Words that JAX adds to the path are removed: those of rematerialisation, which also
-    names the outermost module twice, and the formulas of einsums.
+    Words that JAX adds to the path are removed: the words of rematerialisation, the
+    outermost module if rematerialisation repeats its name, and the formulas of einsums.
     """
     words = [word for word in op.module.split("/") if word and word not in _REMAT]
     words = [word for word in words if "->" not in word]
@@ -126,7 +127,11 @@ def layer_of(op: Operator) -> str:
 
 
 def _of_the_whole(bound: BoundPlan, cost: CostBreakdown) -> Iterator[AttributedTime]:
-    """The parts that belong to no layer: codecs, hidden communication, its slowdown."""
+    """Yields the seconds that belong to no layer.
+
+    They are the seconds of codecs, the communication that overlaps with work (negative)
+    and the seconds by which this communication slows the work.
+    """
     if cost.contention_s:
         yield AttributedTime(SLOWED, (), "", cost.contention_s)
     if any(gradient.codec for gradient in bound.plan.gradients):
@@ -148,7 +153,10 @@ def part_lines(parts: Sequence[AttributedTime], top: int) -> list[str]:
 
 
 def part_cells(parts: Sequence[AttributedTime], top: int) -> list[tuple[str, ...]]:
-    """The rows under `HEADING`: longest parts, the rest, whole-step parts, the step.
+    """The rows of the table under `HEADING`.
+
+    First come the longest layers or operators, then one row for all others, then the
+    causes of the whole step, and last the step.
 
     Args:
       parts: all parts of the step.

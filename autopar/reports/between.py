@@ -10,8 +10,9 @@ of `autopar.planner.stages.stage_costs.stage_messages`, cut into pieces
 (`autopar.layouts.pieces`). Bytes that stay inside a process do not count.
 
 Some messages are left out because their size does not grow with the model: headers, the
-messages of the coordination service, measurements (noise, and telemetry of codecs
-between stages), and results of a step that all processes receive.
+messages of the coordination service, measurements (the noise scale, and telemetry of
+codecs between stages), and results of a step, such as the loss, that all processes
+receive.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def _within_stage(bound: BoundPlan) -> Iterator[tuple[int, int, float]]:
     pricer, devices = bound.pricer, bound.plan.stage.devices
     for c in bound.collectives:
         kind = pricer.runs_as(c.step.kind)
-        # An all-reduce in place of a reduce-scatter sends twice as many bytes.
+        # If the compiler uses an all-reduce in place of a reduce-scatter, twice as many
+        # bytes are sent.
         ratio = 2.0 if kind != c.step.kind else 1.0
         nbytes = ratio * c.sent_bytes(pricer)
         yield from _collective(kind, c.step.axes, nbytes, pricer.sizes, devices)
@@ -149,7 +151,10 @@ def _between_stages(
 
 
 class _ProcessPlaces:
-    """The placement of values: blocks on devices, by positions in the cluster."""
+    """Finds the devices that hold the blocks of each value of a pipeline.
+
+    Devices are given by their positions in the cluster.
+    """
 
     def __init__(self, bound: BoundStages, process_of: Sequence[int]) -> None:
         """Stores the stages, and the process of each device."""
@@ -207,9 +212,9 @@ def _rows(
 ) -> Iterator[tuple[int, int, float]]:
     """Yields messages of the rows of the batch.
 
-    At first each process has an equal part of the rows. Rows are sent to the stages
-    that own them. Rows that the step reads before the loop over microbatches are then
-    sent to all processes.
+    At first each process has an equal number of rows. Rows are sent to the devices of
+    the stage that reads them. Arrays that the step reads before its loop over
+    microbatches are then sent to all processes.
     """
     cut, found = bound.cut, bound.cut.found
     whole = cut.analysis.whole or cut.analysis

@@ -67,7 +67,8 @@ class LayoutDecision:
     """The layout of one input, or of several inputs that share the decision.
 
     Attributes:
-      node: the node of the contracted graph; None if there is no choice.
+      node: the node of the planner's graph that stands for these inputs; None if the
+        inputs have only one possible layout.
       inputs: the inputs that the user asked about.
       shared: number of inputs that share the decision.
       spec: the layout.
@@ -88,7 +89,7 @@ class LayoutDecision:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another layout of an input, with all other decisions planned again.
+    """Another layout of an input, and the best plan that has this layout.
 
     Attributes:
       spec: the layout.
@@ -247,7 +248,7 @@ def _decision(
 
 
 def _touching(bound: BoundPlan, node: int) -> list[Collective]:
-    """The collectives of a node's values, and of the updates of its inputs."""
+    """The collectives of a node's values, and of its inputs' gradients and updates."""
     analysis = bound.analysis
     homes = analysis.contraction.homes
     values = {value for value, home in homes.items() if home.node == node}
@@ -281,9 +282,9 @@ def _updates(analysis: Analysis, given: GraphInput) -> set[int]:
 def alternatives(
     bound: BoundPlan, decision: LayoutDecision, *, limit: int, seconds: float, say: Say
 ) -> list[Alternative]:
-    """Plans again with each of the most promising other layouts of an input.
+    """Finds the best plan with each of the most promising other layouts of an input.
 
-    A layout is promising if it costs little while all other decisions stay the same.
+    A layout is promising if the plan gets little slower when only this layout changes.
 
     Args:
       bound: the plan.
@@ -421,9 +422,10 @@ _HEADING: tuple[str, ...] = (
 
 
 def proposal_lines(proposals: Sequence[Proposal], plan: Plan) -> list[str]:
-    """The proposals in the order in which they were made; a star marks the plan's.
+    """The search's proposals, in order; a star marks the one that became the plan.
 
-    Other proposals may be faster but may need too much memory by the compiler.
+    A proposal without a star may be faster, but may need too much memory according to
+    the compiler.
     """
     step_s = plan.predicted.step_s
     judged = (p for p in proposals if p.step_s is not None)

@@ -41,9 +41,9 @@ def codec_rows(
 ) -> tuple[CollectiveRow, ...]:
     """The collectives of gradients with codecs, and the work of codecs on each device.
 
-    Averages of residuals are counted in every step, because all branches of a
-    conditional are counted. Messages of a fallback (`autopar.compression.fallback`) are
-    not counted.
+    Some codecs average their residuals only in some steps. The messages for this count
+    in every step, because the planner counts all branches of a conditional. Messages of
+    fallback codecs (`autopar.compression.fallback`) are not counted.
     """
     coded = [g for g in gradients if g.codec]
     if not coded:
@@ -88,7 +88,7 @@ def _message_row(
     shared: BucketCollective[str],
     members: Sequence[tuple[str, Message]],
 ) -> CollectiveRow:
-    """The row of one collective of a bucket, with all messages of a round."""
+    """The row of one collective, which carries the messages of all its gradients."""
     axes = tuple(axis for axis in pricer.mesh.axes if axis.name in shared.axes)
     whole = sum(m.nbytes for _, m in members)
     return CollectiveRow(
@@ -121,12 +121,13 @@ def _work_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> CollectiveRo
 def _telemetry_row(pricer: Pricer, count: int, often: int) -> CollectiveRow:
     """The row of the sums of norms and errors over all devices, which are small.
 
-    The bytes are those of a step that is measured. The seconds are a mean over steps.
+    Only some steps measure telemetry. The bytes are those of such a step. The seconds
+    are a mean over all steps.
 
     Args:
       pricer: the mesh and cluster.
       count: number of gradients with codecs.
-      often: number of gradients with sums in every step.
+      often: number of gradients whose norms or errors are summed in every step.
     """
     axes = pricer.mesh.axes
     devices = math.prod(axis.size for axis in axes)

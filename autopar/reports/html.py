@@ -83,7 +83,7 @@ input[type=search] { font: inherit; width: 100%; max-width: 24rem; margin: .5rem
   border: 1px solid var(--line); border-radius: 6px; box-sizing: border-box; }
 """
 
-# A search field hides all table rows of its fold that do not contain the typed text.
+# A search field hides all rows of its table that do not contain the typed text.
 SEARCH = """
 for (const field of document.querySelectorAll("input[type=search]"))
   field.addEventListener("input", () => {
@@ -229,7 +229,7 @@ def bars(values: Sequence[tuple[str, float, str]]) -> str:
 
 
 def _layers(parts: Sequence[AttributedTime]) -> list[str]:
-    """Work and communication of each layer, in both passes."""
+    """Work and communication of each layer, in the forward and the backward pass."""
     if not parts:
         return []
     cells = part_cells(parts, _MOST_LAYERS)

@@ -77,7 +77,7 @@ def _drawing(
 ) -> str:
     """Draws shards in rows and columns, with the name and the label below.
 
-    An array is drawn as a square. Each device of a mesh is drawn as a square.
+    An array is drawn as a square. For a mesh, each device is drawn as a square.
     """
     most = MOST_DEVICES if is_mesh else MOST_PARTS
     sides = [_drawn_indices(axes, names, most) for names in (*spec, (), ())[:2]]
@@ -118,7 +118,7 @@ def _cells(
 def _drawn_indices(
     axes: Mapping[str, int], names: Sequence[str], most: int
 ) -> list[dict[str, int]]:
-    """The mesh indices of the shards along one side; of at most ``most`` shards."""
+    """The mesh indices of the shards along one side; at most ``most`` are returned."""
     sizes = [axes[name] for name in names]
     parts = math.prod(sizes)
     count = min(parts, most)

@@ -123,7 +123,7 @@ def _span(first: int, end: int) -> str:
 
 
 def bubble(plan: Plan) -> float:
-    """The fraction of the step for which a stage waits, averaged over stages."""
+    """The fraction of a step's time that a stage waits, averaged over stages."""
     return float(np.mean(play_plan(plan)[2].bubble))
 
 
@@ -154,7 +154,7 @@ def drawing(plan: Plan, width: int = _WIDTH) -> list[str]:
 
 
 def _cover(column: np.ndarray, begin: float, end: float) -> None:
-    """Adds to each cell the fraction of the cell that a span covers."""
+    """Adds to each cell of a column the fraction of it that a time span covers."""
     cells = np.arange(len(column))
     column += np.clip(np.minimum(end, cells + 1) - np.maximum(begin, cells), 0, None)
 

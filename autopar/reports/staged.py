@@ -44,11 +44,13 @@ class BoundStages:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageLink:
-    """The messages between a part of a pipeline and the next part.
+    """The messages between successive parts of a pipeline on different stages.
+
+    Without interleaving a stage has one part of the layers; with interleaving, several.
 
     Attributes:
-      source: the stage of the part.
-      target: the stage of the next part.
+      source: the stage of the earlier part.
+      target: the stage of the later part.
       activation_bytes: bytes of activations that one device sends per microbatch.
       cotangent_bytes: bytes of cotangents that one device of ``target`` sends back per
         microbatch.
@@ -112,7 +114,7 @@ def busy_s(plan: Plan) -> list[float]:
 
 
 def staged_parts(bound: BoundStages, by: str) -> list[list[AttributedTime]]:
-    """For each stage, the parts of the step, which add up to the predicted step.
+    """For each stage, its predicted seconds of a step, divided among causes.
 
     Args:
       bound: the plan.

@@ -25,7 +25,8 @@ class Point:
       devices: number of devices.
       plan: the plan; None if planning failed.
       reason: why planning failed.
-      fits: whether a plan fits into memory; None if planning failed for another reason.
+      fits: whether some plan fits into the memory of the devices; None if planning
+        failed for another reason.
     """
 
     options: dict[str, str]
@@ -79,10 +80,10 @@ class WorthIt:
     Attributes:
       options: the options that vary.
       device: name of the devices.
-      best: the point with the most devices whose efficiency is high enough; None if no
-        point has enough.
-      beyond: the point with the next larger number of devices; None if no such point
-        has a plan.
+      best: of the points whose efficiency is high enough, the one with the most
+        devices; None if no point's efficiency is.
+      beyond: the point with the next larger number of devices than ``best``; None if no
+        such point has a plan.
     """
 
     options: dict[str, str]
@@ -180,8 +181,8 @@ def conclusion_lines(
 
     Args:
       points: all points.
-      share: the least efficiency for a number of devices to be worth it.
-      sized: the option whose largest value is wanted; None: no option.
+      share: the least efficiency, 0 to 1, for a number of devices to be worth it.
+      sized: the option whose largest fitting value is to be stated; None: no option.
     """
     lines = [_worth_line(found, share) for found in worth_it(points, share)]
     if sized is not None:

@@ -35,7 +35,7 @@ from autopar.units import (
 )
 from autopar_passes.remat.copies import DOTS, names_of
 
-# `planning_times` shows the time to load the step from this number of seconds on.
+# `planning_times` shows the time to load the step if it is at least this many seconds.
 _TOLD_S = 0.1
 _MOMENTS = "optimizer state"
 # The start of several joined words, such as {mu,nu}. (Braces with numbers are a range.)
@@ -125,7 +125,11 @@ def _remat_lines(plan: Plan) -> list[str]:
 
 
 def remat_text(plan: Plan) -> str:
-    """The activations that the plan recomputes, besides those of the step; or ''."""
+    """How the plan changes the step's own rematerialisation, as text; '' for no change.
+
+    The plan may recompute the activations of further layers, or drop the step's own
+    ``jax.checkpoint``.
+    """
     remat = plan.remat
     if not remat.checkpoints:
         return "nothing: the step's own jax.checkpoint is dropped"
@@ -291,7 +295,9 @@ def template(path: str) -> str:
 
 
 def collapse(paths: Iterable[str]) -> list[str]:
-    """Joins paths that differ only in numbers, if the joined path names no others.
+    """Joins paths that differ only in numbers.
+
+    Paths are joined only if the joined path stands for no path that was not given.
 
     >>> collapse(["block_0/up", "block_1/up", "block_2/up", "head/up"])
     ['block_{0..2}/up', 'head/up']
@@ -419,7 +425,7 @@ def ratio_text(dense_bytes: float, wire_bytes: float) -> str:
 
 
 def compression_notes(plan: Plan) -> list[tuple[str, str]]:
-    """The codecs in use and their error, each with a title."""
+    """The codecs in use and their relative error, as pairs of a title and a text."""
     made = plan.compression
     reason = f": {made.reason}" if made.reason else ""
     notes = [("codecs", f"{made.mode}{reason}")]

@@ -18,7 +18,8 @@ from autopar.units import (
 # Mesh axes are named if all devices along the axis repeat at least this fraction of the
 # work.
 _TOLD = 0.1
-# The saving of a fused attention kernel is named from this fraction of a step on.
+# The saving of a fused attention kernel is named if it is at least this fraction of a
+# step.
 _TOLD_SAVED = 0.02
 
 
@@ -43,7 +44,7 @@ def worth_text(worth: Worth) -> str:
 
 
 def speed_up_text(worth: Worth) -> str:
-    """The speed-up over one device, with a remark if the step does not fit there."""
+    """The speed-up over one device, with a remark if the step does not fit into one."""
     text = f"{three_digits(worth.speed_up)} x one device"
     alone = seconds_text(worth.one_device_s)
     if not worth.one_device_fits:
@@ -62,7 +63,9 @@ def rates(worth: Worth) -> Iterator[str]:
 
 
 def mfu_text(worth: Worth) -> str:
-    """Model FLOPs utilisation, also with causal attention counted at half."""
+    """Model FLOPs utilisation, and a second value that counts half of the FLOPs of
+    causal attention.
+    """
     whole, half = share_text(worth.mfu), share_text(worth.causal_mfu)
     causal = 0.0 < worth.causal_mfu < worth.mfu and half != whole
     return f"{whole} ({half} with causal attention at half)" if causal else whole
@@ -115,7 +118,10 @@ def idle_texts(plan: Plan) -> Iterator[str]:
 
 
 def _sums_text(plan: Plan, worth: Worth, axis: AxisUse) -> str:
-    """Why rows are not split over an unused axis; '' unless its links are too slow."""
+    """The sentence that the links of an unused axis are too slow to split rows over it.
+
+    '' if they are not too slow.
+    """
     if axis.sums_s <= (1.0 - 1.0 / axis.size) * worth.step_s:
         return ""
     return (

@@ -378,8 +378,7 @@ class CodecRun:
         return found
 
     def plan_of_policy(self, plan: Plan, codecs: Mapping[str, str]) -> Plan:
-        """Returns the plan with the policy's codecs, as far as gradients can use them.
-        """
+        """Returns the plan with those codecs of the policy that gradients can use."""
         often = getattr(self.policy, "often", False)
         return self.recoding.change_codecs(plan, codecs, lenient=True, often=often)
 

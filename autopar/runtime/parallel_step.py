@@ -517,8 +517,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return planned.plan
 
     def _make_ready(self) -> None:
-        """Compiles a new program on all processes; if one fails, all raise an error.
-        """
+        """Compiles a new program on all processes; if one fails, all raise an error."""
         current = self._current
         if current is None or current.ready:
             return

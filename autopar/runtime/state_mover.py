@@ -405,8 +405,7 @@ class _Consumed:
     """Moved arrays, which are freed once their copies are complete."""
 
     def __init__(self, state: Iterable[Any]) -> None:
-        """Frees no array yet; an array that stands twice in the state is never freed.
-        """
+        """Frees no array yet. Arrays that stand twice in the state are never freed."""
         counts = collections.Counter(id(x) for x in state)
         self._kept = {k for k, times in counts.items() if times > 1}
         self.count = 0
