@@ -26,44 +26,50 @@ from autopar.planner.codecs.choose import EDITED, CodecRequest, sent_as_asked
 from autopar.planner.codecs.sites import Site, sites
 from autopar.planner.hints import pin_restriction
 from autopar.planner.record import (
+    GIVEN,
     another_step,
     assignment_of,
     check_consistent,
+    check_decisions,
     make_plan,
-    restore,
     split_as,
+    stated_assignment,
 )
 from autopar.planner.search import plan_mesh, search, search_of_one
-from autopar.plans import Plan
+from autopar.planner.stages.codecs import gradient_names, sending_of, without_codecs
+from autopar.planner.stages.entry import cut_as
+from autopar.planner.stages.kept import kept_wanted
+from autopar.planner.stages.staged import WantedPipeline, kept_plan, rooms_left
+from autopar.planner.stages.submeshes import one_stage
+from autopar.plans import GradientDecision, Plan
 from autopar.plans.specs import spec_of, spec_text
 from autopar.steps.analysis import Analysis
+from autopar.steps.stages import CutStep
+from autopar_passes.layer_loops.operators import piece_paths
 
 # The fields that a user may edit. After any edit the costs are computed again.
 EDITABLE = (
     "inputs", "nodes", "copies", "gradients", "sums_each_microbatch", "predicted",
-    "cluster",
+    "cluster", "mesh", "schedule", "pipeline",
 )  # fmt: skip
+# The editable fields that plans of one stage do not have.
+_OF_SEVERAL = ("schedule", "pipeline")
 # Reasons why the other fields may not be edited, by name of the field.
-_OTHER_MESH = (
-    "another mesh is another plan: make it with autopar.plan(..., axis_names=, "
-    "max_axes=)"
-)
 _WHY_NOT = {
     "outputs": "carried state leaves as it came: edit the layout of its input",
-    "devices": _OTHER_MESH,
-    "mesh": _OTHER_MESH,
+    "devices": "other devices are another plan: make it with autopar.plan(..., "
+    "cluster=, stages=)",
     "compression": "it says why gradients are sent as they are: edit their codecs",
     "microbatches": "other microbatches are another plan: make it with "
     "autopar.plan(..., microbatches=)",
     "replicas": "they are for clusters of unequal devices: make another plan with "
     "autopar.plan(..., microbatches=)",
     "local": "it says what is computed from each microbatch alone",
-    "schedule": "there is one stage",
-    "pipeline": "there is one stage",
-    "rematerialisation": "it says which modules the layers of remat have",
+    "rematerialisation": "it says which modules the layers that are computed again "
+    "have",
     "remat": "other layers to compute again are another plan: make it with "
     "autopar.plan(..., remat=)",
-    "name": "it names the only stage",
+    "name": "it numbers the stages",
 }
 
 
@@ -90,36 +96,142 @@ def carried_out(
     parts = plan.changed_parts
     if not parts:
         return plan
-    if len(plan.stages) > 1:
-        raise PlanError(
-            f"the plan's {', '.join(parts)} was edited, and edits of plans of several "
-            "stages are not carried out. Make another plan with autopar.plan(..., "
-            "stages=, schedule=, microbatches=)."
-        )
     if plan.replicas:
         raise PlanError(
             f"the plan's {', '.join(parts)} was edited, and edits of plans with "
             "replicas are not carried out. Make another plan with autopar.plan(..., "
             "pins=, microbatches=)."
         )
-    _check_parts(parts)
-    analysis = split_as(analysis, plan)
-    if plan.fingerprint != analysis.fingerprint:
-        raise another_step(analysis, plan)
-    check_consistent(analysis, plan)
+    _check_parts(plan, parts)
     where = plan.cluster.read() if cluster is None else cluster
     if "cluster" in parts:
         _check_text(plan)
-    if "inputs" in parts:
-        result, said = _with_inputs(analysis, plan, where, seconds)
+    if len(plan.stages) > 1:
+        made, said = _several_stages(analysis, plan, where, seconds)
     else:
-        result = _as_stated(analysis, plan, where)
-        said = f"{', '.join(parts)} changed by hand"
-    made = _with_codecs_of(analysis, result, plan, edited="gradients" in parts)
+        made, said = _only_stage(analysis, plan, where, seconds)
     return with_status(
         msgspec.structs.replace(made, target=plan.target, options=plan.options),
         f"edited: {said}; {made.solver.status}",
     )
+
+
+def _only_stage(
+    analysis: Analysis, plan: Plan, cluster: Cluster, seconds: float | None
+) -> tuple[Plan, str]:
+    """A plan of one stage to which its edits are applied, and what was edited."""
+    analysis = split_as(analysis, plan)
+    if plan.fingerprint != analysis.fingerprint:
+        raise another_step(analysis, plan)
+    check_consistent(analysis, plan)
+    result, said = _edited_layouts(analysis, plan, cluster, plan.changed_parts, seconds)
+    if result is None:
+        result = _as_stated(analysis, plan, cluster)
+        check_fits(result.best)
+    made = _with_codecs_of(analysis, result, plan)
+    return made, said or f"{', '.join(plan.changed_parts)} changed by hand"
+
+
+def _several_stages(
+    analysis: Analysis, plan: Plan, cluster: Cluster, seconds: float | None
+) -> tuple[Plan, str]:
+    """A plan of several stages to which its edits are applied, and what was edited."""
+    parts = plan.changed_parts
+    cut = cut_as(analysis, plan)
+    _check_cut(cut, plan)
+    wanted = kept_wanted(plan, cluster)
+    alone = [one_stage(plan, k).with_gradients(()) for k in range(len(plan.stages))]
+    said: list[str] = []
+    _check_pieces(plan)
+    if "inputs" in parts and "mesh" not in parts:
+        found, said = _edited_stages(cut, alone, cluster, wanted, seconds)
+    else:
+        sites = zip(cut.stages, alone, wanted.sites, strict=True)
+        found = [_as_stated(a, own, site.cluster).best for a, own, site in sites]
+    request = CodecRequest("none", None, 0.0, None, {})
+    if plan.gradients:
+        request = CodecRequest(EDITED, None, 0.0, plan, {})
+    if "gradients" in parts:
+        choices = without_codecs(cut, found)
+        names = gradient_names(cut.analysis.graph, choices)
+        for stage, choice, own in zip(plan.stages, choices, names, strict=True):
+            _check_given(stage.gradients, sending_of(choice).sites, own)
+    made = kept_plan(cut, cluster, wanted, request, found)
+    made = _with_reason_of(made, plan)
+    _check_homes(plan, made)
+    rest = [part for part in parts if part != "inputs" or not said]
+    said += [f"{', '.join(rest)} changed by hand"] if rest else []
+    solver = msgspec.structs.replace(made.solver, status=GIVEN)
+    return msgspec.structs.replace(made, solver=solver), "; ".join(said)
+
+
+def _edited_stages(
+    cut: CutStep,
+    alone: Sequence[Plan],
+    cluster: Cluster,
+    wanted: WantedPipeline,
+    seconds: float | None,
+) -> tuple[list[Candidate], list[str]]:
+    """The layouts of all stages, planned again where inputs were edited.
+
+    Args:
+      cut: the step as stages.
+      alone: each stage as a plan.
+      cluster: all devices.
+      wanted: the pipeline.
+      seconds: time limit of the solver.
+
+    Returns:
+      The layouts, and what was edited of each stage.
+    """
+    found = [
+        search_of_one(a, site.cluster, assignment_of(a, own), own.axis_names).best
+        for a, own, site in zip(cut.stages, alone, wanted.sites, strict=True)
+    ]
+    said: list[str] = []
+    rooms = rooms_left(cut, cluster, wanted, found)
+    for number, own in enumerate(alone):
+        on = wanted.sites[number].cluster
+        device = dataclasses.replace(on.device, memory_bytes=rooms[number])
+        limited = dataclasses.replace(on, device=device)
+        result, text = _edited_layouts(
+            cut.stages[number], own, limited, ("inputs",), seconds
+        )
+        if result is not None:
+            pricer = dataclasses.replace(result.best.pricer, cluster=on)
+            found[number] = dataclasses.replace(result.best, pricer=pricer)
+            said.append(f"stage {number}: {text}")
+    return found, said
+
+
+def _edited_layouts(
+    analysis: Analysis,
+    plan: Plan,
+    cluster: Cluster,
+    parts: Sequence[str],
+    seconds: float | None,
+) -> tuple[SearchResult | None, str]:
+    """The layouts of a stage, planned again for the edited layouts of its inputs.
+
+    Args:
+      analysis: the stage.
+      plan: the stage as a plan.
+      cluster: the devices of the stage.
+      parts: the parts of the plan that were edited. Edits of a mesh leave all layouts
+        as they are stated.
+      seconds: time limit of the solver.
+
+    Returns:
+      The layouts and what was edited; None and '' if no layout of an input was edited.
+    """
+    if "inputs" not in parts or "mesh" in parts:
+        return None, ""
+    check_decisions(analysis, plan)
+    stated, wanted = assignment_of(analysis, plan), _wanted_layouts(analysis, plan)
+    edited = {v: w for v, w in wanted.items() if stated.home_layout(v) != w}
+    if not edited:
+        return None, ""
+    return _with_inputs(analysis, plan, cluster, wanted, edited, seconds)
 
 
 def with_status(plan: Plan, status: str) -> Plan:
@@ -128,20 +240,78 @@ def with_status(plan: Plan, status: str) -> Plan:
     return msgspec.structs.replace(plan, solver=solver)
 
 
-def _check_parts(parts: tuple[str, ...]) -> None:
+def _check_parts(plan: Plan, parts: tuple[str, ...]) -> None:
     """Raises `PlanError` for a field that cannot be edited, or not together with
     another field.
     """
+    mesh = "mesh" in parts
     for part in parts:
-        if part not in EDITABLE:
+        if part in _OF_SEVERAL and len(plan.stages) == 1:
+            raise PlanError(
+                f"the plan's {part} was edited, and cannot be: there is one stage."
+            )
+        if part not in EDITABLE and not (mesh and part == "outputs"):
             why = _WHY_NOT.get(part, "it is a fact of the step")
             raise PlanError(f"the plan's {part} was edited, and cannot be: {why}.")
     both = [part for part in ("nodes", "copies") if part in parts]
-    if "inputs" in parts and both:
+    if "inputs" in parts and both and not mesh:
         raise PlanError(
             f"the plan's inputs and {' and '.join(both)} were both edited; the layouts "
             f"of inputs decide the rest: edit the inputs, or the {both[0]}."
         )
+
+
+def _check_cut(cut: CutStep, plan: Plan) -> None:
+    """Raises `PlanError` if an edited pipeline gives stages other work than the work
+    that their layouts are for.
+    """
+    assert plan.pipeline is not None
+    every = range(len(plan.pipeline.layers))
+    if wrong := [k for k in plan.pipeline.recomputed if k not in every]:
+        raise PlanError(
+            f"the plan's pipeline.recomputed has layer {wrong[0]}, and the step has "
+            f"layers 0 to {len(every) - 1}."
+        )
+    for stage, own in zip(cut.stages, plan.stages, strict=True):
+        if list(own.inputs) != [given.path for given in stage.graph.inputs]:
+            raise PlanError(
+                "the plan's pipeline was edited so that a stage runs other layers than "
+                "its layouts are for. Of the pipeline, only recomputed can be edited: "
+                "make another plan with autopar.plan(..., stages=)."
+            )
+
+
+def _check_homes(plan: Plan, made: Plan) -> None:
+    """Raises `PlanError` if edits moved inputs to other stages."""
+    assert plan.pipeline is not None
+    assert made.pipeline is not None
+    here, there = plan.pipeline.homes, made.pipeline.homes
+    if moved := sorted(p for p in {*here, *there} if here.get(p) != there.get(p)):
+        raise PlanError(
+            f"the plan's pipeline.homes was edited, and cannot be: '{moved[0]}' is on "
+            "the stage that updates or first reads it."
+        )
+
+
+def _check_pieces(plan: Plan) -> None:
+    """Raises `PlanError` if pieces of one array have different layouts or meshes."""
+    assert plan.pipeline is not None
+    meshes = {str(stage.mesh["axes"]) for stage in plan.stages}
+    if plan.pipeline.pieces and len(meshes) > 1 and "mesh" in plan.changed_parts:
+        raise PlanError(
+            "the plan's mesh was edited so that stages with pieces of one array have "
+            f"different meshes: {', '.join(sorted(meshes))}. Edit all of them alike."
+        )
+    known = {path: spec for stage in plan.stages for path, spec in stage.inputs.items()}
+    for whole, sizes in plan.pipeline.pieces.items():
+        pieces = [path for path in piece_paths(whole, sizes) if path in known]
+        for path in pieces[1:]:
+            if known[path] != known[pieces[0]]:
+                raise PlanError(
+                    f"'{pieces[0]}' and '{path}' are pieces of one array, and were "
+                    f"edited to differ. Give them the same layout, as "
+                    f"plan.edit({{'{whole}': ...}}) does."
+                )
 
 
 def _check_text(plan: Plan) -> None:
@@ -154,14 +324,24 @@ def _check_text(plan: Plan) -> None:
 
 
 def _with_inputs(
-    analysis: Analysis, plan: Plan, cluster: Cluster, seconds: float | None
+    analysis: Analysis,
+    plan: Plan,
+    cluster: Cluster,
+    wanted: dict[int, Layout],
+    edited: dict[int, Layout],
+    seconds: float | None,
 ) -> tuple[SearchResult, str]:
     """Plans again with the inputs' layouts; also returns a text that lists the edited
     inputs.
+
+    Args:
+      analysis: the stage.
+      plan: the stage as a plan.
+      cluster: the devices of the stage.
+      wanted: the layout of each input.
+      edited: the layout of each edited input.
+      seconds: time limit of the solver.
     """
-    stated = assignment_of(analysis, plan)
-    wanted = _wanted_layouts(analysis, plan)
-    edited = {v: w for v, w in wanted.items() if stated.home_layout(v) != w}
     _check_possible(analysis, plan, edited)
     homes = analysis.contraction.homes
     nodes = {homes[value].node for value in edited}
@@ -253,12 +433,12 @@ def _possible(
 
 def _as_stated(analysis: Analysis, plan: Plan, cluster: Cluster) -> SearchResult:
     """Prices the plan's decisions without changing them."""
-    assignment = restore(analysis, plan)
+    check_decisions(analysis, plan)
+    assignment = stated_assignment(analysis, plan)
     _check_nodes(analysis, plan, assignment)
     result = search_of_one(analysis, cluster, assignment, plan.axis_names)
     if not math.isfinite(result.best.solution.cost):
         raise _impossible(plan, result.best)
-    check_fits(result.best)
     return result
 
 
@@ -295,18 +475,16 @@ def _impossible(plan: Plan, found: Candidate) -> PlanError:
     return PlanError("the plan contradicts itself: its decisions cannot go together.")
 
 
-def _with_codecs_of(
-    analysis: Analysis, result: SearchResult, plan: Plan, *, edited: bool
-) -> Plan:
+def _with_codecs_of(analysis: Analysis, result: SearchResult, plan: Plan) -> Plan:
     """Makes a plan from layouts that a search found and the codecs of another plan.
+
+    If the user changed the codecs, each gradient must use its codec. Otherwise a
+    gradient that its codec cannot send is sent without a codec.
 
     Args:
       analysis: the step.
       result: the layouts.
       plan: the plan that names the codec of each gradient.
-      edited: whether the user changed the codecs of ``plan``. After a change, each
-        gradient must use its codec. Without a change, a gradient that its codec cannot
-        send is sent without a codec.
 
     Raises:
       PlanError: the user changed the codecs, and a codec cannot send its gradient.
@@ -314,17 +492,23 @@ def _with_codecs_of(
     if not plan.gradients:
         return make_plan(analysis, result)
     best = result.best
-    if edited:
+    if "gradients" in plan.changed_parts:
         mesh = best.pricer.mesh.axes
         found = sites(analysis, best.assignment, mesh, best.collectives)
-        _check_given(plan, found)
+        _check_given(plan.gradients, found, [site.name for site in found])
     asked = CodecRequest(EDITED, None, 0.0, plan, {})
     best = sent_as_asked(analysis, best, asked)
-    assert best.sending is not None
     made = make_plan(analysis, dataclasses.replace(result, best=best), asked)
-    if edited:
+    return _with_reason_of(made, plan)
+
+
+def _with_reason_of(made: Plan, plan: Plan) -> Plan:
+    """The plan with the reason for the codecs of a plan that has the same codecs."""
+    if "gradients" in plan.changed_parts:
         return made
-    compression = msgspec.structs.replace(plan.compression, error=best.sending.error)
+    compression = msgspec.structs.replace(
+        plan.compression, error=made.compression.error
+    )
     return msgspec.structs.replace(made, compression=compression).with_checks()
 
 
@@ -339,35 +523,41 @@ def check_fits(best: Candidate) -> None:
         )
 
 
-def _check_given(plan: Plan, found: Sequence[Site]) -> None:
-    """Raises `PlanError` if an edited codec cannot send its gradient."""
-    given = {g.name: g for g in plan.gradients}
-    names = {site.name for site in found}
-    if differ := sorted(names ^ set(given)):
+def _check_given(
+    decisions: Sequence[GradientDecision], found: Sequence[Site], names: Sequence[str]
+) -> None:
+    """Raises `PlanError` if an edited codec cannot send its gradient.
+
+    Args:
+      decisions: the plan's decisions about the gradients of a stage.
+      found: the gradients of the stage.
+      names: the name of each gradient in the plan.
+    """
+    given = {g.name: g for g in decisions}
+    if differ := sorted({*names} ^ set(given)):
         raise PlanError(
             f"gradients: the plan sums {len(names)} gradients over devices, the edited "
             f"plan names {len(given)}; only in one of them: {', '.join(differ[:4])}."
         )
-    for site in found:
-        decision = given[site.name]
+    for name, site in zip(names, found, strict=True):
+        decision = given[name]
         if (decision.value, decision.shape) != (site.value, site.shape):
             raise PlanError(
-                f"gradients: '{site.name}' is value {site.value} of shape "
+                f"gradients: '{name}' is value {site.value} of shape "
                 f"{site.shape}, the edited plan says {decision.value} of shape "
                 f"{decision.shape}."
             )
-        _check_codec(site, decision.codec)
+        _check_codec(name, site, decision.codec)
 
 
-def _check_codec(site: Site, text: str) -> None:
+def _check_codec(name: str, site: Site, text: str) -> None:
     if not text:
         return
     try:
         why = site.refuses(parse_codec(text))
     except ValueError as error:
-        raise PlanError(f"gradients: '{site.name}': {error}") from error
+        raise PlanError(f"gradients: '{name}': {error}") from error
     if why:
         raise PlanError(
-            f"gradients: '{site.name}' cannot be sent as '{text}': {why} Try another "
-            "codec."
+            f"gradients: '{name}' cannot be sent as '{text}': {why} Try another codec."
         )

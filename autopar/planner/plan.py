@@ -192,7 +192,9 @@ def plan_analysis(
     if kept is not None and len(kept.stages) > 1:
         _check_no_remat(options, kept)
         asked = request_of(options, sent, errors)
-        return kept_pipeline(analysis, cluster, options, kept, asked)
+        held = carried_out(analysis, kept, cluster, seconds=options.seconds)
+        made = kept_pipeline(analysis, cluster, options, held, asked)
+        return with_status(made, held.solver.status) if kept.changed_parts else made
     if isinstance(options.microbatches, tuple) and not cluster.groups:
         raise PlanError(
             f"microbatches={list(options.microbatches)} are those of replicas of "

@@ -341,6 +341,19 @@ def restore(analysis: Analysis, plan: Plan) -> Assignment:
     """
     analysis = split_as(analysis, plan)
     check_plan(analysis, plan)
+    return stated_assignment(analysis, plan)
+
+
+def stated_assignment(analysis: Analysis, plan: Plan) -> Assignment:
+    """The assignment of a plan's decisions.
+
+    Args:
+      analysis: the step, or the stage of which the plan consists.
+      plan: a plan of one stage whose decisions fit the analysis (`check_decisions`).
+
+    Raises:
+      PlanError: the layouts of inputs or outputs contradict the decisions.
+    """
     assignment = assignment_of(analysis, plan)
     inputs, outputs = _interface(analysis, assignment, plan.axis_names)
     for given in analysis.graph.inputs:
@@ -380,6 +393,19 @@ def check_consistent(analysis: Analysis, plan: Plan) -> None:
       PlanError: the plan does not fit; the message names the first mismatch.
     """
     _check_runs(plan)
+    check_decisions(analysis, plan)
+
+
+def check_decisions(analysis: Analysis, plan: Plan) -> None:
+    """As `check_consistent`, for a stage on any devices.
+
+    Args:
+      analysis: the step, or the stage of which the plan consists.
+      plan: a plan of one stage.
+
+    Raises:
+      PlanError: the plan does not fit; the message names the first mismatch.
+    """
     axes = plan.mesh["axes"]
     nodes = analysis.contraction.nodes
     if len(nodes) != len(plan.nodes):

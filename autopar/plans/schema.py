@@ -31,7 +31,7 @@ from autopar.plans.records import (
 from autopar.plans.specs import Entries, Spec, spec_of
 from autopar.whole_files import export_whole
 from autopar_errors import check_path
-from autopar_passes.layer_loops.operators import piece_holders, piece_paths
+from autopar_passes.layer_loops.operators import piece_holders, piece_paths, whole_path
 from autopar_solver.status import Status
 
 # A smaller gap counts as no gap, because two decimal places would show 0.00%.
@@ -87,22 +87,24 @@ def with_layouts(
       layouts: path pattern -> layout; a later pattern wins.
 
     Raises:
-      PlanError: a pattern matches nothing, or a layout does not fit its array.
+      PlanError: a layout does not fit its array.
     """
     out = dict(inputs)
     for pattern, entries in layouts.items():
-        matched = [path for path in inputs if fnmatch.fnmatchcase(path, pattern)]
-        if not matched:
-            some = ", ".join(list(inputs)[:3])
-            raise PlanError(
-                f"edit: '{pattern}' matches no input; inputs are named like {some}."
-            )
-        for path in matched:
-            # A plan may have no shapes. The number of entries is then that of its
-            # layout.
-            shape = shapes.get(path, (0,) * len(inputs[path]))
-            out[path] = spec_of(entries, shape, axes, f"edit: '{path}'")
+        for path in inputs:
+            if _matches(path, pattern):
+                # A plan may have no shapes. The number of entries is then that of its
+                # layout.
+                shape = shapes.get(path, (0,) * len(inputs[path]))
+                out[path] = spec_of(entries, shape, axes, f"edit: '{path}'")
     return out
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a pattern names an input, or the array of which the input is a piece."""
+    return fnmatch.fnmatchcase(whole_path(path) or path, pattern) or (
+        fnmatch.fnmatchcase(path, pattern)
+    )
 
 
 # Orders in which the stages of a pipeline may run their microbatches; a plan of one
@@ -495,7 +497,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         Args:
           layouts: path pattern of inputs -> their ``PartitionSpec``, as in
-            ``{"state/params/*/kernel": PartitionSpec(None, "tensor")}``.
+            ``{"state/params/*/kernel": PartitionSpec(None, "tensor")}``, on the mesh
+            of their stage. The path of an array of stacked layers names all its pieces.
 
         Raises:
           PlanError: a pattern matches nothing, or a layout does not fit its array.
@@ -505,10 +508,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"edit: expected a dictionary of path patterns and PartitionSpecs, got "
                 f"{type(layouts).__name__}."
             )
-        axes = self.mesh["axes"]
-        return self.with_stage(
-            inputs=with_layouts(self.inputs, self.shapes, axes, layouts)
-        )
+        stages: list[StagePlan] = []
+        paths = [path for stage in self.stages for path in stage.inputs]
+        for pattern in layouts:
+            if not any(_matches(path, pattern) for path in paths):
+                raise PlanError(
+                    f"edit: '{pattern}' matches no input; inputs are named like "
+                    f"{', '.join(paths[:3])}."
+                )
+        for stage in self.stages:
+            axes = stage.mesh["axes"]
+            inputs = with_layouts(stage.inputs, self.shapes, axes, layouts)
+            stages.append(msgspec.structs.replace(stage, inputs=inputs))
+        return msgspec.structs.replace(self, stages=tuple(stages))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as plain dictionaries and lists."""

@@ -25,12 +25,15 @@ from autopar.planner.codecs.choose import (
     describe_compression,
     elements_of,
     judge_codecs,
+    record_decisions,
     sent_as_asked,
 )
 from autopar.planner.codecs.sites import Sending, sites, updated_parameters
 from autopar.planner.stages.stage_costs import StageCosts
-from autopar.plans import Compression, GradientDecision
+from autopar.planner.stages.submeshes import one_stage
+from autopar.plans import Compression, GradientDecision, Plan
 from autopar.steps.analysis import Analysis
+from autopar.steps.stages import CutStep
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import ScheduleTable, play
 
@@ -52,11 +55,13 @@ class StagedChoice:
       choices: the candidate of each stage, with codecs.
       costs: cost of the pipeline with these codecs.
       compression: text with the reason for the choice.
+      requests: the user's request about the codecs of each stage.
     """
 
     choices: Choices
     costs: StageCosts
     compression: Compression
+    requests: tuple[CodecRequest, ...]
 
     def decisions(self, graph: OperatorGraph) -> list[tuple[GradientDecision, ...]]:
         """For each stage, how each gradient is summed; all gradients have different
@@ -65,26 +70,39 @@ class StagedChoice:
         Args:
           graph: graph of one microbatch's program, with the updates of all stages.
         """
-        pairs = [(choice, sending_of(choice)) for choice in self.choices]
-        values = [site.value for _, sending in pairs for site in sending.sites]
-        names = updated_parameters(graph, values)
-        made = [
-            [
-                msgspec.structs.replace(g, name=names[g.value] or g.name)
-                for g in sending.decisions(choice.mesh.axes)
-            ]
-            for choice, sending in pairs
-        ]
-        counts = Counter(g.name for stage in made for g in stage)
+        parts = zip(
+            gradient_names(graph, self.choices),
+            map(record_decisions, self.choices, self.requests),
+            strict=True,
+        )
         return [
             tuple(
-                msgspec.structs.replace(g, name=f"{g.name} (stage {k})")
-                if counts[g.name] > 1
-                else g
-                for g in stage
+                msgspec.structs.replace(g, name=name)
+                for name, g in zip(names, made, strict=True)
             )
-            for k, stage in enumerate(made)
+            for names, made in parts
         ]
+
+
+def gradient_names(
+    graph: OperatorGraph, choices: Sequence[Candidate]
+) -> list[list[str]]:
+    """For each stage, the name of each gradient in the plan of all stages.
+
+    A name that several stages have is followed by the stage.
+
+    Args:
+      graph: graph of one microbatch's program, with the updates of all stages.
+      choices: the stages, with their gradients.
+    """
+    every = [sending_of(choice).sites for choice in choices]
+    known = updated_parameters(graph, [site.value for own in every for site in own])
+    names = [[known[site.value] or site.name for site in own] for own in every]
+    counts = Counter(name for own in names for name in own)
+    return [
+        [f"{name} (stage {k})" if counts[name] > 1 else name for name in own]
+        for k, own in enumerate(names)
+    ]
 
 
 def sending_of(choice: Candidate) -> Sending:
@@ -94,7 +112,7 @@ def sending_of(choice: Candidate) -> Sending:
 
 
 def choose_staged(
-    analyses: Sequence[Analysis],
+    cut: CutStep,
     found: Sequence[Candidate],
     memory: Sequence[float],
     costs: StageCosts,
@@ -104,7 +122,7 @@ def choose_staged(
     """Chooses the codecs of all stages.
 
     Args:
-      analyses: the analysis of each stage.
+      cut: the step as stages.
       found: the layouts of each stage.
       memory: bytes that a device of each stage holds without codecs.
       costs: cost of the pipeline without codecs.
@@ -114,7 +132,6 @@ def choose_staged(
     Raises:
       PlanError: no stage can use the codec that was asked for.
     """
-    once = [summed_once(analysis) for analysis in analyses]
     held = [
         dataclasses.replace(candidate, peak_memory_bytes=nbytes)
         for candidate, nbytes in zip(found, memory, strict=True)
@@ -123,14 +140,48 @@ def choose_staged(
     def seconds(choices: Sequence[Candidate]) -> float:
         return play(table, with_codecs(costs, choices).tasks).makespan_s
 
-    nothing = tuple(map(_nothing, once, held))
+    once = list(map(summed_once, cut.stages))
+    nothing = without_codecs(cut, held)
+    requests = (request,) * len(nothing)
+    if request.sent is not None:
+        requests = _by_site(cut.analysis.graph, nothing, request, request.sent)
     if request.chooses:
         choices = _within_budget(once, nothing, table, costs, request, seconds)
     else:
-        choices = _as_asked(once, nothing, request)
+        choices = _as_asked(once, nothing, requests)
     parts = list(zip(once, choices, strict=True))
     why = describe_compression(parts, request, seconds(nothing), seconds(choices))
-    return StagedChoice(choices, with_codecs(costs, choices), why)
+    return StagedChoice(choices, with_codecs(costs, choices), why, requests)
+
+
+def without_codecs(cut: CutStep, found: Sequence[Candidate]) -> Choices:
+    """The stages with the gradients that codecs could send, and without codecs.
+
+    Args:
+      cut: the step as stages.
+      found: the layouts of each stage.
+    """
+    return tuple(map(_nothing, map(summed_once, cut.stages), found))
+
+
+def _by_site(
+    graph: OperatorGraph, choices: Choices, request: CodecRequest, sent: Plan
+) -> tuple[CodecRequest, ...]:
+    """The request for each stage, with the plan's gradients under the names that the
+    stage gives them.
+    """
+    given = {g.name: g for g in sent.gradients}
+    requests: list[CodecRequest] = []
+    for names, choice in zip(gradient_names(graph, choices), choices, strict=True):
+        pairs = zip(names, sending_of(choice).sites, strict=True)
+        own = [
+            msgspec.structs.replace(given[name], name=site.name)
+            for name, site in pairs
+            if name in given
+        ]
+        alone = one_stage(sent, 0).with_gradients(own)
+        requests.append(dataclasses.replace(request, sent=alone))
+    return tuple(requests)
 
 
 def with_codecs(costs: StageCosts, choices: Sequence[Candidate]) -> StageCosts:
@@ -169,7 +220,7 @@ def _nothing(analysis: Analysis, candidate: Candidate) -> Candidate:
 
 
 def _as_asked(
-    analyses: Sequence[Analysis], nothing: Choices, request: CodecRequest
+    analyses: Sequence[Analysis], nothing: Choices, requests: Sequence[CodecRequest]
 ) -> Choices:
     """The stages with the codec that was asked for, in all stages that can use it.
 
@@ -178,14 +229,15 @@ def _as_asked(
     """
     out: list[Candidate] = []
     failed: list[PlanError] = []
-    for analysis, none in zip(analyses, nothing, strict=True):
+    for analysis, none, request in zip(analyses, nothing, requests, strict=True):
         try:
             out.append(sent_as_asked(analysis, none, request))
         except PlanError as error:
             failed.append(error)
             out.append(none)
-    if failed and request.codec is not None:
-        text = format_codec(request.codec)
+    codec = requests[0].codec
+    if failed and codec is not None:
+        text = format_codec(codec)
         if not any(text in sending_of(choice).codecs for choice in out):
             raise failed[0]
     return tuple(out)

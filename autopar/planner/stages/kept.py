@@ -10,7 +10,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.hints import check_pinned
 from autopar.planner.options import PlanOptions
-from autopar.planner.record import GIVEN, assignment_of
+from autopar.planner.record import GIVEN, check_decisions, stated_assignment
 from autopar.planner.search import search_of_one
 from autopar.planner.stages.entry import cut_as
 from autopar.planner.stages.stage_search import StageSite, check_matches, own_pins
@@ -39,36 +39,63 @@ def kept_pipeline(
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
-      PlanError: the plan was made for another step, was edited, or contradicts the
-        options; or the cluster does not have the plan's slices.
+      PlanError: the plan was made for another step, or contradicts the options or
+        itself; or the cluster does not have the plan's slices.
     """
     _check(options, kept)
     cut = cut_as(analysis, kept)
-    assert kept.pipeline is not None
-    pricers = stage_pricers(kept, cluster)
-    sites = tuple(
-        StageSite(devices=stage.devices, cluster=pricer.cluster, mesh=pricer.mesh)
-        for stage, pricer in zip(kept.stages, pricers, strict=True)
-    )
-    wanted = WantedPipeline(
-        layers=kept.pipeline.layers,
-        parts=kept.pipeline.parts,
-        schedule=schedule_of(kept),
-        sites=sites,
-        recomputed=kept.pipeline.recomputed,
-    )
-    found = [_candidate(cut, kept, k, site) for k, site in enumerate(sites)]
+    wanted = kept_wanted(kept, cluster)
+    found = [stated_layouts(cut, kept, k, wanted) for k in range(len(kept.stages))]
     _check_pins(cut, options, found)
     made = kept_plan(cut, cluster, wanted, codecs, found)
     solver = msgspec.structs.replace(made.solver, status=GIVEN)
     return msgspec.structs.replace(made, solver=solver)
 
 
-def _candidate(cut: CutStep, kept: Plan, number: int, site: StageSite) -> Candidate:
-    """The layouts of a stage, priced on its devices."""
+def kept_wanted(kept: Plan, cluster: Cluster) -> WantedPipeline:
+    """The pipeline of a plan, on a cluster with the same slices.
+
+    Args:
+      kept: a plan of several stages.
+      cluster: all devices.
+
+    Raises:
+      PlanError: the cluster does not have the plan's slices, or the schedule does not
+        fit the parts of the stages.
+    """
+    assert kept.pipeline is not None
+    pricers = stage_pricers(kept, cluster)
+    return WantedPipeline(
+        layers=kept.pipeline.layers,
+        parts=kept.pipeline.parts,
+        schedule=schedule_of(kept),
+        sites=tuple(
+            StageSite(devices=stage.devices, cluster=pricer.cluster, mesh=pricer.mesh)
+            for stage, pricer in zip(kept.stages, pricers, strict=True)
+        ),
+        recomputed=kept.pipeline.recomputed,
+    )
+
+
+def stated_layouts(
+    cut: CutStep, kept: Plan, number: int, wanted: WantedPipeline
+) -> Candidate:
+    """The layouts of a stage in a plan, priced on its devices without codecs.
+
+    Args:
+      cut: the step as stages.
+      kept: the plan.
+      number: number of the stage.
+      wanted: the pipeline of the plan.
+
+    Raises:
+      PlanError: the layouts contradict each other, or the planner does not consider
+        them.
+    """
     alone = one_stage(kept, number).with_gradients(())
-    analysis = cut.stages[number]
-    assignment = assignment_of(analysis, alone)
+    analysis, site = cut.stages[number], wanted.sites[number]
+    check_decisions(analysis, alone)
+    assignment = stated_assignment(analysis, alone)
     return search_of_one(analysis, site.cluster, assignment, alone.axis_names).best
 
 
@@ -92,12 +119,6 @@ def _check(options: PlanOptions, kept: Plan) -> None:
             f"{kept.schedule} of {kept.microbatches} microbatches and the mesh axes "
             f"{', '.join(kept.stages[0].axis_names)}; leave "
             f"{wrong[0].partition('=')[0]} out."
-        )
-    # Edited codecs do not matter, because new codecs are chosen.
-    if edited := [name for name in kept.changed_parts if name != "gradients"]:
-        raise PlanError(
-            f"layouts=: {', '.join(edited)} of the plan were edited, which is not "
-            f"carried out for {len(kept.stages)} stages. Plan again with pins=."
         )
 
 

@@ -5,6 +5,7 @@ result.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
@@ -33,6 +34,8 @@ from autopar_solver import (
 # The most times that the stages are searched again. Each search allows less memory,
 # until the activations that the schedule keeps fit, too.
 _ROUNDS = 4
+# A limit of memory that no stage reaches, in bytes.
+_NO_LIMIT = 1e18
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,12 +61,20 @@ def schedule_of(plan: Plan) -> Schedule:
     """The schedule of a plan, with the number of chunks per stage.
 
     Raises:
-      PlanError: the plan has one stage.
+      PlanError: the plan has one stage, or its stages have too many or too few parts
+        for its schedule.
     """
     if plan.pipeline is None or plan.schedule == NO_SCHEDULE:
         raise PlanError("a plan of one stage has no schedule.")
-    chunks = len(plan.pipeline.parts) // len(plan.stages)
-    return Schedule(ScheduleKind(plan.schedule), chunks)
+    parts, kind = len(plan.pipeline.parts), ScheduleKind(plan.schedule)
+    chunks, rest = divmod(parts, len(plan.stages))
+    if rest or (chunks > 1) is not (kind is ScheduleKind.INTERLEAVED):
+        raise PlanError(
+            f"schedule {plan.schedule}: the plan has {parts} parts in "
+            f"{len(plan.stages)} stages; interleaved stages have two parts or more "
+            "each, and those of other schedules one. Plan again with schedule=."
+        )
+    return Schedule(kind, chunks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,31 +139,25 @@ def _lay_stages(
     """The layouts of all stages, searched such that the activations which the schedule
     keeps fit.
     """
-    devices = [site.devices for site in wanted.sites]
-    # The layers that each stage rematerialises.
-    again = [_again(cut, wanted, k) for k in range(len(wanted.sites))]
     # The search of a stage does not know about rematerialisation. So a stage with
     # rematerialised layers is searched without a memory limit.
     rooms = [
-        1e18 if again[k] else float(site.cluster.device.memory_bytes)
+        _NO_LIMIT if _again(cut, wanted, k) else float(site.cluster.device.memory_bytes)
         for k, site in enumerate(wanted.sites)
     ]
     found = search.all(rooms)
     for _ in range(_ROUNDS):
-        costs = stage_costs(cut, cluster, devices, found)
-        saved = _saved_by_remat(cut, wanted, again, found)
-        memory = _memory_bytes(table, costs, saved)
-        if not (over := _over(wanted, memory)):
+        laid = _price_stages(cut, cluster, wanted, table, found)
+        if not (over := _over(wanted, laid.memory)):
             break
-        left = _rooms(wanted, costs, memory)
+        left = _rooms(wanted, laid.costs, laid.memory)
         rooms = [left[k] if k in over else room for k, room in enumerate(rooms)]
         try:
             found = search.all(rooms)
         except InfeasibleError:
             break  # what does not fit is said where the plan is written
-    costs = stage_costs(cut, cluster, devices, found)
-    memory = _memory_bytes(table, costs, _saved_by_remat(cut, wanted, again, found))
-    return _Laid(_with_equal_names(cut, found), costs, memory)
+    laid = _price_stages(cut, cluster, wanted, table, found)
+    return dataclasses.replace(laid, found=_with_equal_names(cut, found))
 
 
 def _with_equal_names(cut: CutStep, found: list[Candidate]) -> list[Candidate]:
@@ -175,9 +180,7 @@ def _send_by_codecs(
     cut: CutStep, table: ScheduleTable, laid: _Laid, codecs: CodecRequest
 ) -> _Laid:
     """The layouts, with codecs chosen for them."""
-    choice = choose_staged(
-        cut.stages, laid.found, laid.memory, laid.costs, table, codecs
-    )
+    choice = choose_staged(cut, laid.found, laid.memory, laid.costs, table, codecs)
     pairs = zip(laid.memory, choice.choices, strict=True)
     memory = [nbytes + sending_of(own).memory_bytes for nbytes, own in pairs]
     return _Laid(laid.found, choice.costs, memory, choice)
@@ -204,14 +207,50 @@ def kept_plan(
     """
     start = time.perf_counter()
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
+    laid = _price_stages(cut, cluster, wanted, table, found)
+    if codecs.mode != "none":
+        laid = _send_by_codecs(cut, table, laid, codecs)
+    return _finish_plan(cut, cluster, wanted, laid, table, time.perf_counter() - start)
+
+
+def rooms_left(
+    cut: CutStep,
+    cluster: Cluster,
+    wanted: WantedPipeline,
+    found: Sequence[Candidate],
+) -> list[int]:
+    """By stage, the bytes that a device may hold while one microbatch runs.
+
+    The search of a stage does not know about rematerialisation. So a stage with
+    rematerialised layers has no limit.
+
+    Args:
+      cut: the step as stages, cut as wanted.
+      cluster: all devices.
+      wanted: the pipeline.
+      found: the layouts of each stage.
+    """
+    table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
+    laid = _price_stages(cut, cluster, wanted, table, found)
+    return [
+        round(_NO_LIMIT) if _again(cut, wanted, k) else math.floor(room)
+        for k, room in enumerate(_rooms(wanted, laid.costs, laid.memory))
+    ]
+
+
+def _price_stages(
+    cut: CutStep,
+    cluster: Cluster,
+    wanted: WantedPipeline,
+    table: ScheduleTable,
+    found: Sequence[Candidate],
+) -> _Laid:
+    """The stages with given layouts and without codecs, and their costs."""
     devices = [site.devices for site in wanted.sites]
     again = [_again(cut, wanted, k) for k in range(len(wanted.sites))]
     costs = stage_costs(cut, cluster, devices, found)
     memory = _memory_bytes(table, costs, _saved_by_remat(cut, wanted, again, found))
-    laid = _Laid(list(found), costs, memory)
-    if codecs.mode != "none":
-        laid = _send_by_codecs(cut, table, laid, codecs)
-    return _finish_plan(cut, cluster, wanted, laid, table, time.perf_counter() - start)
+    return _Laid(list(found), costs, memory)
 
 
 def _finish_plan(

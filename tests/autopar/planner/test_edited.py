@@ -415,12 +415,31 @@ def _set(*path: Any, value: Any) -> Change:
     return change
 
 
-MESH = {"axes": {"data": 4, "tensor": 2}}
-RENAMED = {"axes": {"data": 2, "model": 4}}
+class TestMesh:
+    def test_axes_get_other_names(self) -> None:
+        def rename(data: dict[str, Any]) -> None:
+            text = json.dumps(data["stages"]).replace('"tensor"', '"model"')
+            data["stages"] = json.loads(text)
+
+        found = carried(changed(planned("int8"), rename))
+        assert found.axis_names == ("data", "model")
+        assert found.predicted == planned("int8").predicted
+
+    @pytest.mark.parametrize(
+        ("axes", "message"),
+        [
+            ({"data": 2, "model": 4}, "mesh axis 'tensor' is not one of data, model"),
+            ({"data": 4, "tensor": 2}, "does not fit the cluster"),
+        ],
+    )
+    def test_what_does_not_fit(self, axes: dict[str, int], message: str) -> None:
+        change = _set("stages", 0, "mesh", value={"axes": axes})
+        with pytest.raises(PlanError, match=message):
+            carried(changed(planned(), change))
+
+
 REFUSED = {
     "outputs": _set("stages", 0, "outputs", "[0]/up", value=[["data"], []]),
-    "mesh": _set("stages", 0, "mesh", value=MESH),
-    "mesh ": _set("stages", 0, "mesh", value=RENAMED),
     "devices": _set("stages", 0, "devices", value=[7, 6, 5, 4, 3, 2, 1, 0]),
     "name": _set("stages", 0, "name", value="first"),
     "rematerialisation": _set("stages", 0, "rematerialisation", value=["tanh"]),
@@ -437,7 +456,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("part", REFUSED)
 def test_what_cannot_be_edited_is_named(part: str) -> None:
-    with pytest.raises(PlanError, match=rf"the plan's {part.strip()} was edited"):
+    with pytest.raises(PlanError, match=f"the plan's {part} was edited"):
         carried(changed(planned(), REFUSED[part]))
 
 

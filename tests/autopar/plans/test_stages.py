@@ -62,8 +62,17 @@ def test_a_plan_of_two_stages_is_not_run() -> None:
             use(PLAN)
     with pytest.raises(PlanError, match="2 stages"):
         PLAN.with_stage(nodes=())
-    with pytest.raises(PlanError, match="2 stages"):
-        PLAN.edit({"params/*": ()})
+
+
+def test_an_edit_goes_to_the_stages_that_have_the_input() -> None:
+    path = "batch/back"
+    assert path not in PLAN.stages[0].inputs
+    edited = PLAN.edit({path: (None, "data")})
+    assert edited.stages[0] == PLAN.stages[0]
+    assert edited.stages[1].inputs[path] == ((), ("data",))
+    assert edited.changed_parts == ("inputs",)
+    with pytest.raises(PlanError, match=r"'params/left' matches no input; .*batch"):
+        PLAN.edit({"params/left": ()})
 
 
 def test_one_stage_is_reached_through_the_plan() -> None:
