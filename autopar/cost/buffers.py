@@ -29,7 +29,7 @@ def buffers(
     Args:
       assignment: strategies as layouts.
       life: the lifetimes of values.
-      only: the operators whose operands and results are listed; None: all operators.
+      only: the operators whose operands and results are listed; None for all operators.
     """
     graph = assignment.graph
     among = graph.operators if only is None else [graph.operators[k] for k in only]
@@ -67,7 +67,7 @@ class _Homes:
     )
 
     def __post_init__(self) -> None:
-        """Finds the results of the step, and those that take the place of inputs."""
+        """Finds the results of the step, and which of them take the place of inputs."""
         graph = self.assignment.graph
         places = (graph.outputs[i.output] for i in graph.inputs if i.output >= 0)
         object.__setattr__(self, "replaced", frozenset(places))
@@ -220,7 +220,7 @@ def sending_times(
     which their operators made them. Afterwards the sums wait for their updates, which
     run one after the other. Therefore memory holds both the summands and the sums while
     the message is sent. Compilers that hide messages limit the size of a message. XLA's
-    compiler for CPUs does not.
+    compiler for CPUs does not limit the size.
 
     Args:
       assignment: strategies as layouts.

@@ -2,8 +2,8 @@
 
 Wire time is the time of the collectives that a codec uses (`Codec.messages`), by the
 model of `autopar.cost.collectives`. Local time is the time to encode and decode. It
-comes from a profile of the device. Without a profile, local time is the codec's number
-of passes over memory (`Codec.cost`) at the device's memory bandwidth. Messages of
+comes from a profile of the device. Without a profile, local time is the time of the
+codec's passes over memory (`Codec.cost`) at the device's memory bandwidth. Messages of
 several gradients that travel together are one collective (`autopar.layouts.summation`),
 which takes the time of their total bytes.
 """
@@ -188,8 +188,8 @@ def wire_s(
 ) -> float:
     """Approximate seconds that a gradient adds to the messages of its bucket.
 
-    A planner needs this time for thousands of shapes. Therefore the messages of all
-    shapes are estimated from those of one example shape.
+    A planner needs this time for thousands of shapes. Therefore the messages of one
+    example shape are computed, and the messages of all shapes are estimated from them.
 
     Args:
       codec: the codec.
@@ -255,8 +255,8 @@ def codec_price(
       pricer: the mesh and cluster.
       route: the mesh axes over which the gradient is sent.
       text: the codec as text.
-      error: the codec's measured relative error; None: the error that the codec
-        expects.
+      error: the codec's measured relative error; None for the error that the codec
+        itself expects.
     """
     codec, shape = parse_codec(text), route.local_shape
     if error is None:
@@ -474,13 +474,13 @@ def coded_matrix(
     return out
 
 
-# A GPT of 2 layers on 2x4x4 has 1,193 different entries. An entry takes about 350
-# bytes, so a full cache takes 3 MB.
+# For a GPT of 2 layers on a mesh of 2x4x4, this cache gets 1,193 different entries. An
+# entry takes about 350 bytes, so a full cache takes 3 MB.
 _summations = functools.lru_cache(maxsize=1 << 13)(summations)
 
 
-# The same GPT has 4,834 different entries. An entry takes about 400 bytes, so a full
-# cache takes 7 MB.
+# A GPT of 2 layers on a mesh of 2x4x4 has 4,834 different entries. An entry takes about
+# 400 bytes, so a full cache takes 7 MB.
 @functools.lru_cache(maxsize=1 << 14)
 def _waits(
     start: Layout, target: Layout, partial: Axes, sizes: tuple[int, ...]

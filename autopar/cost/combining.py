@@ -35,7 +35,7 @@ FREE = -1
 # sums of gradients.
 NORMS = -2
 # In place of a barrier: the collective gathers a result of the update. It comes after
-# the gathers of both passes.
+# the gathers of the forward and backward passes.
 UPDATED = -3
 
 

@@ -110,7 +110,7 @@ def _weights(values: Array, knots: Sequence[float]) -> Weights:
 def _interpolate(
     along: Weights, table: Sequence[Sequence[float]], deep: Weights
 ) -> Array:
-    """Bilinear interpolation; outside of the knots, the value of the nearest knot."""
+    """Interpolates bilinearly; outside of the knots, takes the nearest knot's value."""
     (i, u), (j, v), of = along, deep, np.array(table)
     low = (1 - v) * of[i, j] + v * of[i, j + 1]
     high = (1 - v) * of[i + 1, j] + v * of[i + 1, j + 1]

@@ -535,7 +535,8 @@ class StepEstimate:
 
         Args:
           scale: ratio of the microbatch's rows to the planned rows.
-          last: whether the microbatch is the last of its step, with sums of gradients.
+          last: whether the microbatch is the last of its step, in which the gradients
+            are summed over devices.
         """
         if not self.pricer.cluster.device.corrections.overlap:
             return 0.0
@@ -587,14 +588,14 @@ class StepEstimate:
 
     @functools.cached_property
     def timelines(self) -> tuple[Timeline, ...]:
-        """The timelines of both passes at the planned batch."""
+        """The timelines of the forward and backward pass at the planned batch."""
         work_s = self.work.planned_s + self.work.kernel_s
         return self._timelines(work_s, self.messages.planned_s)
 
     def _timelines(
         self, work_s: np.ndarray, sent_s: np.ndarray
     ) -> tuple[Timeline, ...]:
-        """The work and the hideable communication of both passes, by position.
+        """The work and the hideable communication of the forward and backward pass.
 
         The timelines leave out communication of the update, and communication for which
         an operator waits.

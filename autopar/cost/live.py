@@ -56,7 +56,7 @@ SUMS = "sums over microbatches"
 # `lost_bytes` ignores buffers smaller than this fraction of the peak. They fit into
 # gaps between other buffers, and ignoring them limits the run time of this function.
 _LEAST_PART = 0.005
-# Bytes of the chip's memory that the compiler reserves as workspace of a kernel
+# Bytes of on-chip memory that the compiler reserves as workspace of a kernel
 # (``xla_tpu_scoped_vmem_limit_kib``, 16384).
 _KERNEL_BYTES = 2**24
 # Fraction of the on-chip memory, without the workspace of kernels, that holds buffers,
@@ -75,7 +75,7 @@ _GPU = Habits(
     # openxla/xla, ``xla/service/gpu/transforms/gemm_rewriter.cc``: from Hopper on.
     workspace_bytes=2**25,
     # GetSchedulerMemoryLimit in ``xla/service/gpu/gpu_hlo_schedule.cc``: 0.8 of the
-    # device's memory, less the inputs, times a "slop factor" of 0.95. The division
+    # device's memory, minus the inputs, times a "slop factor" of 0.95. The division
     # converts from the usable memory of a preset to the whole memory.
     room=(0.8 / USABLE_MEMORY, 0.95),
     placed=True,
@@ -132,9 +132,9 @@ class Live:
     """The arrays that one device holds in a step, with their lifetimes.
 
     A time is the position of an operator in the execution order. The first ``held``
-    arrays live during the whole step. They are the inputs with their spare copies, and
-    the sums of gradients over microbatches. Only steps of several microbatches have
-    these sums.
+    arrays live during the whole step. These *held* arrays are the inputs with their
+    additional copies and, if there are several microbatches, the sums of gradients over
+    microbatches.
 
     Attributes:
       values: int ``[arrays]``, the value of the program that an array holds.
@@ -149,7 +149,7 @@ class Live:
       factor: the bytes of all arrays that are not held are multiplied by this factor
         (`Calibration.memory_overhead`).
       workspace_bytes: bytes of workspace for matrix products.
-      on_chip_bytes: bytes of the chip's memory for arrays that are not held.
+      on_chip_bytes: bytes of on-chip memory for arrays that are not held.
       rest_part: this fraction of the bytes of held arrays is subtracted from
         ``room_bytes``.
       gaps: int ``[gaps, 3]``, an array and the two times between which the array is not
@@ -288,8 +288,8 @@ class Live:
     def _on_chip(self, nbytes: np.ndarray) -> np.ndarray:
         """Marks the arrays that the timeline of device memory leaves out, ``[arrays]``.
 
-        These are arrays on the chip, and held arrays, which are counted separately.
-        Results of the step are always in the device's memory.
+        These are arrays in on-chip memory, and held arrays, which are counted
+        separately. Results of the step are always in the device's memory.
         """
         out = np.zeros(len(nbytes), dtype=bool)
         out[: self.held] = True
@@ -316,8 +316,8 @@ def live(
     Args:
       assignment: strategies as layouts.
       device: the device.
-      life: the lifetimes of values; None: those of the device's compiler.
-      only: the operators whose operands and results are listed; None: all operators.
+      life: the lifetimes of values; None to compute them for the device's compiler.
+      only: the operators whose operands and results are listed; None for all operators.
     """
     analysis = assignment.analysis
     life = analysis.life(habits_of(device)) if life is None else life
@@ -420,7 +420,7 @@ def lost_bytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> float
     whole = _most(first, last, nbytes, times)
     large = np.flatnonzero(nbytes > _LEAST_PART * whole)
     first, last, nbytes = first[large], last[large], nbytes[large]
-    # Among buffers of equal size, those that live longest come first.
+    # Among buffers of equal size, the buffer that lives longest comes first.
     order = np.lexsort((first - last, -nbytes))
     first, last, nbytes = first[order], last[order], nbytes[order]
     begins, ends = np.zeros(len(nbytes)), np.zeros(len(nbytes))
@@ -463,7 +463,7 @@ def room_bytes(chip_bytes: int) -> int:
 
     Part of the on-chip memory is reserved as workspace of kernels. One sixth of the
     rest is not available for buffers: it holds operands that are prefetched for the
-    next kernel, and is lost between buffers.
+    next kernel, or is lost between buffers.
     """
     part, whole = _BUFFERS
     return max(0, chip_bytes - _KERNEL_BYTES) * part // whole

@@ -124,7 +124,7 @@ class Part:
         return found
 
     def last_sums(self, share: float) -> PartCut | None:
-        """The stretch with the most exposed sums; None: the part has no sums.
+        """The stretch with the most exposed sums; None if the part has no sums.
 
         Args:
           share: fraction of the work that communication may overlap with.

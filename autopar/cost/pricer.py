@@ -38,7 +38,7 @@ class Pricer:
       combining: whether several collectives may be sent as one message.
       joined_bytes: total bytes of the sums that may share messages, and total bytes of
         the gathers that may share messages.
-      messages: for each group, bytes of its largest message in a plan; None: messages
+      messages: for each group, bytes of its largest message in a plan. None if messages
         may be as large as ``joined_bytes``.
     """
 
@@ -113,13 +113,13 @@ class Pricer:
         )
 
     def whole(self, step: ReshardStep, size: float, message_bytes: float) -> float:
-        """Bytes that are sent with one latency: those of an array and its message.
+        """Bytes that share one latency with an array, including the array's own bytes.
 
         Args:
           step: the collective.
           size: the collective's size in bytes (`autopar.cluster.specs.Kind`).
-          message_bytes: bytes of the message that carries the array; 0: the array is
-            not joined with others.
+          message_bytes: bytes of the message that carries the array; 0 if the array has
+            a separate message.
         """
         return size if self.apart(step) else message_bytes or size
 
@@ -267,14 +267,14 @@ def _alone(pricer: Pricer) -> Pricer:
 
 
 # The cache sizes below fit a GPT of 2 layers on 2x4x4, planned with compression="auto".
-# This GPT has 300 different collectives. An entry takes about 380 bytes, so a full
-# cache takes 6 MB.
+# For this GPT, this cache gets 300 different collectives. An entry takes about 380
+# bytes, so a full cache takes 6 MB.
 @functools.lru_cache(maxsize=1 << 14)
 def _collective_s(kind: str, nbytes: float, axes: Axes, mesh: MeshShape) -> float:
     return collective_s(kind, nbytes, tuple(mesh.axes[a] for a in axes))
 
 
-# The GPT has 600 different tables of 25 kB. A full cache takes 25 MB.
+# For this GPT, this cache gets 600 different tables of 25 kB. A full cache takes 25 MB.
 @functools.lru_cache(maxsize=1 << 10)
 def _reshard_table(
     pricer: Pricer,
@@ -296,7 +296,7 @@ def _reshard_table(
     return out
 
 
-# The GPT has 59 different tables of 28 kB. A full cache takes 7 MB.
+# For this GPT, this cache gets 59 different tables of 28 kB. A full cache takes 7 MB.
 @functools.lru_cache(maxsize=1 << 8)
 def _step_table(
     starts: tuple[tuple[Layout, Axes], ...],

@@ -24,10 +24,10 @@ def compiled_traffic(
     Args:
       assignment: strategies as layouts.
       pricer: the mesh and cluster.
-      only: the operators whose collectives are listed, in program order; None: all
+      only: the operators whose collectives are listed, in program order; None for all
         operators.
-      rounds: whether values that only products read are sent in bfloat16; None: as the
-        device's compiler does.
+      rounds: whether values that only products read are sent in bfloat16; None to do as
+        the device's compiler does.
     """
     if rounds is None:
         rounds = pricer.cluster.device.rounds_operands

@@ -136,7 +136,7 @@ def traffic(
 
     Args:
       assignment: strategies as layouts.
-      only: the operators whose collectives are listed, in program order; None: all
+      only: the operators whose collectives are listed, in program order; None for all
         operators.
       rounds: whether values that only products read are sent in bfloat16
         (`autopar.cluster.DeviceSpec.rounds_operands`).
@@ -176,7 +176,7 @@ def traffic(
 def operators_of(
     assignment: Assignment, only: Collection[int] | None
 ) -> Sequence[Operator]:
-    """The operators with these numbers; None: all operators of the program."""
+    """The operators with these numbers, or all operators of the program if None."""
     operators = assignment.graph.operators
     return operators if only is None else [operators[k] for k in only]
 

@@ -410,8 +410,8 @@ class Assignment:
         return stated_layouts(start, steps, self.sizes, nbytes, self.apart_bytes)
 
     def required_layouts(self, value: int, layout: Layout) -> list[tuple[int, Layout]]:
-        """The values with a home that ``value`` is made of, and the layouts in which
-        they are needed.
+        """The values with a home that ``value`` is computed from, and the layouts that
+        they need.
         """
         return required_values(self.graph, self.contraction, value, layout)
 

@@ -87,12 +87,13 @@ def reshard_steps(
       reduction: how partial results are combined; only a sum may use a reduce-scatter.
       sizes: size of each mesh axis.
 
-    The steps come in this order. First the array is reduced; a reduce-scatter is used
-    if the target has the axis and the axis can be appended. Second, slices are taken,
-    which is free. Third, axes move between dimensions by all-to-all. Last, the
-    remaining axes are gathered. If an axis in the middle of a dimension's axes is
-    gathered, the axes behind it are gathered too. The reduction comes first because a
-    program cannot state the layout of a partial value.
+    The steps come in this order. First the array is reduced over the partial axes. If
+    the target has such an axis, and it can be appended to its dimension, a
+    reduce-scatter is used. Second, slices are taken, which is free. Third, axes move
+    between dimensions by all-to-all. Last, the remaining axes are gathered. If an axis
+    in the middle of a dimension's axes is gathered, the axes behind it are gathered
+    too. The reduction comes first because a program cannot state the layout of a
+    partial value.
     """
     path = _LayoutPath(start, target, sizes)
     path.reduce(partial, scatter=reduction == "sum")

@@ -3,8 +3,8 @@ layout.
 
 The old and the new layout each cut the array into blocks. A piece is the intersection
 of an old block and a new block. Each process that holds a new block receives each piece
-of this block once. If one of its own devices has the piece, the process takes the piece
-from that device. The runtime moves arrays between processes in this way
+of this block once. If a device of the process itself already has the piece, the process
+takes the piece from that device. The runtime moves arrays between processes in this way
 (`autopar.runtime.stages.routes`), and `autopar.reports.between` predicts the bytes
 between processes from the pieces.
 """

@@ -100,7 +100,7 @@ def summation_of(
       shape: as for `summations`.
       home: as for `summations`.
       axes: as for `summations`.
-      within: some of the axes; empty: one sum over all axes.
+      within: some of the axes; empty for one sum over all axes.
       sizes: size of each mesh axis.
     """
     home = ((),) * (len(shape) - len(home)) + home

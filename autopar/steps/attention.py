@@ -233,7 +233,7 @@ def _sources(value: int, made: Mapping[int, Operator]) -> frozenset[int]:
 
 
 def _behind(value: int, made: Mapping[int, Operator]) -> Iterator[tuple[int, Operator]]:
-    """Yields a value and those from which it is computed, each with its operator."""
+    """Yields a value and all values it is computed from, each with its operator."""
     left, seen = [value], set[int]()
     while left and len(seen) < _DEEP:
         value = left.pop()

@@ -28,9 +28,9 @@ def structure(graph: OperatorGraph, contraction: Contraction) -> str:
     """Returns 16 hex digits that stay the same when only the batch of a step changes.
 
     The digits depend on the operators and their connections, the arguments with their
-    dtypes, the shapes of carried state, and the nodes that have a choice. They do not
-    depend on other sizes: a plan can be used with any batch size of the same structure,
-    as long as its mesh axes divide the new sizes.
+    dtypes, the shapes of carried state, and the nodes for which a plan can choose a
+    sharding. They do not depend on other sizes: a plan can be used with any batch size
+    of the same structure, as long as its mesh axes divide the new sizes.
     """
     digest = hashlib.sha256()
     for given in graph.inputs:

@@ -75,7 +75,7 @@ class Fusion:
     """The values of a program that are in memory after fusion.
 
     Attributes:
-      buffers: values with a buffer of their own.
+      buffers: values that have a separate buffer.
       in_memory: the values in `buffers`, and values that share the buffer of another
         value: inputs, values that loops pass on, and one step of a scanned array.
         Reading or writing any of them costs memory traffic.
@@ -343,7 +343,10 @@ def _is_streamed(op: Operator, users: Sequence[Operator]) -> bool:
 def _saves(
     graph: OperatorGraph, value: int, sources: frozenset[int], count: int
 ) -> bool:
-    """Whether writing a result with ``count`` readers moves fewer bytes than fusion."""
+    """Whether writing a result moves fewer bytes than fusing it into all readers.
+
+    The result has ``count`` readers.
+    """
     read = sum(graph.values[s].nbytes for s in sources)
     return (count - 1) * read > (count + 1) * graph.values[value].nbytes
 

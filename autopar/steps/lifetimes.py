@@ -29,7 +29,7 @@ _BARRIER = "optimization_barrier"
 def breadth_first(graph: OperatorGraph, written: frozenset[int]) -> list[int]:
     """Returns the time at which each operator runs: its position in the new order.
 
-    A loop counts as one kernel. The operators in the loop run breadth first, too.
+    A loop counts as one kernel. The operators in the loop also run breadth first.
 
     Args:
       graph: the operator graph.
@@ -282,8 +282,8 @@ class Habits:
       breadth_first: whether operators run in breadth-first order
         (`autopar.steps.lifetimes`).
       joined_sums: the number of sums of gradients over devices that share one message,
-        whatever their size (`autopar.cost.buffers`). With 0, each sum has a message of
-        its own, which is sent when the gradient is ready.
+        whatever their size (`autopar.cost.buffers`). With 0, each sum has a separate
+        message, which is sent when the gradient is ready.
       widens: whether the compiler computes 16-bit types in 32 bits
         (`autopar.steps.rounding`).
       rounds: whether products of float32 arrays read their operands in bfloat16
@@ -406,13 +406,14 @@ def gaps(
 ) -> dict[int, tuple[Gap, ...]]:
     """Finds the times at which results are not in memory if memory is short.
 
-    If a program needs more memory than the device has, XLA's scheduler for GPUs delays
-    no product outside loops. Within a loop it still delays products, because it does
-    not see the memory use outside the loop. The compiler also rematerialises results of
-    the forward pass for the backward pass: it clones an instruction before the next
-    reader (openxla/xla, ``xla/hlo/transforms/simplifiers/hlo_rematerialization.cc``).
-    The compiler does not clone calls of libraries, loops and kernels. On GPUs, products
-    are calls of libraries.
+    If a program needs more memory than the device has, XLA's scheduler for GPUs does
+    not delay products that are outside loops. Within a loop it still delays products,
+    because it does not see the memory use outside the loop. The compiler also
+    rematerialises results of the forward pass for the backward pass: it clones an
+    instruction before the next reader (openxla/xla,
+    ``xla/hlo/transforms/simplifiers/hlo_rematerialization.cc``). The compiler does not
+    clone calls of libraries, loops and kernels. On GPUs, products are calls of
+    libraries.
 
     Args:
       graph: the operator graph.

@@ -18,8 +18,8 @@ XLA's GPU compiler fixes the order of dimensions around batched products (openxl
   of an operand in either order;
 * if products need an array in several orders, the compiler makes one copy for each
   order. One kernel writes the array in the stored order and in one other order. If no
-  product needs the stored order, one kernel writes two other orders, provided that the
-  transposition to neither runs in tiles (`runs_in_tiles`). The compiler makes further
+  product needs the stored order, one kernel writes two other orders, provided that
+  neither transposition runs in tiles (`runs_in_tiles`). The compiler makes further
   copies when a product reads them.
 
 As an example, take the attention weights of grouped-query attention. In bfloat16 the

@@ -97,7 +97,7 @@ class Positions:
         return found
 
     def gather_parts(self, readers: Sequence[int]) -> np.ndarray:
-        """The fraction of gathers in each segment of both passes.
+        """The fraction of gathers in each segment of the forward and backward pass.
 
         There is one gather for each reader.
 

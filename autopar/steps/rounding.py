@@ -33,8 +33,9 @@ programs (jaxlib 0.10.2, on a CPU without 16-bit products):
 * the operand of a reduction stays in 32 bits for all its readers, because the compiler
   drops a rounding to 16 bits that a conversion to 32 bits follows
   (``xla_allow_excess_precision``);
-* a rounded result that both passes read is kept for the backward pass. If this result
-  were of type float32 and depended on only one array, the compiler would recompute it.
+* a rounded result that the forward and the backward pass read is kept for the backward
+  pass. If this result were of type float32 and depended on only one array, the compiler
+  would recompute it.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ def find_widened(graph: OperatorGraph) -> Widened:
 
 
 def rounded_results(graph: OperatorGraph, floating: frozenset[int]) -> frozenset[int]:
-    """Returns 16-bit element-wise results that both passes read.
+    """Returns 16-bit element-wise results that forward and backward pass read.
 
     Args:
       graph: the operator graph.

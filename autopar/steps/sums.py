@@ -14,9 +14,9 @@ from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.sums.reassociated import Reassociation
 from autopar_passes.sums.stacked import Deferral
 
-# Gradients with fewer elements and gradients of vectors are sent uncompressed. They are
-# a very small part of the bytes, and compression harms norms and biases most (PowerSGD,
-# arXiv 1905.13727, and CGX, arXiv 2111.08617, do the same).
+# Gradients with fewer elements and gradients of vectors are sent uncompressed. These
+# gradients have a very small part of the bytes, and compression harms norms and biases
+# most (PowerSGD, arXiv 1905.13727, and CGX, arXiv 2111.08617, do the same).
 SMALLEST = 1024
 
 

@@ -91,7 +91,7 @@ class WorkTable:
       trips: ``[rows]``, the total number of runs of the operators of the class in a
         step.
       update: bool ``[rows]``, whether the operators belong to the update.
-      kernels: bool ``[rows]``, whether the operators start kernels of their own.
+      kernels: bool ``[rows]``, whether each operator needs a separate kernel.
       matrix: bool ``[rows]``, whether the matrix units compute the operators.
       flops: ``[rows]``, FLOPs of one run on whole arrays.
       flops_degree: int ``[rows]``, the number of factors of the operator that grow with
@@ -377,7 +377,7 @@ def _traffic(
 
     made = op.outputs[0] if op.outputs else None
     if made is not None and op.kind == "slice_step":
-        # If the part has no buffer of its own, its readers read it in the stack.
+        # If the part has no separate buffer, its readers read it in the stack.
         copied = 2.0 * values[made].nbytes if made in fusion.buffers else 0.0
         return ((made, copied),)
     if made is not None and op.kind == "stack_step":

@@ -2,14 +2,14 @@
 
 The sharding rules of operators tell which dimensions of arrays are the same dimension.
 Such dimensions form a set. A set that occurs in no parameter may be the rows. The rows
-are the set that occurs in the most FLOPs of matrix products, without occurring twice in
-one product. A sequence dimension, by contrast, occurs twice in attention, and a time
-dimension occurs in the loop of a recurrent network. Among sets with equal FLOPs, the
-rows are the set that is reduced, shifted, compared or indexed by constants least. An
-input that is combined with arrays of rows, but has no row dimension, is the same for
-all rows: it is frozen, as a teacher's weights are. There is one exception: an input
-whose first dimension has as many entries as there are rows, and whose entries are
-selected by row numbers, as in ``x[argsort(n)]``. This input belongs to the batch.
+are the set with the most FLOPs of matrix products in which the set occurs only once. A
+sequence dimension, by contrast, occurs twice in attention, and a time dimension occurs
+in the loop of a recurrent network. Among sets with equal FLOPs, the rows are the set
+that is reduced, shifted, compared or indexed by constants least. An input that is
+combined with arrays of rows, but has no row dimension, is the same for all rows: it is
+frozen, as a teacher's weights are. There is one exception: an input whose first
+dimension has as many entries as there are rows, and whose entries are selected by row
+numbers, as in ``x[argsort(n)]``. This input belongs to the batch.
 """
 
 from __future__ import annotations
@@ -288,8 +288,8 @@ class _Apart:
       mixed: for each set, FLOPs of all other operators that reduce the set, or that
         index it by constants.
       sequential: equations of the loops that carry values from iteration to iteration.
-      in_turns: sets that a loop slices which contains backward passes, as a loop over
-        microbatches does.
+      in_turns: sets that are sliced by a loop that contains backward passes, such as a
+        loop over microbatches.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Builds the operator graph of a program, and finds repeated layers.
 
 A model that applies the same block L times has the same sequence of equations L times
-in the forward pass, and again in the backward pass. Its parameters give the optimizer
-the same sequence L times too. The operators at the same position in each repetition
-form one *class*. The planner makes one set of decisions for each class. A model of 96
-layers therefore costs the solver about as much as one layer. The detection does not use
-names.
+in the forward pass, and again in the backward pass. The optimizer also repeats one
+sequence L times, for the parameters of each block. The operators at the same position
+in each repetition form one *class*. The planner makes one set of decisions for each
+class. A model of 96 layers therefore costs the solver about as much as one layer. The
+detection does not use names.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class TracedStep:
     """A step as a pure, flat program, and the mapping from calls to the program.
 
     Attributes:
-      name: the name of the step, for people.
+      name: the name of the step, as messages and reports show it.
       program: the flat program.
       form: the fixed part of the call.
       result: the fixed part of the result.

@@ -217,7 +217,8 @@ def _computations(program: Program, update: Collection[int]) -> Iterator[_Comput
         yield _Computation(tuple(equations), tuple(form.given), outputs, key)
 
 
-# Fewer products than this are not worth the two exchanges of the matrices.
+# A computation with fewer products is not batched, because the two exchanges of
+# matrices would cost more than they save.
 _LEAST = 2
 
 

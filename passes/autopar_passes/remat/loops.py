@@ -5,8 +5,8 @@ each iteration keeps, its *residuals*. The backward loop reads these stacks. Thi
 removes the stacks of residuals of chosen iterations from the forward loop. Instead, the
 backward loop receives the inputs of the forward loop: its constants, its slices, and
 the initial carry of each iteration, which is stacked. From these inputs each iteration
-recomputes its residuals, behind an optimization barrier, so that the compiler does not
-merge both computations.
+recomputes its residuals, behind an optimization barrier. Without the barrier the
+compiler would merge the recomputation with the forward pass.
 
 If only the first iterations are chosen, both loops are split in two.
 """

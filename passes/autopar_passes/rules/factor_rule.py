@@ -212,7 +212,7 @@ class KernelWork:
     stay on the chip.
 
     Attributes:
-      name: the name of the kernel, for people.
+      name: the name of the kernel, as messages and reports show it.
       flops: floating-point operations of one run.
       matrix: whether the matrix units do these operations.
       dtype: NumPy or ml_dtypes name of the elements that the operations work on.

@@ -428,7 +428,7 @@ def is_kernel(primitive: str) -> bool:
 
 
 def kernel_name(eqn: Equation) -> str:
-    """Returns the name of an equation's kernel, for people."""
+    """Returns the name of an equation's kernel, as messages and reports show it."""
     if eqn.primitive != pallas_grid.PRIMITIVE:
         return eqn.primitive
     return pallas_grid.kernel_name(eqn.params)

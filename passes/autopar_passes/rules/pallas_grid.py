@@ -103,9 +103,9 @@ def dims_seen(params: dict[str, Any]) -> list[tuple[int, ...]] | None:
       params: parameters of the ``pallas_call``.
 
     Returns:
-      For each operand and result, for each dimension: `WHOLE`, or the dimension of the
-      grid that it follows and whose points are independent, or `UNKNOWN`. The result
-      is None if the kind of grid is unknown.
+      For each operand and result, one entry per dimension: the grid dimension that
+      selects its blocks, if the points along this grid dimension are independent; else
+      `WHOLE` or `UNKNOWN`. None if the kind of grid is unknown.
     """
     found = _blocks(params)
     if found is None:

@@ -26,7 +26,7 @@ class Poisoned:
 
     Attributes:
       results: flat outputs that are computed from gradients.
-      guarded: whether the step itself checks its gradients. This is so if another
+      guarded: whether the step itself checks its gradients. A step does so if another
         carried output, such as a loss scale, depends on a comparison of gradients.
     """
 

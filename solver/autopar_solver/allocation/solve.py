@@ -298,10 +298,10 @@ class _Rounds:
     """Solves integer programs over a growing set of options.
 
     The *loss* of an option is the largest value after prices of its job's options,
-    minus the option's own value after prices. An allocation is worth the relaxation's
-    bound minus the losses of its options and minus the prices of its unused devices. A
-    choice with an option whose loss exceeds a threshold is therefore worth less than
-    the bound minus the threshold.
+    minus the option's own value after prices. The value of an allocation is the
+    relaxation's bound minus the losses of its options and minus the prices of its
+    unused devices. If the loss of one option exceeds a threshold, the value is
+    therefore below the bound minus the threshold.
     """
 
     problem: AllocationProblem
@@ -313,7 +313,7 @@ class _Rounds:
     def run(self) -> Allocated:
         """Solves programs with a rising threshold of loss.
 
-        It stops when the gap is reached or all options are included.
+        The method stops when the gap is reached or all options are included.
         """
         problem, ceiling = self.problem, self.priced.bound
         lost = self.priced.best[problem.jobs] - self.priced.left

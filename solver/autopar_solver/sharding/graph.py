@@ -66,7 +66,7 @@ class Follow:
         choices[self.node] = self.strategy[choices[self.leader]]
 
     def redo(self, choices: np.ndarray) -> None:
-        """Does nothing, because the leader's choice determines both."""
+        """Does nothing, because the leader's choice determines the node's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -49,7 +49,7 @@ class Incumbent:
         return _smallest_cost(self.problem)
 
     def fork(self) -> Incumbent:
-        """Copies the choices with an unset bound, for a restricted problem."""
+        """Copies the choices without the bound, for a problem with fewer strategies."""
         other = copy.copy(self)
         other.bound = -math.inf
         return other
@@ -270,7 +270,7 @@ class _State:
         return True
 
     def _ascend(self) -> bool:
-        """Raises the bound by messages; True if further price steps are worthwhile."""
+        """Raises the bound by messages; True if price steps may raise it further."""
         before = self._gap()
         self.dual.lighten()
         self.dual.sweep()
@@ -381,7 +381,7 @@ class _State:
         return answer.finished
 
     def _search(self) -> None:
-        """Searches part by part, with less time if the last search found little."""
+        """Searches part by part, for a shorter time if the last search found little."""
         if self.position is None:
             return
         seconds = min(self.search_share * self.slice, self.clock.left_s)

@@ -7,9 +7,9 @@ lower bound of the cost of ``k`` and of the nodes behind ``k``. These messages a
 numbers of the dual problem; no device sends them.
 
 The inner loop of message passing is compiled if numba is installed. Numba is optional:
-without it, and on small fields, the same computation runs in numpy. Both give the same
-messages up to rounding. On thousands of nodes the compiled loop is about ten times
-faster, because it avoids numpy's overhead per node.
+without it, and on small fields, the same computation runs in numpy. The compiled loop
+and numpy give the same messages up to rounding. On thousands of nodes the compiled loop
+is about ten times faster, because it avoids numpy's overhead per node.
 """
 
 from __future__ import annotations

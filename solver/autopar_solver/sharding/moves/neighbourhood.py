@@ -80,7 +80,7 @@ def solve_part(
     stop: StopCriteria,
     rows: tuple[int, ...] = (),
 ) -> PartAnswer:
-    """Chooses strategies anew for some nodes; ``stop`` refers to the field's cost."""
+    """Chooses new strategies for some nodes; ``stop`` refers to the field's cost."""
     try:
         graph = part_graph(position, members, kept)
         graph.constant = _cost_outside(position, members)
