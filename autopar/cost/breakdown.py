@@ -27,7 +27,8 @@ class CostBreakdown:
       codec_s: seconds to encode and decode gradients.
       cover_s: seconds of hideable communication that overlap with work
         (`autopar.cost.overlap`).
-      contention_s: seconds by which this overlap slows the work.
+      contention_s: seconds by which the overlapping communication makes the work
+        longer.
       all_reduce_bytes: bytes that one device sends in all-reduces.
       all_gather_bytes: bytes that one device sends in all-gathers.
       reduce_scatter_bytes: bytes that one device sends in reduce-scatters.
@@ -84,7 +85,10 @@ class CostBreakdown:
 
     @property
     def communication_s(self) -> float:
-        """Seconds of all communication, hidden or not, without those of codecs."""
+        """Seconds of all communication, hidden or not.
+
+        Encoding and decoding do not count.
+        """
         return self.waiting_s + self.waiting_latency_s + self.hideable_total_s
 
     @property

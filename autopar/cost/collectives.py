@@ -503,7 +503,7 @@ def _measured_curve(kind: str, k: int, link: LinkSpec) -> TimeCurve | None:
     ratios = [bytes_ratio(kind, size) for size in sizes]
 
     def at_k(values: Iterable[float]) -> float:
-        """Converts seconds per byte of size from the measured group sizes to `k`."""
+        """Seconds per byte of a collective among `k` devices, from measured groups."""
         sent = [value / ratio for value, ratio in zip(values, ratios, strict=True)]
         return float(np.interp(k, sizes, sent)) * bytes_ratio(kind, k)
 
@@ -584,7 +584,7 @@ def collective_s(kind: str, nbytes: float, axes: Sequence[MeshAxis]) -> float:
     Args:
       kind: one of `KINDS`.
       nbytes: size by the convention of `autopar.cluster.specs.Kind`.
-      axes: the mesh axes of the group, in any order; none costs nothing.
+      axes: the mesh axes of the group, in any order; without axes the time is 0.
     """
     curve = collective_curve(kind, tuple(axes))
     return curve.seconds(nbytes) if nbytes > 0 else 0.0
@@ -617,7 +617,7 @@ def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
 
     Args:
       kind: one of `KINDS`.
-      axes: the mesh axes of the group, in any order; none costs nothing.
+      axes: the mesh axes of the group, in any order; without axes the time is 0.
     """
     return collective_curve(kind, axes).s_per_byte
 
@@ -637,6 +637,6 @@ def least_s_per_byte(
       kind: one of `KINDS`.
       low: size of the smallest collective, above 0.
       high: size of the largest collective; it may be infinite.
-      axes: the mesh axes of the group, in any order; none costs nothing.
+      axes: the mesh axes of the group, in any order; without axes the time is 0.
     """
     return collective_curve(kind, axes).least_s_per_byte(low, high)

@@ -31,7 +31,10 @@ _LEAST_DEPTH = 32.0
 
 
 def rates_of(device: DeviceSpec, itemsize: float) -> ProductRates | None:
-    """The table of rates of a device; None if there is none, or other corrections.
+    """The table of rates of a device; None if the device has none.
+
+    The result is also None if the device has another ``half_rate_side`` than its kind,
+    because a profile has then measured the rate of products.
 
     Args:
       device: the device.

@@ -212,7 +212,10 @@ class Live:
         return np.maximum(np.minimum(whole, room), least)
 
     def _room(self, nbytes: np.ndarray) -> float:
-        """The limit of arrays that are not held; above it the compiler frees arrays."""
+        """The limit in bytes above which the compiler frees arrays.
+
+        Only arrays that are not held count.
+        """
         return self.room_bytes - self.rest_part * float(nbytes[: self.held].sum())
 
     def _is_short(self, nbytes: np.ndarray, beside: np.ndarray) -> bool:

@@ -70,7 +70,10 @@ def messages(
 def _in_order(
     pricer: Pricer, collectives: Sequence[Collective], assignment: Assignment
 ) -> tuple[dict[str, float], list[Collective]]:
-    """Number of messages of sums of activations by kind; all other collectives."""
+    """Counts the messages of sums of activations, by kind.
+
+    Also returns all other collectives.
+    """
     known, graph = assignment.independent, assignment.graph
     alike: dict[_Alike, list[Collective]] = {}
     left: list[Collective] = []

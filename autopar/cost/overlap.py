@@ -76,7 +76,7 @@ class PartCut:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """Seconds of a part of a step by position of operators.
+    """Seconds of a part of a step, for each position of an operator.
 
     Attributes:
       key: the part's pass, and the last operator of its loop.
@@ -187,7 +187,7 @@ class Stretch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline:
-    """Seconds of one pass by position of operators.
+    """Seconds of one pass, for each position of an operator.
 
     Attributes:
       role: the pass.

@@ -33,7 +33,7 @@ from autopar_passes.replay.layout_plan import LayoutRoute
 from autopar_passes.rules.factor_rule import Dims
 from autopar_passes.sums.finish import Sum
 
-# The sums that a planned program states collective by collective.
+# Sums over devices that a planned program writes as explicit collectives.
 
 
 def written_sums(

@@ -153,7 +153,9 @@ def _labels(op: Operator, dims: dict[int, list[str]]) -> Iterator[tuple[int, str
 
 
 def fails_with(rows: str, error: Exception) -> str:
-    """Says that a step that ran on the whole batch fails on other rows.
+    """Returns the message that a step fails on some rows.
+
+    The step ran on the whole batch before.
 
     Args:
       rows: the rows, such as ``a microbatch of 8 rows``.

@@ -45,8 +45,8 @@ def in_microbatches(
     The program takes the whole batch. It is planned and run like any other program.
 
     Args:
-      analysis: the analysis of the step. From a split step, the step as it is written
-        is taken.
+      analysis: the analysis of the step. If the step was split already, its analysis as
+        the user wrote it is used.
       count: number of microbatches.
       couple: whether values that depend on several rows of the batch, such as batch
         statistics, may be computed from the rows of one microbatch only.
@@ -83,12 +83,12 @@ def in_microbatches(
 
 
 def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> Analysis:
-    """Returns the analysis of the program of one microbatch, with ``split`` set.
+    """Returns the analysis of one microbatch's program, with its field ``split`` set.
 
     Args:
-      analysis: the analysis of the step. From a split step, the step as it is written
-        is taken.
-      count: number of microbatches. With 1, the program is that of the step.
+      analysis: the analysis of the step. If the step was split already, its analysis as
+        the user wrote it is used.
+      count: number of microbatches. With 1, it is the program of the whole step.
       couple: see `in_microbatches`.
 
     Raises:

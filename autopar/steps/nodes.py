@@ -256,7 +256,11 @@ class _Contractor:
         return int(given is not None and given.role is InputRole.PARAMETER)
 
     def can_follow(self, rule: FactorRule, dims: Dims, home: Home) -> bool:
-        """Whether each factor is one whole operand dimension, and as free to shard."""
+        """Whether an operator can use the sharding of one operand.
+
+        Each factor must be one whole dimension of the operand, and if the dimension may
+        be sharded, the factor may be too.
+        """
         node = self.out.nodes[home.node]
         if node.kind == "contraction" or rule.whole or rule.exchanges:
             return False

@@ -42,8 +42,8 @@ def rematerialise(
     a loop over microbatches, each iteration recomputes its own activations.
 
     Args:
-      analysis: the analysis of the step. From a rewritten step, the step as it is
-        written is taken.
+      analysis: the analysis of the step. If the step was rewritten already, its
+        analysis as the user wrote it is used.
       remat: the layers that are recomputed.
       count: number of microbatches.
       couple: see `autopar.steps.microbatches.in_microbatches`.

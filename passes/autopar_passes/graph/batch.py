@@ -46,10 +46,11 @@ def with_batch(
     values: Sequence[Value],
     named: NamedRoles = NOT_NAMED,
 ) -> tuple[GraphInput, ...]:
-    """Returns the inputs of a step, with roles for the inputs that do not come back.
+    """Returns the inputs of a step, with roles for those that it does not return.
 
     Args:
-      inputs: the inputs, where each input that does not come back counts as batch.
+      inputs: the inputs, in which each input that the step does not return counts as
+        batch.
       operators: the operators of the step.
       roles: the roles of the operators.
       values: the values of the program.

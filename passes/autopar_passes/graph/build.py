@@ -241,7 +241,7 @@ def _inputs(
 
 
 def _like(given: GraphInput, other: GraphInput | None) -> GraphInput:
-    """Gives an input that does not come back the role and rows of a known input."""
+    """Gives an input the role and rows of a known input, unless the step returns it."""
     if other is None:
         return dataclasses.replace(given, role=InputRole.OTHER)
     role = given.role

@@ -555,7 +555,7 @@ def _sum_rows(stack: Any) -> list[Any]:
 
 
 def _free(regions: Sequence[Region]) -> list[int]:
-    """The values from outside of some regions that their equations read."""
+    """The values that equations of some regions read from outside of the regions."""
     found: list[int] = []
     for region in regions:
         own = set(region.inputs)

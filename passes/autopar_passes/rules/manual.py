@@ -39,7 +39,7 @@ _COLLECTIVES = (
 def manual_axes(params: dict[str, Any]) -> dict[str, int]:
     """Returns the axes that the body names, with their sizes, in the order of the mesh.
 
-    Axes of the body's mesh that stay automatic belong to the compiler.
+    The compiler uses the other axes of the body's mesh, which stay automatic.
     """
     names = params.get("newly_manual_axes") or params.get("manual_axes") or ()
     return {n: s for n, s in params["mesh"].shape.items() if n in names and s > 1}

@@ -300,7 +300,7 @@ def _blocks(params: dict[str, Any]) -> _Grid | None:
     """Reads the grid of a kernel; None if the kind of grid is unknown."""
     mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
     static = all(isinstance(n, int) for n in mapping.grid)
-    # The kernel can refer to the names of a named grid as to mesh axes.
+    # If the grid has names, the kernel can use them like names of mesh axes.
     if not static or mapping.grid_names or params.get("mesh"):
         return None
     count = len(mapping.grid)

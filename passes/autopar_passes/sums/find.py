@@ -332,7 +332,7 @@ class _Finder:
         return padding and self.is_zero(self.sources[op.equation].inputs[1])
 
     def leaves(self, value: int) -> bool:
-        """Returns whether a value leaves the program as a whole value.
+        """Returns whether the program returns a value that must not be partial.
 
         A sum over microbatches leaves the program as a running sum, which may be
         partial.

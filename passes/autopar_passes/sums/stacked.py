@@ -162,7 +162,7 @@ def linear(
       axes: the mesh axes over which the stacked operands are partial.
       mesh: the mesh of the layouts.
     """
-    # The selector is a whole value: it is the same for every slice.
+    # The selector of a ``select_n`` is a whole value: it is the same for every slice.
     whole = 1 if eqn.primitive == "select_n" else 0
     if eqn.primitive in ADDITIVE or whole:
         operands = [

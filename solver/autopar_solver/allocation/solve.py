@@ -356,7 +356,7 @@ class _Rounds:
     def _regrets(self, lost: np.ndarray) -> np.ndarray:
         """The losses of the jobs' second best options, ascending.
 
-        For a job that is not required, no option counts as an option too.
+        For a job that is not required, taking no option also counts as an option.
         """
         problem = self.problem
         none = np.flatnonzero(~problem.required)

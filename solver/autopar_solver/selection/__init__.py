@@ -1,1 +1,1 @@
-"""Chooses a codec, which compresses for sending, for each gradient."""
+"""Chooses for each gradient a codec, which compresses it before it is sent."""

@@ -55,7 +55,7 @@ def fits_budgets(problem: CodecSelection, cost: SelectionCost) -> bool:
 
 
 def wire_weights(problem: CodecSelection, choices: Sequence[int]) -> tuple[float, ...]:
-    """How many seconds the step takes longer per second longer on the link.
+    """How much longer a step takes if a gradient is one second longer on the link.
 
     The result has one weight for each gradient.
 

@@ -10,8 +10,8 @@ continuous (edge ``e = (k, m)`` uses the pair). The integer program is::
     memory_r          sum usage[r, k, a] x[k, a] <= room[r]
 
 The edge variables are integral whenever the node variables are. The program first
-contains only a few of the memory rows. If an answer exceeds other rows, these are
-added, and the program is solved again.
+contains only a few of the memory rows. If an answer exceeds other rows, `solve_field`
+adds these rows and solves the program again.
 """
 
 from __future__ import annotations

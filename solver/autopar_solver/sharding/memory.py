@@ -284,7 +284,7 @@ def _spreads(
 def _maximal(
     times: np.ndarray, starts: np.ndarray, ends: np.ndarray, low: np.ndarray
 ) -> np.ndarray:
-    """Marks times with live terms that are all live at no other marked time.
+    """Marks times so that all terms of any time are also live at a marked time.
 
     While no term ends, the set of live terms only grows, so the last time of such a
     stretch has all of the stretch's terms. Fixed amounts may vary within a stretch, so

@@ -179,7 +179,9 @@ def sweep_loop(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sweep:
-    """The bounds that a sweep proves for every solution of the field, at its costs.
+    """The bounds that a sweep proves for every solution of the field.
+
+    They hold for the costs with which the sweep ran.
 
     Attributes:
         bound: a lower bound of the cost, without the field's constant.
