@@ -80,9 +80,9 @@ def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
             processes=processes,
             least=min(given["least"], processes),
             most=max(processes, given["most"]),
+            prepares=given["ahead"],
         ),
         folder=folder,
-        ahead=given["ahead"],
     )
     runner = Runner(job, PlacedLauncher(_launcher(given, slots), slots))
     code, supervisor = runner.run(), runner.supervisor

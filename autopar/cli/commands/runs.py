@@ -12,6 +12,7 @@ import typer
 from autopar.cli import options
 from autopar.cli.options import BackendName, RecoveryName
 from autopar.cli.output import Result
+from autopar.plugins import LAUNCHERS, load_plugin, plugin_names
 
 _Secret = Annotated[
     pathlib.Path | None,
@@ -89,8 +90,12 @@ def run(
         typer.Option(help="Prepare programs of likely next worlds in a process more."),
     ] = True,
     backend: Annotated[
-        BackendName,
-        typer.Option(help="Run them on this machine, or as actors on a Ray cluster."),
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="local: on this machine; ray: as actors on a Ray cluster; or a "
+            "launcher of another package.",
+        ),
     ] = BackendName.LOCAL,
     address: Annotated[
         str,
@@ -144,9 +149,13 @@ def run(
         )
     if not pathlib.Path(script[0]).is_file():
         raise typer.BadParameter(f"there is no script {script[0]}.")
-    if address and backend is not BackendName.RAY:
+    ray = backend == BackendName.RAY
+    if address and not ray:
         raise typer.BadParameter("--address is that of a cluster: add --backend ray.")
-    ray = backend is BackendName.RAY
+    make = load_plugin(LAUNCHERS, backend)
+    if make is None and backend not in list(BackendName):
+        names = ", ".join([*BackendName, *plugin_names(LAUNCHERS)])
+        raise typer.BadParameter(f"--backend {backend}: there are {names}.")
     if resource and not ray:
         raise typer.BadParameter("--resource is of a Ray node: add --backend ray.")
     try:
@@ -204,6 +213,8 @@ def run(
         launcher = RayLauncher(
             script, processes, address, network=reached, resources=taken
         )
+    elif make is not None:
+        launcher = make(script, processes)
     elif listen:
         launcher = hosts.HostLauncher(script, silence)
     made = runner.Runner(job, launcher, served)

@@ -3,7 +3,8 @@
 The text of a codec is its name, followed by a colon and the fields that differ from
 their defaults. The decorator `register_codec` adds a class. The package
 `autopar.compression.codecs` imports its own codecs. The module of a user's codec must
-be imported before the name of that codec is used.
+be imported before the name of that codec is used, or be named as an entry point of the
+group ``autopar.codecs`` (`autopar.plugins`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import typing
 from typing import Any, Literal, TypeVar
 
 from autopar.compression.codecs.codec import Codec
+from autopar.plugins import CODECS, load_plugin
 from autopar_errors import InputError, InputTypeError, check_type
 
 _CODECS: dict[str, type[Codec]] = {}
@@ -78,11 +80,13 @@ def codec_class(name: str) -> type[Codec]:
       InputError: no codec has that name.
     """
     if name not in _CODECS:
+        load_plugin(CODECS, name)  # importing its module registers it
+    if name not in _CODECS:
         known = ", ".join(codec_names())
         raise InputError(
             f"unknown codec {name!r}; known: {known}. A codec of your own is known "
-            "once the module that registers it is imported; on the command line, the "
-            "target's file has to import it."
+            "once the module that registers it is imported, or is an entry point of "
+            f"the group {CODECS}; on the command line, the target's file may import it."
         )
     return _CODECS[name]
 

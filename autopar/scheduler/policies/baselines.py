@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from autopar.errors import ScheduleError
+from autopar.plugins import SCHEDULING_POLICIES, load_plugin, plugin_names
 from autopar.scheduler.jobs import Allocation, Decisions, JobView, Views
 from autopar.scheduler.nodes import Nodes, pack, sizes_of
 from autopar.scheduler.policies.base import (
@@ -409,13 +410,15 @@ POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
 
 
 def policy_of(name: str) -> SchedulingPolicy:
-    """A new instance of the policy with a name.
+    """A new instance of the policy with a name, perhaps of another package.
 
     Raises:
       ScheduleError: no policy has this name.
     """
-    if name not in POLICIES:
+    make = POLICIES.get(name) or load_plugin(SCHEDULING_POLICIES, name)
+    if make is None:
+        names = [*POLICIES, *plugin_names(SCHEDULING_POLICIES)]
         raise ScheduleError(
-            f"policy {name!r}: there is none; choose one of {', '.join(POLICIES)}."
+            f"policy {name!r}: there is none; choose one of {', '.join(names)}."
         )
-    return POLICIES[name]()
+    return make()

@@ -25,7 +25,6 @@ from autopar.cluster import (
     LinkSpec,
 )
 from autopar.cluster.presets import (
-    HOPPER_NVLINK_EFFICIENCY,
     NETWORK_EFFICIENCY,
     PRESETS,
     USABLE_MEMORY,
@@ -103,7 +102,7 @@ class TestParse:
         pod, host, device = (
             level.link.bandwidth_bytes_per_s for level in cluster.levels
         )
-        assert device == pytest.approx(900e9 / 2 * HOPPER_NVLINK_EFFICIENCY)
+        assert device == pytest.approx(900e9 / 2 * 0.836)
         assert host == pytest.approx(400e9 / 8 * NETWORK_EFFICIENCY)
         assert pod == host
 
