@@ -16,11 +16,13 @@ from autopar.compilers.compiled import check_target, compile_for
 from autopar.compilers.targets import Target, target_of
 from autopar.errors import PlanError
 from autopar.planner.replicas import sites_of, slowest_of
+from autopar.planner.stages.stage_costs import copied_layers, sent_layers
 from autopar.plans import Plan
 from autopar.reports.audit import (
     ACTIVATIONS,
     BATCH,
     COTANGENTS,
+    LAYERS,
     ONCE,
     Audit,
     ProgramRuns,
@@ -335,10 +337,24 @@ def _several_stages(analysis: Analysis, plan: Plan, cluster: Cluster) -> _Subjec
         made = pipeline
         if meshes is not None:
             made = audited_pipeline(bound.cut, plan, meshes)
-        return programs(made, plan, platform)
+        for program in programs(made, plan, platform):
+            nbytes = program.held_bytes
+            if nbytes is not None:
+                nbytes += round(held[program.stage])
+            yield dataclasses.replace(program, held_bytes=nbytes)
 
+    # Stacked arrays of which the stages run copies.
+    held: dict[int, float] = defaultdict(float)
     sent = sent_between(pipeline, _NAMES, BATCH)
-    moved = transfers_of(links(bound), sent, plan.microbatches)
+    for holder, stage, value in copied_layers(bound.cut):
+        where = pipeline.stages[stage].sharding(value)
+        nbytes = _shard_bytes(pipeline, value, where)
+        held[holder] += nbytes
+        for way in ((holder, stage), (stage, holder)):
+            if holder != stage:
+                sent[*way, LAYERS] = sent.get((*way, LAYERS), 0.0) + nbytes
+    layers = sent_layers(bound.cut, [stage.assignment for stage in bound.stages])
+    moved = transfers_of(links(bound), layers, sent, plan.microbatches)
     return _Subject(plan, bound.stages, lower, moved)
 
 

@@ -70,7 +70,7 @@ CASES = {
 }
 # Two parts on each of four stages need eight layers.
 _DEEP = {"layers": 8}
-_DEEPER = {"gpt", "gpt-nnx", "llama", "vit", "moe", "lstm"}
+_DEEPER = {"gpt", "gpt-scan", "gpt-nnx", "llama", "vit", "moe", "lstm"}
 # Its layers compute in what its parameters are in.
 _WITHOUT_DTYPE = {"recommendation"}
 _WITHOUT_OPTIMIZER = {"resnet", "resnet-slow"}  # momentum keeps the gradient

@@ -228,9 +228,9 @@ def _ratio(expected: float, found: float) -> str:
 BytesByKind = Mapping[str, float]
 
 ACTIVATIONS, COTANGENTS = "activations", "cotangents"
-BATCH, ONCE = "batch", "once a step"
+BATCH, ONCE, LAYERS = "batch", "once a step", "stacked layers"
 # The traffic between stages that a plan predicts.
-PREDICTED = (ACTIVATIONS, COTANGENTS)
+PREDICTED = (ACTIVATIONS, COTANGENTS, LAYERS)
 
 # (source stage, target stage, kind of values) -> bytes that one device sends in a step.
 BytesBetween = Mapping[tuple[int, int, str], float]
@@ -304,9 +304,10 @@ class Transfer:
       what: the kind of values. ``activations`` and ``cotangents`` are those of all
         microbatches. ``batch``: the rows of all microbatches that a later stage reads.
         ``once a step``: shared parameters, their gradients, and scalars of several
-        stages.
-      predicted_bytes: bytes by the plan, which predicts only activations and
-        cotangents.
+        stages. ``stacked layers``: layers that another stage holds between steps, with
+        their optimizer state.
+      predicted_bytes: bytes by the plan, which predicts only activations, cotangents
+        and stacked layers.
       sent_bytes: bytes that the runtime copies.
     """
 
@@ -477,12 +478,16 @@ def verdicts(audit: StageAudit) -> list[str]:
 
 
 def transfers_of(
-    links: Iterable[StageLink], sent: BytesBetween, microbatches: int
+    links: Iterable[StageLink],
+    layers: Iterable[tuple[int, int, float]],
+    sent: BytesBetween,
+    microbatches: int,
 ) -> tuple[Transfer, ...]:
     """The transfers between stages, with predicted and sent bytes.
 
     Args:
       links: the plan's predictions for a microbatch.
+      layers: the plan's predictions of stacked layers: sender, receiver and bytes.
       sent: bytes that the runtime sends.
       microbatches: number of microbatches in a step.
     """
@@ -491,6 +496,8 @@ def transfers_of(
         ahead, back = (link.source, link.target), (link.target, link.source)
         predicted[(*ahead, ACTIVATIONS)] += microbatches * link.activation_bytes
         predicted[(*back, COTANGENTS)] += microbatches * link.cotangent_bytes
+    for source, target, nbytes in layers:
+        predicted[source, target, LAYERS] += nbytes
     keys = sorted({*predicted, *sent})
     every = [Transfer(*k, predicted.get(k, 0.0), sent.get(k, 0.0)) for k in keys]
     return tuple(t for t in every if t.predicted_bytes or t.sent_bytes)

@@ -42,6 +42,8 @@ class StageCosts:
       tasks: seconds of each part's tasks and links, as input for playing a schedule.
       step_bytes: by stage, bytes on a device that do not depend on the schedule: state,
         gradients, and one microbatch.
+      copy_bytes: by stage, bytes on a device while stages send each other layers that
+        they hold for others, before the microbatches and after the update.
       activation_bytes: by part, bytes of activations that a device keeps of one
         microbatch.
       sent_bytes: bytes that one device of each stage sends in a step, within the stage
@@ -50,6 +52,7 @@ class StageCosts:
 
     tasks: TaskSeconds
     step_bytes: tuple[float, ...]
+    copy_bytes: tuple[float, ...]
     activation_bytes: tuple[float, ...]
     sent_bytes: tuple[float, ...]
 
@@ -88,17 +91,16 @@ def stage_costs(
                 step_s[stage] += c.seconds(pricer)
             else:
                 task_s[key.number, _KINDS[key.phase]] += c.seconds(pricer) / count
-    held, shared = [0.0] * len(found), [0.0] * len(found)
+    held, copied, shared = ([0.0] * len(found) for _ in range(3))
     for holder, stage, value in copied_layers(cut):
         nbytes = _device_bytes(cut, [value], layouts[stage])
         held[holder] += nbytes
-        if holder == stage:
-            continue
-        link = link_between(cluster, devices[holder], devices[stage])
-        # The layers are sent before the microbatches, and sent back after the update.
-        for sender in (holder, stage):
-            shared[sender] += nbytes
-            step_s[sender] += link.latency_s + nbytes / link.bandwidth_bytes_per_s
+        # A stage cuts the copies that it sends, and gets those that it runs.
+        copied[holder] += nbytes * (1 + (holder != stage))
+    for source, target, nbytes in sent_layers(cut, layouts):
+        shared[source] += nbytes
+        link = link_between(cluster, devices[source], devices[target])
+        step_s[source] += link.latency_s + nbytes / link.bandwidth_bytes_per_s
     for source, target, value in _sent_once(cut):
         nbytes = _wire_bytes(cut, [value], layouts, source, target)
         shared[source] += nbytes
@@ -118,6 +120,10 @@ def stage_costs(
     return StageCosts(
         tasks,
         tuple(c.peak_memory_bytes + n for c, n in zip(found, held, strict=True)),
+        tuple(
+            _device_bytes(cut, _state(cut, stage), layouts[stage]) + nbytes
+            for stage, nbytes in enumerate(copied)
+        ),
         tuple(kept),
         tuple(
             c.communication_bytes + sum(more)
@@ -303,6 +309,25 @@ def copied_layers(cut: CutStep) -> Iterator[tuple[int, int, int]]:
         for holder, stage, value in zip(holders, stages, values, strict=True):
             if holder != stage or holders.count(holder) > 1:
                 yield holder, stage, value
+
+
+def _state(cut: CutStep, stage: int) -> list[int]:
+    """The state that a stage has during a step."""
+    owners = cut.cut.owners
+    return [v for v in cut.cut.parts.flow.state if owners.get(v) == stage]
+
+
+def sent_layers(
+    cut: CutStep, assignments: Sequence[Assignment]
+) -> Iterator[tuple[int, int, float]]:
+    """Yields the messages of `copied_layers`, there and back: the sending stage, the
+    receiving stage, and the bytes that a device sends.
+    """
+    for holder, stage, value in copied_layers(cut):
+        if holder != stage:
+            nbytes = _device_bytes(cut, [value], assignments[stage])
+            yield holder, stage, nbytes
+            yield stage, holder, nbytes
 
 
 def _task_seconds(

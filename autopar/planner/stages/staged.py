@@ -353,7 +353,8 @@ def _memory_bytes(
     for stage in range(stages):
         once = sum(costs.activation_bytes[stage::stages])
         more = max(0.0, float(peaks[stage]) - once)
-        out.append(costs.step_bytes[stage] - saved[stage] + more)
+        nbytes = costs.step_bytes[stage] - saved[stage] + more
+        out.append(max(nbytes, costs.copy_bytes[stage]))
     return out
 
 

@@ -114,7 +114,9 @@ def pipelined_step(
     whole = cut.analysis.whole or cut.analysis
     feed = Feed(whole, cut, pipeline, measured)
     flat = [d for mesh in meshes for d in mesh.devices.flat]
-    function, shardings = _as_written(analysis, whole, plan, feed, meshes)
+    function, shardings = _as_written(
+        analysis, whole, plan, feed, meshes, donate=donate
+    )
     sums = None if codecs is None else codecs.sums
 
     def sums_of(other: Plan) -> StagedSums | None:
@@ -215,6 +217,8 @@ def _as_written(
     plan: Plan,
     feed: Feed,
     meshes: Sequence[Mesh],
+    *,
+    donate: bool,
 ) -> tuple[Any, list[NamedSharding]]:
     """The function of the step's own flat arguments, and the shardings of these.
 
@@ -224,6 +228,7 @@ def _as_written(
       plan: the plan.
       feed: the step that takes pieces.
       meshes: the mesh of each stage.
+      donate: whether a call of the step consumes the carried state.
     """
     if not whole.pieces:
         return feed, feed.in_shardings
@@ -249,6 +254,7 @@ def _as_written(
         arrays,
         len(feed.in_shardings),
         len(analysis.graph.outputs),
+        donate,
         feed.pipeline.links,
     )
     return made, shardings

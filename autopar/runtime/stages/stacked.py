@@ -35,14 +35,14 @@ class LayerBlock:
       results: positions of the next values of the pieces among the flat results.
       shapes: shape of each piece.
       sharding: sharding of the block, and of each piece where the block lies.
-      runs: sharding of each piece on the stage that runs it.
+      shardings: sharding of each piece on the stage that runs it.
     """
 
     places: tuple[int, ...]
     results: tuple[int, ...]
     shapes: tuple[Shape, ...]
     sharding: NamedSharding
-    runs: tuple[NamedSharding, ...]
+    shardings: tuple[NamedSharding, ...]
 
     @property
     def shape(self) -> Shape:
@@ -50,15 +50,23 @@ class LayerBlock:
         return (sum(n for n, *_ in self.shapes), *self.shapes[0][1:])
 
     @functools.cached_property
-    def held(self) -> tuple[NamedSharding, ...]:
+    def held_shardings(self) -> tuple[NamedSharding, ...]:
         """The sharding of each piece on the stage of the block."""
         own = self.sharding.device_set
-        return tuple(s if s.device_set == own else self.sharding for s in self.runs)
+        return tuple(
+            s if s.device_set == own else self.sharding for s in self.shardings
+        )
 
     @property
     def is_piece(self) -> bool:
         """Whether the block is one piece, in the sharding of the block."""
-        return self.held == (self.sharding,)
+        return self.held_shardings == (self.sharding,)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the stages run copies of all pieces."""
+        own = self.sharding.device_set
+        return not self.is_piece or self.shardings[0].device_set != own
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +115,7 @@ def stacked_array(
             results=tuple(results[own]),
             shapes=tuple((n, *shape[1:]) for n in sizes[own]),
             sharding=next(here) if len(holders) > 1 else sharding,
-            runs=tuple(pieces[own]),
+            shardings=tuple(pieces[own]),
         )
 
     blocks = tuple(block(k, mesh) for k, mesh in enumerate(holders))
@@ -128,7 +136,10 @@ class _StageBlocks:
         pairs = list(zip(self.blocks, arrays, strict=True))
         if not self.here:
             return [
-                [_absent(n, x.dtype, s) for n, s in zip(b.shapes, b.held, strict=True)]
+                [
+                    _absent(n, x.dtype, s)
+                    for n, s in zip(b.shapes, b.held_shardings, strict=True)
+                ]
                 for b, x in pairs
             ]
         copied = [x for b, x in pairs if not b.is_piece]
@@ -152,7 +163,7 @@ class _StageBlocks:
                 for b, x in zip(self.copied, arrays, strict=True)
             ]
 
-        return jax.jit(cut, out_shardings=[list(b.held) for b in self.copied])
+        return jax.jit(cut, out_shardings=[list(b.held_shardings) for b in self.copied])
 
     @functools.cached_property
     def _join(self) -> Any:
@@ -176,6 +187,7 @@ class WithStacked:
       arrays: position of a flat argument -> its stacked array.
       inputs: number of flat arguments of ``function``.
       outputs: number of flat results of the step with whole arrays.
+      donate: whether a step consumes the arrays.
       links: the connections to other processes; None: there is one process.
     """
 
@@ -183,6 +195,7 @@ class WithStacked:
     arrays: Mapping[int, StackedArray]
     inputs: int
     outputs: int
+    donate: bool
     links: Links | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -191,16 +204,21 @@ class WithStacked:
         Arguments after the step's own flat arguments (state of codecs and of noise) are
         passed to ``function``. Its results after the step's own are returned.
         """
-        given = self._apart(arguments)
+        given = self._cut_arrays(arguments)
         behind = arguments[self._own :]
         returned = self.function(*given, *behind)
         made, *rest = returned if behind else (returned,)
-        out = self._joined(made)
+        if self.donate:
+            # All updates are issued, and the joined arrays need the memory.
+            for k, array in self.arrays.items():
+                if all(block.is_copied for block in array.blocks):
+                    arguments[k].delete()
+        out = self._join_results(made)
         return (out, *rest) if behind else out
 
     def gradients(self, *arguments: Any) -> dict[str, Any]:
         """The partial gradients of a step (`autopar.runtime.stages.feed.Feed`)."""
-        return self.function.gradients(*self._apart(arguments))
+        return self.function.gradients(*self._cut_arrays(arguments))
 
     @property
     def _own(self) -> int:
@@ -218,7 +236,7 @@ class WithStacked:
                 found.setdefault(block.sharding.mesh, []).append(block)  # type: ignore[arg-type]
         return [_StageBlocks(blocks) for blocks in found.values()]
 
-    def _apart(self, arguments: Sequence[Any]) -> list[Any]:
+    def _cut_arrays(self, arguments: Sequence[Any]) -> list[Any]:
         """The flat arguments, with stacked arrays split into pieces."""
         own = self._own
         given: list[Any] = [*arguments[:own], *([None] * (self.inputs - own))]
@@ -232,13 +250,13 @@ class WithStacked:
             for block, pieces in zip(stage.blocks, made, strict=True):
                 for place, piece in zip(block.places, pieces, strict=True):
                     given[place] = piece
-        self._send("apart", given)
+        self._send(given, back=False)
         return given
 
-    def _joined(self, made: Sequence[Any]) -> list[Any]:
+    def _join_results(self, made: Sequence[Any]) -> list[Any]:
         """The flat results, with the pieces of stacked arrays joined."""
         every = list(made)
-        self._send("joined", every)
+        self._send(every, back=True)
         whole: dict[LayerBlock, Any] = {}
         for stage in self._stages:
             pieces = [[every[r] for r in block.results] for block in stage.blocks]
@@ -249,20 +267,22 @@ class WithStacked:
             every[first] = _array_of(blocks, array.shape, array.sharding)
         return every[: self.outputs]
 
-    def _send(self, what: str, arrays: list[Any]) -> None:
-        """Sends pieces between the stages that hold them and those that run them.
+    def _send(self, arrays: list[Any], *, back: bool) -> None:
+        """Sends pieces between the stages that hold them and the stages that run them.
 
         Args:
-          what: ``apart``: from the stages that hold the pieces; ``joined``: to them.
           arrays: the flat arguments, or the flat results; changed in place.
+          back: whether results are sent to the stages that hold them.
         """
         ways: dict[int, tuple[NamedSharding, NamedSharding]] = {}
         for array in self.arrays.values():
             for block in array.blocks:
-                places = block.places if what == "apart" else block.results
-                for place, a, b in zip(places, block.held, block.runs, strict=True):
-                    if a.device_set != b.device_set:
-                        ways[place] = (a, b) if what == "apart" else (b, a)
+                places = block.results if back else block.places
+                for place, held, run in zip(
+                    places, block.held_shardings, block.shardings, strict=True
+                ):
+                    if held.device_set != run.device_set:
+                        ways[place] = (run, held) if back else (held, run)
         if not ways:
             return
         moved = [arrays[k] for k in ways]
@@ -273,7 +293,7 @@ class WithStacked:
                 self.links.route(arrays[k].shape, arrays[k].dtype, *way)
                 for k, way in ways.items()
             ]
-            moved = self.links.move_arrays((what,), moved, routes)
+            moved = self.links.move_arrays(("layers", back), moved, routes)
         for k, array in zip(ways, moved, strict=True):
             arrays[k] = array
 

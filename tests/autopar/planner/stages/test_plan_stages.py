@@ -10,13 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layer_cases import ROWS, analysed, blocks, mlp, residual, struct, tied, tied_loss
+from layer_cases import (
+    ROWS,
+    analysed,
+    block,
+    blocks,
+    mlp,
+    residual,
+    struct,
+    tied,
+    tied_loss,
+)
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.stages.entry import (
+    PipelineLimits,
     best_pipeline,
     plan_pipeline,
     plan_wanted,
@@ -235,6 +246,34 @@ def test_a_plan_says_how_near_it_is_to_the_best_pipeline() -> None:
     # The bound is of layers, of which the plan differs a little.
     assert 0 <= plan.solver.gap < 0.2
     assert plan.changed_parts == ()
+
+
+def looped(params: Any, x: jax.Array) -> jax.Array:
+    """`residual` as a loop over stacked blocks."""
+    x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, params)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "network", "in_chunks"),
+    [(64, 65536, "10Gb/s", True), (256, 2048, "100Mb/s", False)],
+)
+def test_loops_are_in_chunks_where_that_is_fastest(
+    width: int, rows: int, network: str, in_chunks: bool
+) -> None:
+    """Copies of the layers cost more than they save on a slow network."""
+    up, down = struct(8, width, 4 * width), struct(8, 4 * width, width)
+    loop = analysed(looped, {"up": up, "down": down}, struct(rows, width))
+    cluster = Cluster.parse(f"4x1:cpu,network={network}")
+    options = PlanOptions(stages="auto", microbatches=4)
+    found = best_pipeline(loop, cluster, options, limits=PipelineLimits(alone=False))
+    assert found is not None
+    assert (found.schedule == "interleaved") is in_chunks
+    for stages, chunks in ((2, 1), (4, 1), (2, 2), (4, 2), (2, 4)):
+        kind = ScheduleKind.INTERLEAVED if chunks > 1 else ScheduleKind.ONE_F_ONE_B
+        schedule = Schedule(kind, chunks)
+        even = plan_pipeline(loop, cluster, options, stages, schedule=schedule)
+        assert found.predicted.step_s <= even.predicted.step_s
 
 
 def test_a_schedule_that_keeps_too_much_is_an_error_that_names_the_stage() -> None:
