@@ -1,9 +1,9 @@
 """Submitted jobs, the view of a job that a policy gets, and the times of decisions.
 
 The simulator and the scheduler of a real cluster share one object for the times of
-decisions (`Rounds`). To look at the jobs and nodes is cheap. A decision is expensive.
-Therefore a decision follows a look only in two cases: an interval is over, or the jobs
-or nodes have changed since the last decision.
+decisions (`Rounds`). It is cheap to look which jobs and nodes there are, and expensive
+to let a policy decide. Therefore the policy decides after a look only in two cases: a
+regular interval is over, or the jobs or nodes have changed since its last decision.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class Job:
       application: name of the program that the job trains.
       submitted_s: time of submission, in seconds from the beginning of the trace.
       devices: number of devices that the owner asks for.
-      batch: the batch that the owner asks for; None to keep the program's own batch.
-      plan: the plan that the owner asks for; '' if the program has only one plan.
-      steps: number of steps; 0 if the job ends at a quality instead.
+      batch: the batch size that the owner asks for; None: the program's own batch size.
+      plan: name of the plan that the owner asks for; '' if the program has only one.
+      steps: number of steps; 0 if the job ends when it reaches a quality of the model.
       duration_s: run time on the requested devices; 0 if it is not known.
-      guaranteed: whether the job is guaranteed its speed on the requested devices.
+      guaranteed: whether the job is promised at least the speed that it would have on
+        the devices that its owner asks for.
       user: the owner; '' if the trace names none.
       priority: the job's weight relative to other jobs of the same user.
     """
@@ -80,7 +81,7 @@ class Job:
 
 
 def wrong_priority(priority: float) -> str:
-    """An error message for a priority; '' if the priority is valid."""
+    """The error message for an invalid priority; '' if the priority is valid."""
     if 1 / LARGEST_WEIGHT <= priority <= LARGEST_WEIGHT:
         return ""
     return (
@@ -90,7 +91,7 @@ def wrong_priority(priority: float) -> str:
 
 
 class Curve(Protocol):
-    """Progress per second of one job on each configuration."""
+    """A job's progress per second on each number of nodes and devices."""
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
         """Progress per second by nodes and devices; 0 where the job cannot run."""
@@ -99,19 +100,19 @@ class Curve(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear curve, for a job without measurements."""
+    """A curve proportional to the number of devices, for a job without measurements."""
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-        """One unit of progress per second and device."""
+        """Progress per second: 1 for each device."""
         return np.broadcast_to(devices, np.broadcast(nodes, devices).shape) * 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Oracle:
-    """True properties of a job, which only oracle policies may see.
+    """True properties of a job, for policies that know the future (oracles).
 
     Attributes:
-      remaining: remaining steps at the requested batch.
+      remaining: number of remaining steps with the requested batch size.
       step_s: seconds of a step on 1, 2, ... devices.
     """
 
@@ -128,28 +129,31 @@ MoveSeconds = Callable[[Shape, Shape], float]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """The view that a policy gets of a waiting or running job.
+    """What a policy can see of a waiting or running job.
 
     Attributes:
       name: the job's name.
       application: name of the program that the job trains.
-      submitted_s: time of submission.
+      submitted_s: time of submission, in seconds from the beginning of the trace.
       age_s: seconds since submission.
-      served_device_s: device-seconds that the job has received, including restarts.
-      progress: work done so far, in units of ``curve`` times seconds.
+      served_device_s: device-seconds that the job has had so far, restarts included.
+      progress: work done so far, in the unit of ``curve`` times seconds.
       restarts: number of moves; the first start does not count.
       asked: number of devices that the owner asks for.
       most: the most devices that the job can use.
       tried: the most devices that the job has run on.
-      curve: progress per second by configuration.
-      measured: whether the curve comes from measured steps.
-      restart_s: seconds of a move.
-      guaranteed: whether the job is guaranteed its speed on the requested devices.
-      floor: the guaranteed progress per second; 0: the policy takes it from the curve.
-      oracle: true properties of the job, only for oracle policies.
-      by_kind: curves by kind of devices; `curve` for kinds that are missing.
-      moves: seconds of a move by old and new shape; None: `restart_s`.
-      user: the owner.
+      curve: progress per second for each number of nodes and devices.
+      measured: whether the curve is based on measured steps.
+      restart_s: seconds for which the job stops when its devices change (a move).
+      guaranteed: whether the job is promised at least the speed that it would have on
+        the devices that its owner asks for.
+      floor: the guaranteed progress per second; 0: the policy computes it from the
+        curve.
+      oracle: true properties of the job; None unless the policy is an oracle.
+      by_kind: curve for each kind of devices; for a missing kind, ``curve`` is used.
+      moves: seconds of a move between an old and a new number of nodes and devices;
+        None: always `restart_s`.
+      user: name of the owner.
       priority: the job's weight relative to other jobs of the same user.
       share: the user's weight relative to other users.
       least: the fewest devices that the job can use.
@@ -186,7 +190,7 @@ class JobView:
         return self.by_kind.get(kind, self.curve)
 
     def move_s(self, old: Shape, new: Shape) -> float:
-        """Seconds of a move between two shapes; an ``old`` of (0, 0) is a start."""
+        """Seconds of a move between two (nodes, devices); from (0, 0) it is a start."""
         if self.moves is None or old == (0, 0):
             return self.restart_s
         return self.moves(old, new)
@@ -197,12 +201,12 @@ Views = Mapping[str, JobView]
 
 
 def entitlements(jobs: Views) -> dict[str, float]:
-    """The entitlement of each job, relative to the mean of all jobs.
+    """The entitlement of each job: how much it may get relative to the mean job.
 
     The entitlement is the product of three numbers: the user's share divided by the
     shares of all users, the job's priority divided by the priorities of all jobs of the
-    user, and the number of jobs. It is 1 if all jobs are equal. Jobs that may not run
-    are left out.
+    user, and the number of jobs. If all jobs are equal, each has an entitlement of 1.
+    The result has no entry for jobs that may not run.
     """
     run = {name: view for name, view in jobs.items() if view.cap != 0}
     shares = {view.user: view.share for view in run.values()}
@@ -217,7 +221,7 @@ def entitlements(jobs: Views) -> dict[str, float]:
 
 
 def placement_of(allocation: Allocation) -> tuple[int, ...]:
-    """The number of devices that an allocation has on each of its nodes, in order.
+    """How many devices of each node an allocation has; nodes in order.
 
     >>> placement_of((5, 5, 5, 2))
     (3, 1)
@@ -235,16 +239,16 @@ def placement_of(allocation: Allocation) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """The reason for a change of a job's devices.
+    """Why a policy changed the devices of a job.
 
     Attributes:
       job: the job's name.
       devices: number of devices after the decision.
       kept: number of devices before the decision.
-      compared: the alternatives that the policy compared, in words.
-      gain: predicted relative gain of progress by the change; nan if the policy
-        predicts nothing.
-      cost_s: seconds of the move.
+      compared: a text about the alternatives that the policy compared.
+      gain: predicted gain in progress by the change, as a fraction of the progress
+        without it; nan if the policy makes no prediction.
+      cost_s: seconds for which the job stops for the change.
     """
 
     job: str
@@ -266,14 +270,15 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
-    """The allocation of every job.
+    """A policy's decision: the devices of every job.
 
     Attributes:
-      allocations: the nodes of each job's devices; a job without an entry waits.
-      plans: the plan of each job that has several plans.
+      allocations: job -> the node of each of its devices; a job without an entry waits.
+      plans: job -> name of its plan, for jobs that have several plans.
       reasons: reasons for the changes of allocations.
-      gap: relative optimality gap of the allocations; nan if the policy proves none.
-      waits: reasons, by job, why jobs may not run now because of their users' quotas.
+      gap: proved relative distance to the best possible objective; nan if the policy
+        proves nothing.
+      waits: job -> why its user's quota does not let it run now.
     """
 
     allocations: Mapping[str, Allocation]
@@ -284,7 +289,7 @@ class Decisions:
 
 
 class Rounds:
-    """The times of looks at jobs and nodes, and which looks call for a decision."""
+    """When to look at the jobs and nodes, and when to let the policy decide."""
 
     def __init__(
         self, interval_s: float, react_s: float | None, first_s: float
@@ -292,9 +297,10 @@ class Rounds:
         """Starts without a decision.
 
         Args:
-          interval_s: seconds between two regular decisions, which are made at multiples
-            of the interval.
-          react_s: seconds between two looks; None: looks only at regular decisions.
+          interval_s: seconds between two regular decisions. Regular decisions happen at
+            multiples of the interval.
+          react_s: seconds between two looks; None: a look only at each regular
+            decision.
           first_s: time of the first decision.
 
         Raises:
@@ -311,22 +317,23 @@ class Rounds:
         return left_s if self._react_s is None else min(self._react_s, left_s)
 
     def calls(self, now_s: float, found: Hashable) -> bool:
-        """Whether a look calls for a decision.
+        """Whether the policy must decide after this look.
 
         Args:
           now_s: the present time.
-          found: the present jobs and nodes.
+          found: the jobs and nodes that exist now.
         """
         due = now_s >= self._due_s
         if due:
-            # The number always rises, so that rounding makes no time due twice.
+            # The number of the interval must rise, so that rounding errors do not make
+            # the same regular decision happen twice.
             passed = math.floor(now_s / self._interval_s)
             self._number = max(self._number, passed) + 1
             self._due_s = self._number * self._interval_s
         return due or (self._react_s is not None and found != self._left)
 
     def settle(self, left: Hashable) -> None:
-        """Stores the jobs and nodes after a decision, for comparison by `calls`."""
+        """Stores the jobs and nodes that exist after a decision; `calls` compares."""
         self._left = left
 
 

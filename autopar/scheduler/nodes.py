@@ -3,8 +3,8 @@
 `pack` places jobs of given sizes on nodes and moves as few running jobs as possible.
 
 A job's size is a power of two of devices inside a node, or a number of whole nodes.
-With these sizes, a job that is no larger than the number of free devices can always be
-placed, if small jobs may be moved together.
+With these sizes, a job can always be placed if its size is at most the number of free
+devices: smaller jobs can be moved to common nodes to make room.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Nodes:
     """The nodes of a cluster, numbered from 0.
 
     Attributes:
-      devices: number of devices of each node; 0 for a node that is away.
+      devices: number of devices of each node; 0 for a node that has left.
       kinds: the kind of each node's devices; '' if the cluster has only one kind.
     """
 
@@ -78,7 +78,7 @@ class Nodes:
         return tuple(dict.fromkeys(self.kinds[node] for node in allocation))
 
     def without(self, away: Iterable[int]) -> Nodes:
-        """The same nodes with some of them away; all nodes keep their numbers."""
+        """The cluster without the devices of some nodes; nodes keep their numbers."""
         gone = set(away)
         kept = (0 if i in gone else n for i, n in enumerate(self.devices))
         return Nodes(tuple(kept), self.kinds)
@@ -101,7 +101,7 @@ class Nodes:
 
 
 def spread_nodes(count: int, per_node: int) -> tuple[int, ...]:
-    """The placement of ``count`` devices on as few nodes as possible.
+    """How many devices to take on each node, for ``count`` devices on the fewest nodes.
 
     >>> spread_nodes(10, 4)
     (4, 4, 2)
@@ -132,12 +132,14 @@ def pack(
 
     Args:
       wanted: for each job, its number of devices and the nodes that it may use.
-      current: the present allocations. A job whose allocation already has the wanted
-        size and nodes stays, unless a job on whole nodes needs its place.
+      current: the present allocations. A job that already has the wanted number of
+        devices on allowed nodes stays there, unless a job that gets whole nodes needs
+        the place.
       nodes: the cluster.
-      costs: the cost to move each job that could stay; 0 for jobs without an entry.
-        Where nodes must be cleared, those with the least cost are cleared first, and
-        among equal costs the emptiest.
+      costs: the cost to move each job that could stay; 0 for jobs without an entry. If
+        nodes must be cleared for a job on whole nodes, the nodes whose jobs have the
+        least total cost are cleared first; of equal ones, the node with the fewest used
+        devices.
 
     Returns:
       The allocations, without the jobs for which no place was found.
@@ -173,7 +175,7 @@ def _has(places: Allocation, count: int, allowed: Sequence[int]) -> bool:
 def _place(
     count: int, allowed: Sequence[int], free: list[int], nodes: Nodes
 ) -> Allocation | None:
-    """Nodes for a job: whole nodes, or the fullest node with enough free devices."""
+    """Chooses whole nodes for a job, or the fullest node on which it fits."""
     per_node = max((nodes.devices[i] for i in allowed), default=0)
     if not per_node:
         return None
@@ -193,7 +195,7 @@ def _in_the_way(
     nodes: Nodes,
     costs: Mapping[str, float] | None,
 ) -> list[str]:
-    """The smaller jobs on the nodes that a job needs and that cost least to clear."""
+    """The smaller jobs on the nodes that are cheapest to clear for a job."""
     per_node = max((nodes.devices[i] for i in allowed), default=1)
     users: dict[int, list[str]] = {i: [] for i in allowed}
     for name, places in chosen.items():

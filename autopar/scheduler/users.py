@@ -1,15 +1,18 @@
-"""Users who share a cluster: quotas that no policy exceeds, shares and priorities.
+"""Lets users share a cluster, by quotas, shares and priorities.
 
-A quota is the most devices that the jobs of a user hold together. The quota is divided
-among the user's jobs before a policy decides: each job has a cap, and the caps of a
-user add up to no more than the quota. Therefore policies need not know quotas, and no
-decision has to be revised afterwards. Running jobs get caps first. Waiting jobs follow,
-in descending order of priority times age. A job with a cap of 0 waits, with a reason.
+A quota is the largest number of devices that all jobs of a user may have together.
+Before a policy decides, the user's quota is divided among the user's jobs: each job
+gets a cap on its devices, and the caps add up to at most the quota. Therefore policies
+need not know quotas, and no decision has to be revised afterwards. Running jobs get
+their caps first, then waiting jobs in descending order of priority times age. A job
+with a cap of 0 waits, and its owner is told the reason.
 
-The policies `fair` and `goodput` use entitlements. A job's entitlement is the user's
-share divided by the shares of all users with jobs, times the job's priority divided by
-the priorities of all jobs of the user. Therefore all jobs of a user together are
-entitled to as much as a single job of another user with the same share.
+A user's share is a weight relative to other users; a job's priority is a weight among
+the jobs of its user. The policies `fair` and `goodput` use entitlements. A job's
+entitlement is the product of two fractions: the user's share divided by the sum of the
+shares of all users with jobs, and the job's priority divided by the sum of the
+priorities of the user's jobs. Therefore all jobs of a user together are entitled to as
+much as a single job of another user with the same share.
 """
 
 from __future__ import annotations
@@ -34,10 +37,11 @@ from autopar.scheduler.policies.base import SchedulingPolicy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UserLimits:
-    """The limits of a user on a cluster.
+    """The quota and the share of a user.
 
     Attributes:
-      devices: the most devices that the user's jobs hold together; None: no limit.
+      devices: the quota: the most devices that the user's jobs may have together; None:
+        no limit.
       share: the user's weight relative to other users.
 
     Raises:
@@ -72,7 +76,7 @@ def parse_users(
     Args:
       quotas: quotas of users, as texts.
       shares: shares of users, as texts.
-      known: earlier limits, which the texts change.
+      known: limits to start from, which the texts change.
 
     Raises:
       ScheduleError: a text is invalid.
@@ -113,7 +117,9 @@ def decide_for_users(
     current: Mapping[str, Allocation],
     users: Users,
 ) -> Decisions:
-    """Decides within quotas; `Decisions.waits` names the jobs that quotas stop.
+    """Lets a policy decide within the users' quotas.
+
+    `Decisions.waits` of the result names the jobs that must wait because of a quota.
 
     Args:
       policy: the policy.
@@ -138,7 +144,7 @@ def decide_for_users(
         told = {name: view for name, view in told.items() if view.cap != 0}
     kept = {name: held for name, held in current.items() if caps.get(name) != 0}
     decided = policy.decide(now_s, told, nodes, kept)
-    # A user's own policy may not respect caps.
+    # A policy that somebody else wrote may ignore caps. So they are enforced here.
     chosen = {
         name: given[: caps.get(name)] for name, given in decided.allocations.items()
     }
@@ -154,7 +160,7 @@ def decide_for_users(
 
 
 def new_waits(decided: Decisions, before: Mapping[str, str]) -> tuple[Reason, ...]:
-    """New reasons why jobs may not have devices.
+    """Reasons why jobs must wait that the previous decision did not have.
 
     Args:
       decided: the decision.
@@ -169,10 +175,10 @@ def new_waits(decided: Decisions, before: Mapping[str, str]) -> tuple[Reason, ..
 
 
 def _limit(view: JobView, cap: int | None, adapts: bool) -> JobView:
-    """The view of a job with a cap, limited to the cap."""
+    """What a policy can see of a job that has a cap."""
     if cap is None:
         return view
-    if not adapts:  # the job gets the devices that it asks for, or none
+    if not adapts:  # it gets what it asks for, or nothing
         return dataclasses.replace(view, cap=cap)
     asked = max(min(view.asked, cap), 1)
     return dataclasses.replace(view, cap=cap, most=min(view.most, cap), asked=asked)
@@ -186,7 +192,7 @@ def _caps_of(
     *,
     adapts: bool,
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The caps of jobs whose users have quotas, and reasons for jobs that must wait."""
+    """Caps of jobs whose users have quotas, and why some of the jobs must wait."""
     caps: dict[str, int] = {}
     waits: dict[str, str] = {}
     of: dict[str, list[str]] = collections.defaultdict(list)
@@ -216,11 +222,11 @@ def _admit(
     current: Mapping[str, Allocation],
     users: Users,
 ) -> tuple[list[str], dict[str, str]]:
-    """The jobs of a user that may run, and reasons for the jobs that must wait.
+    """The jobs of a user that may run, and why the user's other jobs must wait.
 
-    All jobs behind the first job that does not fit must wait. Otherwise small jobs
-    could keep a large job waiting for ever. Waiting moves a job forward in the order,
-    at any priority.
+    If a job does not fit into the quota, all jobs after it in the order must wait, too.
+    Otherwise small jobs could keep a large job waiting for ever. A waiting job moves
+    forward in the order as it gets older, whatever its priority.
     """
     quota = users[user].devices
     assert quota is not None
@@ -261,11 +267,11 @@ def _grow(
     current: Mapping[str, Allocation],
     left: int,
 ) -> None:
-    """Repeatedly doubles the cap with the smallest ratio to its job's priority.
+    """Doubles caps, always the cap with the smallest ratio to its job's priority.
 
-    The doubling ends when no cap can be doubled within the quota. Remaining devices are
-    given out in the same order. Caps are doubled so that they change seldom. Among
-    equal jobs, the job with more devices comes first.
+    The doubling ends when the quota does not allow to double any cap. The devices that
+    remain are then added to caps in the same order. Caps grow by doubling so that they
+    change seldom. Of jobs with equal ratios, the job that has more devices comes first.
     """
     open_ = [name for name in caps if caps[name] < jobs[name].most]
     while open_ and left > 0:

@@ -1,30 +1,32 @@
 """A parametric model of a step's seconds, corrected by nearby measurements.
 
-The model is a parametric form (`PowerTimes`) times a correction. The errors of the form
-in the logarithm of measured seconds are modelled by a Gaussian process over the
-logarithms of nodes, devices and samples per device. Near measured configurations the
-process corrects the form. Far from them the correction vanishes.
+The model is a parametric form (`PowerTimes`) times a correction. The form's error is
+the logarithm of the measured seconds minus the logarithm of the form's prediction. A
+Gaussian process over the logarithms of nodes, devices and samples per device predicts
+this error. Near measured configurations the process corrects the form. Far from them
+the correction is 0.
 
 *The form.* A microbatch of m samples takes ``T_grad = a + b m`` seconds. A
 synchronisation takes ``T_sync = c (K/2)^u`` seconds on K devices of one node. On K
-devices of n nodes, T_sync is ``d (K/n)^v``, times ``e (n/2)^w`` where n > 2: a ring
-over more than two nodes has other neighbours, but not more bytes. Work and
-synchronisation overlap: a step takes ``(T_grad^g + T_sync^g)^(1/g)`` seconds.
+devices of n nodes, T_sync is ``d (K/n)^v``, times ``e (n/2)^w`` if n > 2: in a ring
+over more than two nodes, devices send to other neighbours, but not more bytes. Work and
+synchronisation overlap in part: a step takes ``(T_grad^g + T_sync^g)^(1/g)`` seconds.
 
-The constants other than the exponents are positive, so the fit is over their
-logarithms. Gauss-Newton steps minimise the squared errors of logarithms plus a prior of
-each constant. The prior determines a constant that no measurement constrains.
+The constants other than the exponents are positive, so the fit varies their logarithms.
+Gauss-Newton steps minimise the sum of the squared errors and of a prior term for each
+constant. If no measurement depends on a constant, the prior alone determines it.
 
 *The process* (`Process`) predicts values near measured values, with their standard
 deviation (Rasmussen and Williams, "Gaussian Processes for Machine Learning", MIT Press
 2006). A value is the sum of a smooth part and noise. The smooth parts of two points
 have the correlation ``(1 + d) exp(-d)`` (Matern's kernel of order 3/2). Here d is
-sqrt(3) times the distance of the points, in units of the length scale of each axis. Far
-from all measured points the smooth part has a mean of 0.
+sqrt(3) times the distance of the points, where the coordinate on each axis is divided
+by the axis's length scale. Far from all measured points the smooth part has a mean of
+0.
 
-The variance of the values, and the smooth fraction of that variance, maximise the
-marginal likelihood. The fit decomposes the kernel matrix once, for all fractions that
-it tries.
+The fit chooses the variance of the values, and the smooth part's fraction of this
+variance, to maximise the marginal likelihood. It computes one eigendecomposition of the
+kernel matrix for all fractions that it tries.
 """
 
 from __future__ import annotations
@@ -43,21 +45,21 @@ class CorrectedTimes:
     """Predicts seconds of microbatches.
 
     Attributes:
-      form: predicts the seconds before the correction.
-      missed: the process of the form's error in the logarithm of a step's seconds.
+      form: predicts seconds without the correction.
+      missed: the Gaussian process that predicts the form's error.
     """
 
     form: PowerTimes
     missed: Process
 
     def grad_s(self, local: np.ndarray) -> np.ndarray:
-        """Seconds of a microbatch of ``local`` samples per device, by the form."""
+        """Seconds of a microbatch with ``local`` samples per device, uncorrected."""
         return self.form.grad_s(local)
 
     def step_s(
         self, nodes: np.ndarray, devices: np.ndarray, local: np.ndarray
     ) -> np.ndarray:
-        """Seconds of the microbatch that synchronises."""
+        """Seconds of the last microbatch of a step, with its synchronisation."""
         seconds = self.form.step_s(nodes, devices, local)
         places, shape = _places(nodes, devices, local)
         return seconds * np.exp(self.missed.mean(places)).reshape(shape)
@@ -78,18 +80,19 @@ def fit(samples: StepSamples) -> CorrectedTimes:
 def _places(
     nodes: np.ndarray, devices: np.ndarray, local: np.ndarray
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Points of the process, (n, 3), and the broadcast shape of the arguments."""
+    """The arguments as points, (n, 3), and the shape to which they broadcast."""
     counts = np.broadcast_arrays(nodes, devices, local)
     axes = [np.log(np.maximum(count, 1)) for count in counts]
     return np.stack([axis.ravel() for axis in axes], axis=1), axes[0].shape
 
 
 _STEPS = 12
-_NOISE = 0.05  # relative standard deviation of one measurement
+_NOISE = 0.05  # assumed relative standard deviation of a measurement
 # Means and standard deviations of the priors of log a, log b, log c, log d, u, v,
 # log e, w and log(g - 1). The constants are named in the module's docstring. The first
-# four means are relative to the seconds of a microbatch. All values were chosen on
-# cifar10, imagenet and ncf.
+# four means are added to the logarithm of the seconds of a microbatch. All values were
+# chosen with the measurements of cifar10, imagenet and ncf that were published with
+# Pollux.
 _MEAN = np.array([-0.7, -0.7, -3.5, -0.7, 0.5, 0.55, -0.3, 0.1, 0.0])
 _SPREAD = np.array([1.0, 1.0, 1.5, 1.5, 0.5, 0.3, 0.2, 0.15, 0.7])
 
@@ -116,7 +119,7 @@ class PowerTimes:
     def step_s(
         self, nodes: np.ndarray, devices: np.ndarray, local: np.ndarray
     ) -> np.ndarray:
-        """Seconds of the microbatch that synchronises."""
+        """Seconds of the last microbatch of a step, with its synchronisation."""
         theta = np.array(self.constants)
         log_grad = np.log(self.grad_s(local))
         rows = _sync_rows(np.asarray(nodes, float), np.asarray(devices, float))
@@ -130,7 +133,7 @@ def fit_power_form(samples: StepSamples, start: PowerTimes | None = None) -> Pow
 
     Args:
       samples: the measurements; one measurement is enough.
-      start: constants of an earlier fit, which make this fit converge faster.
+      start: constants of an earlier fit to start from, for faster convergence.
     """
     mean = _MEAN.copy()
     typical = float(np.exp(np.mean(np.log(samples.grad_s))))
@@ -161,7 +164,7 @@ def fit_power_form(samples: StepSamples, start: PowerTimes | None = None) -> Pow
 
 
 def _sync_rows(nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-    """The factors of log c, log d, u, v, log e and w in log T_sync, shape (6, n)."""
+    """By what log c, log d, u, v, log e and w are multiplied in log T_sync, (6, n)."""
     far = (nodes > 1) * 1.0
     near, wide = 1 - far, (nodes > 2) * 1.0
     log_devices, log_nodes = np.log(devices), np.log(nodes)
@@ -184,7 +187,7 @@ def _errors(
     alone: np.ndarray,
     mean: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted errors of logarithms and priors, and their derivatives by constant."""
+    """Weighted errors of logarithms and prior terms, and derivatives by constants."""
     n = len(samples.local)
     first, second = np.exp(theta[0]), np.exp(theta[1]) * samples.local
     grad = first + second
@@ -211,26 +214,28 @@ def _errors(
     return error, slopes
 
 
-# The smooth fractions of the variance that the fit tries. With a fraction of 0 the
+# The fit tries these values for the smooth part's fraction of the variance. With 0 the
 # process predicts 0 everywhere.
 _PARTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
-# The kernel of a point with itself is 1; eigenvalues below this are rounding errors.
+# The kernel of a point with itself is 1. Eigenvalues of the kernel matrix below this
+# number are rounding errors.
 _TINY = 1e-10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Process:
-    """A Gaussian process, given measured values.
+    """A Gaussian process conditioned on measured values.
 
     Attributes:
       points: the measured points, shape (n, axes), divided by ``lengths``.
       lengths: the length scale of each axis.
-      variance: variance of a value, smooth part and noise together.
+      variance: variance of a value: of its smooth part and its noise together.
       part: fraction of the variance that is smooth.
       vectors: eigenvectors of the kernel matrix, (n, n).
       weights: inverse eigenvalues of the values' covariance divided by ``variance``,
         (n,).
-      pull: the inverse of that scaled covariance times the values, (n,).
+      pull: the inverse of the values' covariance divided by ``variance``, times the
+        values, (n,).
     """
 
     points: np.ndarray
@@ -252,13 +257,14 @@ class Process:
         return np.sqrt(self.variance * np.maximum(self.part - known, 0.0))
 
     def without(self, groups: np.ndarray) -> np.ndarray:
-        """The error of each value in a prediction without the value's group, (n,).
+        """Each value minus its prediction from the values of other groups, (n,).
 
-        The variance and the smooth fraction stay those of the fit to all values. The
-        formula is (5.12) of Rasmussen and Williams, for several values at once.
+        The variance and the smooth fraction are those of the fit to all values. The
+        formula generalises (5.12) of Rasmussen and Williams to groups of values.
 
         Args:
-          groups: the group of each value, (n,); a group is left out as a whole.
+          groups: the group of each value, (n,). To predict a value, all values of its
+            group are left out.
         """
         inverse = (self.vectors * self.weights) @ self.vectors.T
         errors = np.zeros(len(groups))
@@ -278,7 +284,7 @@ class Prior:
     Attributes:
       lengths: the length scale of each axis.
       spread: standard deviation of values, noise included.
-      count: weight of the prior, as a number of values.
+      count: weight of the prior: it counts as this number of measured values.
     """
 
     lengths: tuple[float, ...]
@@ -316,7 +322,7 @@ def process_of(
     variance: float,
     part: float,
 ) -> Process:
-    """The process with a given variance and smooth fraction (1: without noise)."""
+    """Makes a process with this variance and smooth fraction (1: without noise)."""
     scaled = np.asarray(points, float) / np.array(lengths)
     eigen, vectors = _decompose(scaled)
     found = eigen, vectors, vectors.T @ values
@@ -351,8 +357,9 @@ def _kernel(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 # Length scales of the logarithms of nodes, devices and samples per device. Of the
-# lengths that were tried, these have the highest likelihood on cifar10, imagenet and
-# ncf. On these programs the errors of the form in the logarithm of seconds have a
-# standard deviation of 0.08 to 0.11. The weight of the prior equals the degrees of
-# freedom of Student's distribution of errors (`autopar.goodput.throughput`).
+# lengths that were tried, these have the highest likelihood on Pollux's measurements of
+# cifar10, imagenet and ncf. On these programs, the form's errors (in logarithms of
+# seconds) have a standard deviation of 0.08 to 0.11. The weight of the prior is the
+# number of degrees of freedom that `autopar.goodput.throughput` uses for Student's
+# distribution of errors.
 PRIOR = Prior(lengths=(0.5, 0.5, 1.5), spread=0.1, count=4.0)

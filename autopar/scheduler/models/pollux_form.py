@@ -1,10 +1,10 @@
-"""Pollux's model of a step's seconds, and the goodput it predicts.
+"""Pollux's model of the seconds of a step.
 
 Qiao et al., "Pollux: Co-adaptive cluster scheduling for goodput-optimized deep
 learning", OSDI 2021. A microbatch of m samples takes ``T_grad = a_c + b_c m`` seconds.
 A synchronisation over K devices takes ``T_sync = a + b max(K - 2, 0)`` seconds. The
 constants a and b are (a_r, b_r) inside a node and (a_n, b_n) between nodes. Work and
-synchronisation overlap: a step takes ``(T_grad^g + T_sync^g)^(1/g)`` seconds.
+synchronisation overlap in part: a step takes ``(T_grad^g + T_sync^g)^(1/g)`` seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StepSamples:
       devices: number of devices of each step.
       local: samples per device in a microbatch.
       grad_s: seconds of a microbatch without synchronisation.
-      step_s: seconds of the microbatch that synchronises.
+      step_s: seconds of a step's last microbatch, with its synchronisation.
     """
 
     nodes: np.ndarray
@@ -60,7 +60,7 @@ class PolluxTimes:
     def step_s(
         self, nodes: np.ndarray, devices: np.ndarray, local: np.ndarray
     ) -> np.ndarray:
-        """Seconds of the microbatch that synchronises."""
+        """Seconds of the last microbatch of a step, with its synchronisation."""
         g = self.constants[6]
         sync = _sync(np.array(self.constants), nodes, devices)
         return (self.grad_s(local) ** g + sync**g) ** (1 / g)
@@ -69,7 +69,7 @@ class PolluxTimes:
 def fit(samples: StepSamples) -> PolluxTimes:
     """Fits the constants to measured steps.
 
-    Constants that no measured step constrains get small, optimistic values.
+    If no measured step depends on a constant, it gets a small, optimistic value.
     """
     low, high, start = _box(samples)
     bounds: Any = Bounds
@@ -85,7 +85,7 @@ def fit(samples: StepSamples) -> PolluxTimes:
 def _box(samples: StepSamples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lower bounds, upper bounds and start values of the constants.
 
-    A constant that no sample constrains is fixed at its lower bound.
+    If no sample depends on a constant, both bounds equal the lower bound.
     """
     low = np.array([_TINY] * 6 + [1.0])
     high = np.array([np.inf] * 6 + [10.0])
@@ -111,7 +111,10 @@ def _sync(c: np.ndarray, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
 
 
 def _loss(c: np.ndarray, samples: StepSamples) -> tuple[float, np.ndarray]:
-    """Root mean square errors of logarithms plus penalties, and their gradient."""
+    """The objective of the fit and its gradient.
+
+    It is the root mean square error of logarithms, plus penalties.
+    """
     g = c[6]
     grad = c[0] + c[1] * samples.local
     sync = _sync(c, samples.nodes, samples.devices)

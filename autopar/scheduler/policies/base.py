@@ -13,10 +13,10 @@ Adapts = Literal["nothing", "devices", "batch"]
 
 
 class SchedulingPolicy(Protocol):
-    """Gives devices to jobs, round by round.
+    """Decides in each round which devices each job gets.
 
-    A policy may keep state between rounds. It draws random numbers from its own
-    generator. Therefore equal sequences of rounds get equal decisions.
+    A policy may keep state between rounds. It draws random numbers from a generator of
+    its own. Therefore it decides the same if it sees the same rounds again.
     """
 
     @property
@@ -26,12 +26,12 @@ class SchedulingPolicy(Protocol):
 
     @property
     def adapts(self) -> Adapts:
-        """The part of an owner's request that the policy changes."""
+        """Which part of an owner's request the policy may change."""
         ...
 
     @property
     def oracle(self) -> bool:
-        """Whether the policy sees the remaining work of jobs."""
+        """Whether the policy sees the true remaining work of jobs (`Oracle`)."""
         ...
 
     def decide(
@@ -58,7 +58,7 @@ def changes(
     chosen: Mapping[str, Allocation],
     compared: str,
 ) -> tuple[Reason, ...]:
-    """Reasons for changes of devices, for a policy that predicts nothing."""
+    """Makes reasons for changes of devices, for a policy without predictions."""
     found: list[Reason] = []
     for name, view in jobs.items():
         old, new = current.get(name, ()), chosen.get(name, ())
@@ -81,7 +81,7 @@ def with_counts(
     current: Mapping[str, Allocation],
     nodes: Nodes,
 ) -> dict[str, Allocation]:
-    """Places jobs with given numbers of devices; a job whose number stays is not moved.
+    """Places jobs with given numbers of devices; moves only jobs whose number changes.
 
     Args:
       counts: number of devices by job.

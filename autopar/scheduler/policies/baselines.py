@@ -11,10 +11,10 @@ queues and their threshold are those of the simulator that was published with Po
 
 Sia chooses the kind and number of devices of all jobs by one integer program per round
 (Jayaram Subramanya et al., "Sia: Heterogeneity-aware, goodput-optimized ML-cluster
-scheduling", SOSP 2023). Each job's goodputs are divided by the job's least goodput per
-device. A factor that depends on the job's age and restarts reduces the goodputs of
-configurations that need a move. The program minimises the sum of powers (p = -0.5) of
-these values.
+scheduling", SOSP 2023). Each job's goodputs on all configurations are divided by the
+job's smallest goodput per device. Goodputs on configurations that need a move are also
+multiplied by a factor that depends on the job's age and number of restarts. The program
+minimises the sum, over jobs, of the resulting goodput to the power of -0.5.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class Fifo:
 
 
 class FairShare:
-    """All jobs get equal numbers of devices, at least one as long as devices last.
+    """Gives all jobs equal numbers of devices, at least one while devices last.
 
-    Devices are first divided among users in proportion to their shares, up to the
-    number that a user's jobs can use. Each user's devices are then divided among the
-    user's jobs in proportion to priorities.
+    Devices are first divided among users in proportion to the users' shares
+    (`JobView.share`). No user gets more devices than the user's jobs can use. Each
+    user's devices are then divided among the user's jobs in proportion to priorities.
     """
 
     name = "fair"
@@ -88,7 +88,7 @@ class FairShare:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """Divides the devices; a job whose number of devices stays is not moved."""
+        """Divides the devices; moves only jobs whose number of devices changes."""
         del now_s
         counts = _fair_shares(jobs, nodes.total)
         order = sorted(counts, key=lambda name: -counts[name])
@@ -99,9 +99,9 @@ class FairShare:
 
 
 def _fair_shares(jobs: Views, total: int) -> dict[str, int]:
-    """Numbers of devices by share and priority.
+    """The number of devices of each job, by its user's share and its priority.
 
-    Numbers are rounded down to powers of two, so that they change seldom.
+    Each number is rounded down to a power of two, so that it changes seldom.
     """
     of: dict[str, list[str]] = {}
     for name, view in jobs.items():
@@ -119,9 +119,10 @@ def _fair_shares(jobs: Views, total: int) -> dict[str, int]:
 
 
 def _budgets(jobs: Views, of: Mapping[str, list[str]], total: int) -> dict[str, int]:
-    """The devices of each user, in proportion to shares, up to what a user can use.
+    """The number of devices of each user, in proportion to the users' shares.
 
-    Devices that no user can use are added to all budgets.
+    No user gets more than the user's jobs can use. If no user can use the remaining
+    devices, their number is added to the number of every user.
     """
     if len(of) == 1:
         return dict.fromkeys(of, total)
@@ -141,8 +142,9 @@ class Gavel:
     """Gavel with max-min fairness: in each round, the least served jobs run first.
 
     Narayanan et al., "Heterogeneity-aware cluster scheduling policies for deep learning
-    workloads", OSDI 2020. Jobs get the number of devices that they ask for. Jobs run in
-    ascending order of the fraction of their age for which they had these devices.
+    workloads", OSDI 2020. Jobs get the number of devices that they ask for. For each
+    job, the fraction of the time since its submission in which it had these devices is
+    computed. Jobs with a smaller fraction run first.
     """
 
     name = "gavel"
@@ -161,7 +163,7 @@ class Gavel:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """Reorders all jobs at the end of a round; in between, starts jobs that fit."""
+        """Reorders all jobs at the end of a round; else only starts jobs that fit."""
         chosen = dict(current)
         if now_s >= self._next_s:
             self._next_s = now_s + self._round_s
@@ -188,7 +190,7 @@ def _share(jobs: Views, name: str) -> float:
 
 
 class Optimus:
-    """Gives each job one device, then each next device to the job that gains most."""
+    """Gives each job one device, then each next one to the job that it helps most."""
 
     name = "optimus"
     adapts: Adapts = "devices"
@@ -201,7 +203,7 @@ class Optimus:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """Gives devices out greedily; a job whose number stays is not moved."""
+        """Gives devices out greedily; moves only jobs whose number changes."""
         del now_s
         counts = _counts(jobs, nodes.total)
         order = sorted(jobs, key=counts.__getitem__)
@@ -222,9 +224,9 @@ def _counts(jobs: Views, left: int) -> dict[str, int]:
     while left > 0 and max(gains.values()) > 0:
         name = max(gains, key=gains.__getitem__)
         counts[name] += 1
-        # As in the published artifact, the gain is computed before the device is
-        # subtracted. The gain may thus assume one device more than exist. This does not
-        # change the result.
+        # As in the published code, the gain is computed before the device is subtracted
+        # from the free ones. So it may assume one device more than there is. The result
+        # is the same.
         gains[name] = _gain(jobs[name], counts[name])
         left -= 1
     return counts
@@ -244,7 +246,7 @@ QUEUE_DEVICE_S = 16 * 3600.0
 
 
 class Tiresias:
-    """Tiresias with two queues; a queue runs its jobs in order of arrival.
+    """Tiresias with two queues, each in order of arrival.
 
     Jobs get the number of devices that they ask for.
     """
@@ -271,7 +273,7 @@ class Tiresias:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """Runs the jobs of both queues in order, as far as devices last."""
+        """Runs the jobs of the first queue, then of the second, while devices last."""
         self._forget(jobs)
         for name in jobs:
             if name not in self._running:
@@ -306,7 +308,7 @@ class Tiresias:
                 del kept[name]
 
     def _demote(self, name: str, now_s: float, devices: int) -> None:
-        """Adds the time since the last decision to a job's service.
+        """Adds the device-seconds since the last decision to a job's service.
 
         A job with enough service moves to the second queue.
         """
@@ -320,11 +322,11 @@ class Tiresias:
 
 
 _POWER = -0.5
-_WAIT = 1.1  # the term of a waiting job in the sum that Sia minimises
+_WAIT = 1.1  # what a waiting job adds to the sum that Sia minimises
 
 
 class Sia:
-    """Sia: minimises the sum of powers of normalised goodputs."""
+    """Sia: minimises a sum of powers of normalised goodputs (module docstring)."""
 
     name = "sia"
     adapts: Adapts = "batch"
@@ -371,9 +373,9 @@ def _row(
     kinds: list[str],
     allowed: list[list[int]],
 ) -> list[tuple[float, int, int]]:
-    """Value, kind and number of devices of each configuration.
+    """For each configuration of a job: its value, kind and number of devices.
 
-    A job gets at most twice the most devices that it has run on.
+    A job gets at most twice as many devices as it has ever run on.
     """
     found: list[tuple[float, int, int]] = []
     limit = min(max(2 * view.tried, 1), view.most)

@@ -1,26 +1,29 @@
-"""Our policy: it maximises goodput, weighted by remaining work, less the cost of moves.
+"""autopar's own policy: maximises weighted goodput, minus the cost of moves.
 
 Each job has a curve: its progress per second on every configuration, with the best
-batch or plan of the configuration. The utility of a configuration is a concave function
-of its speed-up over one device, so that no job starves. A weight multiplies the
-utility. The weight falls with the job's remaining work. The policy cannot see the
-remaining work and predicts it by Gittins' index, from completed jobs of the same
-program. As long as no job of the program has completed, the prediction is that a job
-has as much work left as it has done. The cost of a move is lost time: the gain of a
-move counts over a shorter time. The allocation problem is solved up to a stated gap.
+batch or plan there. The utility of a configuration is a concave function of its
+speed-up over one device, so that no job gets nothing for long. The policy maximises the
+sum of weighted utilities. A job's weight is smaller if it has more work left. The
+policy does not see the remaining work. It predicts it by Gittins' index, from completed
+jobs of the same program. If no job of the program has completed yet, it assumes that a
+job has as much work left as it has done. A move (a change of a job's devices) costs
+time, so its gain counts only for the time that remains after it. The allocation problem
+is solved up to a relative optimality gap (`Settings.gap`).
 
-A guarantee is a floor under a job's mean speed since its submission. The floor is the
-job's speed on the devices that its owner asks for. The floor is not a constraint:
-speed up to the floor has an extra value, called the price. The price falls if the job
-is ahead of its floor. The price is higher if fewer jobs have guarantees.
+A guaranteed job is promised a least mean speed since its submission, the floor: its
+speed on the devices that its owner asks for. The floor is not a constraint of the
+optimisation. Instead, the job's speed up to the floor has an extra value, the price.
+The price is lower if the job's mean speed is above its floor. It is higher if fewer
+jobs have guarantees.
 
 *Remaining work.* Take completed jobs that needed more work than the job has done.
-Suppose each of them receives up to x more units of work. Gittins' index is the largest
-ratio, over x, of the number of these jobs that complete to the total work that they
-receive. Serving jobs in the order of this index minimises the mean completion time if
-only the distribution of work is known (Gittins, 1979). The policy uses the inverse of
-the index as the remaining work. A job that has run longer than short jobs has more
-remaining work than a new job.
+Suppose that each of them, at the point where it had done this much work, is given up to
+x more units of work. For each x, divide the number of these jobs that then complete by
+the total work that they are given. Gittins' index is the largest such ratio over all x.
+If only the distribution of jobs' work is known, running jobs in descending order of
+this index minimises the mean completion time (Gittins, 1979). The policy uses the
+inverse of the index as the remaining work. So once a job has run longer than the short
+jobs, it counts as having more work left than a new job.
 """
 
 from __future__ import annotations
@@ -51,9 +54,9 @@ from autopar_solver import Allocated, AllocationProblem, solve_allocation
 def sureness(wholes: Sequence[float]) -> float:
     """How well completed jobs predict the work of another job, from 0 to 1.
 
-    ``1 / (1 + v)``, where ``v`` is the squared coefficient of variation of the jobs'
-    work. This equals the squared mean over the mean square. The result is 1 if all jobs
-    have the same work.
+    The result is ``1 / (1 + v)``, where ``v`` is the squared coefficient of variation
+    of the jobs' work. This is the squared mean divided by the mean square. It is 1 if
+    all jobs have the same work.
 
     Args:
       wholes: the total work of each completed job. For fewer than two jobs the
@@ -87,14 +90,15 @@ def gittins_left(wholes: Sequence[float], done: float) -> float:
     if not len(longer):
         return done
     ended = np.arange(1, len(longer) + 1)
-    # When the k-th job completes, k jobs have done all their work. Each of the other
-    # jobs has done as much work as the k-th job.
+    # The jobs are sorted by work. When each was given as much work as the k-th job
+    # needs, k jobs are complete, and each of the others has done as much work as the
+    # k-th job.
     worked = np.cumsum(longer) + longer * (len(longer) - ended)
     return float((worked / ended).min())
 
 
 def mean_left(wholes: Sequence[float], done: float) -> float:
-    """Predicts a job's remaining work by the mean of longer jobs, in units of work.
+    """Predicts a job's remaining work by the mean over jobs that needed more work.
 
     Args:
       wholes: the total work of each completed job.
@@ -121,31 +125,31 @@ of a program lasted equally long, and no two later jobs did."""
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Constants of the policy; chosen on workloads 4, 5 and 8 of Pollux.
+    """Constants of the policy, chosen with workloads 4, 5 and 8 of Pollux's artifact.
 
     Attributes:
-      concavity: exponent of the speed-up in the utility, below 1.
+      concavity: exponent below 1 by which a speed-up enters the utility.
       least: a speed-up of at most this value has a utility of 0.
-      shortness: the weight is the remaining work to the power of minus this value; 0
-        ignores remaining work.
-      known_s: seconds on one device that are added to the remaining work.
-      events_s: seconds between events that make a job move. The gain of a move counts
-        over the geometric mean of these seconds and the seconds of the move (as in
-        Young's interval of checkpoints).
-      growth: largest ratio of a job's new number of devices to the most devices that
-        the job has run on.
-      first: the most devices of a job without measurements.
-      price: the extra value of guaranteed speed, as a multiple of the utility up to the
-        floor. It is multiplied by the ratio of jobs without a guarantee to jobs with
-        one.
-      had_s: after this many seconds of progress at the guaranteed speed, the price of a
-        job has halved.
-      size: exponent of the floor in the price. It prevents jobs that need many devices
-        from always being last.
-      ahead_s: the price of a job falls linearly with the seconds that the job is ahead
-        of its floor. It is 0 at this many seconds.
-      least_sureness: the least `sureness` of a prediction for a job to count as nearly
-        done.
+      shortness: a job's weight is its remaining work to the power of minus this value;
+        with 0 the weight does not depend on the remaining work.
+      known_s: seconds on one device that are added to each job's remaining work before
+        the weight is computed.
+      events_s: assumed seconds between events that make a job move. The gain of a move
+        counts for a time: the geometric mean of these seconds and the seconds of the
+        move (as in Young's formula for the interval between checkpoints).
+      growth: a job gets at most this many times as many devices as it has ever run on.
+      first: largest number of devices of a job without measurements.
+      price: the extra value of speed up to the floor, as a multiple of its utility. It
+        is also multiplied by the number of jobs without a guarantee divided by the
+        number of jobs with one.
+      had_s: once a job has done the work of this many seconds at its guaranteed speed,
+        its price is half as large as at the start.
+      size: the price is multiplied by the floor to this power. Otherwise jobs that need
+        many devices would always come last.
+      ahead_s: the price falls linearly with how many seconds the job's progress is
+        ahead of its floor, and is 0 if it is this many seconds ahead.
+      least_sureness: a job may count as nearly done only if the `sureness` of its
+        predicted remaining work is at least this value.
       learns: whether completed jobs predict the remaining work of other jobs of their
         program.
       gap: relative optimality gap of the allocation.
@@ -177,11 +181,11 @@ class _Option:
       kind: index of the kind of devices.
       count: number of devices.
       speed: progress per second.
-      worth: weighted utility, less the cost of a move to this configuration.
-      move_s: seconds of that move; 0 if the job stays.
-      place_worth: extra loss of a job that keeps its number of devices but moves to
-        other nodes, because the job may end soon. It is the utility of the move without
-        this end less the utility with it.
+      worth: weighted utility, minus the cost of the move to this configuration.
+      move_s: seconds of the move; 0 if the job stays where it is.
+      place_worth: extra loss if the job keeps its number of devices but moves to other
+        nodes although it may end soon. It is the worth of the move if the job does not
+        end, minus the worth if it ends as predicted.
     """
 
     kind: int
@@ -194,11 +198,11 @@ class _Option:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Promise:
-    """The guarantee of a job.
+    """What a guaranteed job was promised, and what keeping the promise is worth.
 
     Attributes:
       speedup: the floor, as a speed-up over one device.
-      price: extra value of speed up to the floor, as a multiple of its utility.
+      price: extra value of the speed up to the floor, as a multiple of its utility.
     """
 
     speedup: float
@@ -209,7 +213,7 @@ _NOTHING = _Promise(0.0, 0.0)
 
 
 class Goodput:
-    """Maximises weighted utilities of speed-ups over the curves, with move costs."""
+    """Maximises the weighted utilities of jobs' speed-ups, minus costs of moves."""
 
     name = "goodput"
     adapts: Adapts = "batch"
@@ -224,12 +228,12 @@ class Goodput:
         """Starts without completed jobs."""
         self._settings = settings or Settings()
         self._ended: dict[str, list[float]] = {}
-        # Whether each job that the policy has seen has a guarantee.
+        # Job that the policy has seen -> whether it is guaranteed.
         self._seen: dict[str, bool] = {}
         self._paces: dict[str, float] = {}
         self._last: dict[str, tuple[str, float]] = {}
-        # Cached curves by job, kind of devices, devices per node and all devices of the
-        # kind: the curve, numbers of devices and goodputs.
+        # Cache: (job, kind of devices, devices per node, devices of the kind) -> the
+        # curve, the possible numbers of devices and their goodputs.
         self._speeds: dict[
             tuple[str, str, int, int], tuple[Curve, np.ndarray, np.ndarray]
         ] = {}
@@ -241,7 +245,7 @@ class Goodput:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """The best allocation, its gap, and why jobs move."""
+        """Decides the best allocation that the solver finds, with reasons for moves."""
         del now_s
         self._learn(jobs)
         kinds = sorted(
@@ -276,10 +280,10 @@ class Goodput:
         )
 
     def _learn(self, jobs: Views) -> None:
-        """Remembers the total work of jobs that completed since the last round."""
+        """Stores the total work of each job that completed since the last round."""
         for name, (application, progress) in list(self._last.items()):
             if name not in jobs:
-                # A job that was never seen at work gives no information.
+                # A job without progress in any round tells nothing about work.
                 if progress > 0:
                     self._ended.setdefault(application, []).append(progress)
                 del self._last[name]
@@ -309,7 +313,7 @@ class Goodput:
     def _lasts_s(self, view: JobView, single: float) -> float:
         """Predicted mean seconds on one device until a job completes.
 
-        The result is infinite if completed jobs do not predict this time well.
+        If completed jobs predict this time badly (`sureness`), the result is infinite.
         """
         whole = self._finished_work(view)
         known = view.measured and single > 0 and len(whole) >= _ENOUGH
@@ -320,8 +324,9 @@ class Goodput:
     def _curve(
         self, view: JobView, kind: str, per_node: int, total: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of devices of one kind, and the goodput of a job on each number."""
-        # When a node joins, more numbers of devices become possible.
+        """Possible numbers of devices of a kind, and a job's goodput on each."""
+        # The key includes the number of devices, because more numbers are possible
+        # after a node joins.
         curve, key = view.on(kind), (view.name, kind, per_node, total)
         known = self._speeds.get(key)
         if known is None or known[0] is not curve:
@@ -336,13 +341,14 @@ class Goodput:
         return known[1], known[2]
 
     def _weights(self, jobs: Views, singles: Mapping[str, float]) -> dict[str, float]:
-        """The weight of each job that can run; it falls with the job's remaining work.
+        """The weight of each job that can run; smaller if more work remains.
 
-        A job's remaining work is blended with the geometric mean over all jobs. The
-        more certain the prediction (`sureness`), the less of the mean is used. Weights
-        from uncertain predictions would move jobs back and forth.
+        The weight uses a mixture of the job's predicted remaining work and the
+        geometric mean over all jobs. The surer the prediction is (`sureness`), the less
+        the mean counts. Without the mean, uncertain predictions would move jobs back
+        and forth.
 
-        The weight also has the factor ``entitlement ** (1 - concavity)``. With this
+        The weight is also multiplied by ``entitlement ** (1 - concavity)``. With this
         exponent, jobs with linear curves get devices in proportion to their
         entitlements.
         """
@@ -368,7 +374,7 @@ class Goodput:
         kinds: list[str],
         allowed: list[list[int]],
     ) -> _Curves:
-        """For each kind of devices: its index, numbers of devices, their goodputs."""
+        """For each kind: its index, possible numbers of devices, and their goodputs."""
         found: _Curves = []
         for kind, of in enumerate(allowed):
             per = max(nodes.devices[i] for i in of)
@@ -400,7 +406,7 @@ class Goodput:
                 shape = -(-count // per), count
                 stays = there and count == len(held)
                 speedup, move_s = speed / single, _move_s(view, old, shape)
-                # A waiting job gains by a start, even if little work remains.
+                # A waiting job gains by being started, even if it has little work left.
                 late_s = lasts_s / speedup if held else math.inf
                 worth = weight * self._utility(speedup, promise, move_s, late_s)
                 place = 0.0
@@ -411,7 +417,7 @@ class Goodput:
         return found
 
     def _promise(self, view: JobView, curves: _Curves, single: float) -> _Promise:
-        """The guarantee of a job, with its present price."""
+        """The guarantee of a job, with its price at present."""
         floor = _floor(view, curves)
         if not floor:
             return _NOTHING
@@ -420,7 +426,8 @@ class Goodput:
         owed = max(1 - ahead_s / set_.ahead_s, 0.0)
         others = (len(self._seen) - guaranteed) / guaranteed
         size = (floor / single) ** set_.size
-        # The duration of a job is unknown, so jobs with little progress come first.
+        # A job's duration is unknown. So jobs that have made less progress get a higher
+        # price.
         had = 1 + view.progress / floor / set_.had_s
         return _Promise(floor / single, set_.price * others * owed * size / had)
 
@@ -446,21 +453,21 @@ class Goodput:
     def _solve(
         self, jobs: Views, options: Mapping[str, list[_Option]], budgets: list[int]
     ) -> tuple[dict[str, _Option], Allocated]:
-        """The best combination of options that fits the devices."""
+        """The combination of one option a job with the most worth that fits."""
         rows = [[(o.worth, o.kind, o.count) for o in options[name]] for name in jobs]
         problem = AllocationProblem.of(rows, budgets)
         solution = solve_allocation(problem, gap=self._settings.gap)
-        # `choices` are indices into the concatenated rows.
+        # `choices` are indices into the list of all jobs' options.
         flat = [option for name in jobs for option in options[name]]
         chosen = zip(jobs, solution.choices, strict=True)
         return {name: flat[k] for name, k in chosen if k >= 0}, solution
 
 
 def _single(curves: _Curves) -> float:
-    """A job's goodput on one device, averaged over all devices that can run the job.
+    """A job's goodput on one device, as a mean over all devices that can run it.
 
-    If one device of a kind cannot run the job, the smallest number of devices that can
-    run it is used. Their goodput is divided by their number.
+    If a single device of a kind cannot run the job, the goodput on the smallest number
+    of devices that can run it is divided by that number.
     """
     found: list[float] = []
     weights: list[int] = []
@@ -473,18 +480,18 @@ def _single(curves: _Curves) -> float:
 
 
 def _move_s(view: JobView, old: Shape, new: Shape) -> float:
-    """The seconds that a move is charged: at least the seconds of a restart.
+    """The seconds that a move counts as in the optimisation.
 
-    Predictions of remaining work change from decision to decision. About half of the
-    moves that cost almost nothing are undone within five minutes. The charge of a
-    restart requires a gain that lasts longer. Moves longer than a restart are charged
-    their full time.
+    A move counts as at least the seconds of a restart (`JobView.restart_s`), even if it
+    takes less time. The reason: predictions of remaining work change between decisions.
+    If moves cost almost nothing, about half of them are undone within five minutes.
+    With the larger cost, a move must gain for longer to be made.
     """
     return max(view.move_s(old, new), view.restart_s)
 
 
 def _floor(view: JobView, curves: _Curves) -> float:
-    """The guaranteed progress per second of a job; 0 without a guarantee.
+    """The guaranteed progress per second of a job; 0 if it has no guarantee.
 
     This is the job's progress on the devices that its owner asks for, on the slowest
     kind of devices that can run the job.

@@ -1,9 +1,10 @@
 """Pollux: a genetic search for the allocation with the highest mean speed-up.
 
 Qiao et al., "Pollux: Co-adaptive cluster scheduling for goodput-optimized deep
-learning", OSDI 2021. The speed-up of a job is relative to a fair share of the devices,
-times a factor below 1 if the job moves. The fitness of an allocation is the power mean
-of the jobs' speed-ups with exponent -1. The search uses crossover, mutation and repair.
+learning", OSDI 2021. A job's speed-up is its goodput divided by its goodput on a fair
+share of the devices. If the job moves, the speed-up is multiplied by a factor below 1.
+The fitness of an allocation is the power mean, with exponent -1, of the jobs'
+speed-ups. The search uses crossover, mutation and repair.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _SMALL = 1e-3
 
 
 class Pollux:
-    """Searches in each round, starting from the population of the previous round."""
+    """Searches in each round, starting from the allocations of the previous search."""
 
     name = "pollux"
     adapts: Adapts = "batch"
     oracle = False
 
     def __init__(self, seed: int = 0, generations: int = _GENERATIONS) -> None:
-        """Starts without a population."""
+        """Starts without allocations of a previous search."""
         self._random = np.random.default_rng(seed)
         self._generations = generations
         self._states = np.zeros((0, 0, 0), np.int64)
@@ -64,7 +65,7 @@ class Pollux:
         )
 
     def _carry_over(self, order: list[JobView], base: np.ndarray) -> np.ndarray:
-        """The previous population, restricted to the rows of the present jobs."""
+        """The previous allocations (population), with a row for each present job."""
         if self._states.shape[2] != base.shape[1]:
             return base[None]
         states = np.zeros((len(self._states), *base.shape), np.int64)
@@ -75,7 +76,7 @@ class Pollux:
         return np.concatenate([base[None], states])
 
     def _speedups(self, order: list[JobView], nodes: Nodes) -> np.ndarray:
-        """Speed-up over a fair share, by job, nodes and devices."""
+        """Speed-ups over a fair share, by job, number of nodes and of devices."""
         wide, most = len(nodes.devices), nodes.total
         fair = -(-nodes.total // len(order))
         found = np.zeros((len(order), wide + 1, most + 1))
@@ -93,12 +94,12 @@ class Pollux:
 
 
 def _most_devices(view: JobView) -> int:
-    """Twice the most devices a job ran on; beyond that its curve is a guess."""
+    """The most devices for a job: twice as many as it has ever run on."""
     return min(max(2 * view.tried, 1), view.most)
 
 
 def _goodputs(curve: Curve, nodes: int, devices: int) -> np.ndarray:
-    """Goodput by nodes and devices; shape (nodes + 1, devices + 1)."""
+    """Goodput by numbers of nodes and devices; shape (nodes + 1, devices + 1)."""
     n, r = np.meshgrid(np.arange(nodes + 1), np.arange(devices + 1), indexing="ij")
     possible = (n >= 1) & (n <= r)
     found = np.zeros(n.shape)
@@ -128,7 +129,7 @@ def _reasons(
 
 
 class _Search:
-    """A genetic search; states are numbers of devices, (population, jobs, nodes)."""
+    """A genetic search over allocations (states), arrays (population, jobs, nodes)."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class _Search:
         self._factor = np.maximum(age - moves * delay, 0.0) / (age + delay)
 
     def run(self, states: np.ndarray, generations: int) -> np.ndarray:
-        """Runs generations; returns the states, fittest first, without duplicates."""
+        """Runs some generations; returns the different states, fittest first."""
         states = self._repair(states)
         values = self.fitness(states)
         for _ in range(generations):
@@ -168,9 +169,9 @@ class _Search:
         return self._table[rows, wide, states.sum(axis=2)]
 
     def fitness(self, states: np.ndarray) -> np.ndarray:
-        """The power mean of each state's speed-ups, reduced for jobs that move.
+        """The power mean of each state's speed-ups; moves reduce a job's speed-up.
 
-        The reduction is larger for jobs that have moved often.
+        A job that has moved often is reduced more.
         """
         moved = np.any(states != self._base, axis=2)
         scaled = self.speedups(states) * np.where(moved, self._factor, 1.0)
@@ -206,8 +207,8 @@ class _Search:
     def _repair(self, states: np.ndarray) -> np.ndarray:
         """Makes states feasible.
 
-        A node has at most one job that uses several nodes. No job has more devices than
-        it may use. No device is given out twice.
+        After this, at most one job on each node uses several nodes. No job has more
+        devices than it may use. No device is given out twice.
         """
         wide = np.count_nonzero(states, axis=2) > 1
         users = ((states > 0) & wide[..., None]).cumsum(axis=1)

@@ -1,15 +1,17 @@
-"""Rubick: it chooses devices and plans by the slopes of the jobs' curves.
+"""Rubick: chooses devices and plans by the slopes of the jobs' speed curves.
 
 Zhang et al., "Rubick: Exploiting job reconfigurability for deep learning cluster
-scheduling", MLSys 2025. The policy decides as in Rubick's published simulator. Jobs are
-handled in ascending order of their curves' slopes. Each job takes the free devices of
-one node. Large models take one of a list of placements over several nodes, and change
-to a larger placement if it fits. Guaranteed jobs come first. A guaranteed job starts
-only where it nearly attains its guaranteed speed.
+scheduling", MLSys 2025. The policy decides as in Rubick's published simulator. A slope
+is the speed that one more device adds. The policy goes through the jobs in ascending
+order of slopes, guaranteed jobs first. Each job gets the free devices of one node. A
+large model gets one of a fixed list of placements over several nodes, and later a
+larger one if it fits. A guaranteed job starts only where it comes close to its
+guaranteed speed.
 
-`step_ms` models a step under data-parallel plans. A backward pass takes ``k_bwd``
-forward passes and overlaps with the exchange of gradients. Offloading adds traffic to
-the host. The constants come from the published artifact, for nodes of 8 A800.
+`step_ms` models the time of a step with data-parallel plans. A backward pass takes
+``k_bwd`` times as long as a forward pass, and overlaps with the exchange of gradients.
+Offloading adds transfers between device and host. The constants come from the published
+artifact, for nodes of 8 A800.
 """
 
 from __future__ import annotations
@@ -33,20 +35,21 @@ _MIB = 1024.0 * 1024.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledProgram:
-    """The model's constants of a program.
+    """The constants of a program for the model `step_ms`.
 
     Attributes:
       batch: samples per step.
       forward_ms: milliseconds of a forward pass on one device.
       parameters: number of parameters, in units of 2**20.
-      asked: samples per second of the requested configuration; slopes are divided by
-        this number.
-      pcie: megabytes per millisecond to the host.
+      asked: samples per second on the configuration that the owner asks for; slopes are
+        divided by this number.
+      pcie: megabytes per millisecond between device and host.
       link: megabytes per millisecond between devices of a node.
       k: fitted constants (bwd, sync, opt, opt_off, const, off, swap).
-      scaled: speed-up of a forward pass on 2, 4 and 8 devices; () for linear speed-up.
+      scaled: speed-up of a forward pass on 2, 4 and 8 devices over one device; () for
+        linear speed-up.
       most: the most samples per device that fit in memory: with offloading, with
-        sharded optimizer state, and without both.
+        sharded optimizer state, and with neither of them.
     """
 
     batch: int
@@ -179,7 +182,7 @@ PROGRAMS = {
 
 PER_NODE = 8
 _PLANS = ("zero-offload", "zero-dp", "ga")
-_SAME = 1.01  # one device more must make a job at least 1 % faster
+_SAME = 1.01  # a larger number of devices must make a job at least 1 % faster
 
 
 def step_ms(program: ModelledProgram, devices: int, plan: str, again: bool) -> float:
@@ -189,7 +192,7 @@ def step_ms(program: ModelledProgram, devices: int, plan: str, again: bool) -> f
       program: the constants of the program.
       devices: number of devices.
       plan: ``zero-offload``, ``zero-dp`` or ``ga``.
-      again: whether activations are recomputed.
+      again: whether the backward pass recomputes activations.
     """
     bwd, sync, opt, opt_off, const, off, swap = program.k
     shares = (2, 4, 8)
@@ -212,7 +215,7 @@ def step_ms(program: ModelledProgram, devices: int, plan: str, again: bool) -> f
 
 
 def curve_plans(curve: Curve, most: int) -> tuple[BestPlan, ...]:
-    """The best number of devices out of at most 0, 1, ..., ``most`` devices of a node.
+    """The best plan for each limit of 0, 1, ..., ``most`` devices of a node.
 
     Args:
       curve: progress per second of the program.
@@ -231,7 +234,7 @@ def curve_plans(curve: Curve, most: int) -> tuple[BestPlan, ...]:
 
 @functools.cache
 def best_plans(application: str) -> tuple[BestPlan, ...]:
-    """The best plan on at most 0, 1, ..., 8 devices of a node, by `PROGRAMS`."""
+    """The best plan for each limit of 0, 1, ..., 8 devices of a node, by `PROGRAMS`."""
     program = PROGRAMS[application]
     found = [BestPlan(-1.0, "", 0)]
     for devices in range(1, PER_NODE + 1):
@@ -253,13 +256,13 @@ _OLD_S = 200_000.0
 _FEW_MOVES = 7
 _WIDE = 32
 # A guaranteed job starts only if its guaranteed speed is at most this factor times the
-# speed that it would attain.
+# speed that it would have.
 _NEARLY = 1.5
-# If there are more guaranteed jobs than this, large models may be placed anew after any
-# number of moves.
+# If there are more guaranteed jobs than this, large models may be placed anew however
+# often they have moved.
 _MANY = 12
 # The placements of each large model by number of devices, in order of preference, from
-# the published artifact. A digit is the number of devices on one node.
+# the published artifact. Each digit is a number of devices on one node.
 _LARGE: dict[str, dict[int, tuple[int, ...]]] = {
     "llama7": {
         16: (88, 4444, 22222222),
@@ -275,7 +278,7 @@ _LARGE: dict[str, dict[int, tuple[int, ...]]] = {
 
 
 class Rubick:
-    """Chooses devices and plans by slopes of curves; batches never change."""
+    """Chooses devices and plans by slopes; never changes batch sizes."""
 
     name = "rubick"
     adapts: Adapts = "devices"
@@ -292,7 +295,7 @@ class Rubick:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """Passes over the jobs, then over the nodes, then over the large models."""
+        """Goes through the jobs, then the nodes, then the large models."""
         del now_s
         self._queue = [name for name in self._queue if name in jobs]
         known = set(self._queue)
@@ -331,20 +334,21 @@ class _Round:
         self.jobs, self.nodes = jobs, nodes
         self.places = {name: list(current.get(name, ())) for name in jobs}
         self.plans: dict[str, str] = {}
-        # Slopes use the numbers of devices before the round, during the whole round.
+        # During the whole round, slopes are computed at the numbers of devices before
+        # it.
         self._before = {name: len(places) for name, places in self.places.items()}
         self._known = known
         self._widest = max(PER_NODE, nodes.widest)
         self._curves: dict[str, tuple[BestPlan, ...]] = {}
 
     def free(self) -> dict[int, int]:
-        """The number of free devices, for each node with free devices."""
+        """Node -> number of its free devices, for nodes that have some."""
         used = collections.Counter(node for a in self.places.values() for node in a)
         left = {i: n - used[i] for i, n in enumerate(self.nodes.devices)}
         return {i: n for i, n in left.items() if n > 0}
 
     def _best(self, name: str, devices: int) -> BestPlan:
-        """The best plan by the published tables, or by the curve of other programs."""
+        """The best plan, by the published constants or else by the job's curve."""
         view = self.jobs[name]
         if view.application in PROGRAMS:
             plans = best_plans(view.application)
@@ -359,7 +363,7 @@ class _Round:
         return self._widest if cap is None else min(self._widest, cap)
 
     def _asked_speed(self, name: str) -> float:
-        """Progress per second of the requested configuration, the unit of slopes."""
+        """Progress per second on the requested configuration; divides slopes."""
         view = self.jobs[name]
         if view.application in PROGRAMS:
             return PROGRAMS[view.application].asked
@@ -379,9 +383,9 @@ class _Round:
         return abs(gained) / self._asked_speed(name) / delta
 
     def release_wide(self, order: list[str]) -> None:
-        """Releases the devices of large models on many devices that moved rarely.
+        """Takes the devices from large models on many devices that have moved rarely.
 
-        These models then get new placements.
+        `place_large` then gives these models new placements.
         """
         many = sum(view.guaranteed for view in self.jobs.values()) > _MANY
         for name in order:
@@ -392,7 +396,7 @@ class _Round:
                 self.places[name] = []
 
     def schedule(self, name: str, free: dict[int, int]) -> None:
-        """Gives a job the free devices of one node; its own node if it has one."""
+        """Gives a job the free devices of one node: of its own node if it runs."""
         if self.jobs[name].application in _LARGE:
             self.place_large(name, grow=False)
             return
@@ -408,7 +412,7 @@ class _Round:
                 return
 
     def _nearly(self, name: str, best: BestPlan) -> bool:
-        """Whether a plan nearly attains the guaranteed speed of a job."""
+        """Whether a plan comes close to a job's guaranteed speed (`_NEARLY`)."""
         view = self.jobs[name]
         known = PROGRAMS.get(view.application)
         promised = view.floor * (known.batch if known else 1)
@@ -421,7 +425,7 @@ class _Round:
             self.plans[name] = plan
 
     def grow_on(self, node: int, left: int) -> None:
-        """Gives the free devices of a node to the job with the steepest curve on it."""
+        """Gives a node's free devices to the job there with the largest slope."""
         there = [name for name, places in self.places.items() if node in places]
         grown: dict[str, int] = {}
         ends = not there
@@ -441,7 +445,7 @@ class _Round:
             self._put(name, node, devices)
 
     def place_large(self, name: str, *, grow: bool) -> None:
-        """Gives a large model the first placement of its list that fits."""
+        """Gives a large model the first placement in its list that fits."""
         sizes = _LARGE[self.jobs[name].application]
         old = self.places[name]
         for devices in sorted(sizes, reverse=True) if grow else sizes:
@@ -463,7 +467,7 @@ class _Round:
 
 
 def _large_plan(placement: int) -> str:
-    """The name of a large model's plan in the table.
+    """The name of a large model's plan in the table of measured plans.
 
     On one node the plan offloads. On several nodes the plan is ``3d``, for which the
     table has the mean of all plans.
@@ -472,14 +476,14 @@ def _large_plan(placement: int) -> str:
 
 
 def _fit_nodes(parts: list[int], free: dict[int, int]) -> list[int] | None:
-    """The nodes of a placement's parts; None if a part does not fit.
+    """Finds a node for each part of a placement; None if a part does not fit.
 
-    Nodes are tried in the order in which the published code pops them.
+    Nodes are tried in the same order as in the published code.
     """
     waiting = [(number, node) for node, number in free.items()]
     left, places = sorted(parts, reverse=True), list[int]()
     while left and waiting:
-        # Like the published code, this pops from a list that was never made a heap.
+        # Like the published code, this calls `heappop` on a list that is not a heap.
         number, node = heapq.heappop(waiting)
         part = next((part for part in left if part <= number), None)
         if part is not None:

@@ -1,4 +1,4 @@
-"""The simulation: rounds of a policy over jobs, until all jobs are done."""
+"""Simulates a policy: it decides in rounds, until all jobs are done or have failed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class RunningJob(Protocol):
 
     Attributes:
       job: the submitted job.
-      completed_s: time of completion; None before.
-      placement: number of devices on each node of the job; () while the job waits.
-      plan: the plan that the job runs; '' if the program has only one plan.
-      restarts: number of moves after the start; -1 before the start.
+      completed_s: time of completion in seconds; None before it.
+      placement: number of devices on each of the job's nodes; () while the job waits.
+      plan: name of the plan that the job runs; '' if the program has only one plan.
+      restarts: how often the job's devices changed after its start; -1 before the
+        start.
       failed: the reason why the job failed; '' if it did not fail.
     """
 
@@ -43,27 +44,27 @@ class RunningJob(Protocol):
     failed: str
 
     def advance(self, now_s: float, seconds: float, slowdown: float) -> None:
-        """Runs from ``now_s`` for ``seconds``, slowed by a fraction ``slowdown``."""
+        """Runs for ``seconds``; ``slowdown`` is the fraction of its speed it loses."""
         ...
 
     def reallocate(
         self, placement: tuple[int, ...], plan: str, kinds: tuple[str, ...] = ()
     ) -> None:
-        """Moves to a placement on devices of some kinds; () stops the job."""
+        """Moves the job to a placement on devices of these kinds; () stops the job."""
         ...
 
     def view(self, now_s: float, oracle: bool) -> JobView:
-        """The view of the job for a policy."""
+        """What a policy can see of the job."""
         ...
 
     @property
     def batch(self) -> int:
-        """The job's present batch; 0 while the job waits."""
+        """Samples of a step of the job; 0 while the job waits."""
         ...
 
 
-# A simulation ends after this number of successive rounds in which jobs wait and the
-# policy leaves the whole cluster idle.
+# If jobs wait and the policy leaves the whole cluster idle for this number of
+# successive rounds, the waiting jobs fail.
 _IDLE_ROUNDS = 1000
 
 
@@ -74,7 +75,7 @@ class NodeEvent:
     Attributes:
       at_s: time in seconds from the beginning of the trace.
       node: number of the node.
-      away: whether the node leaves.
+      away: True if the node leaves, False if it comes back.
     """
 
     at_s: float
@@ -89,12 +90,12 @@ class Options:
     Attributes:
       interval_s: seconds between two regular decisions.
       react_s: seconds between two looks at the jobs and nodes. If a look finds that
-        jobs or nodes have come or gone, a decision follows at once. None: only regular
-        decisions.
-      interference: fraction of its speed that a job on several nodes loses if it shares
-        a node with another job on several nodes.
+        jobs or nodes have come or gone, the policy decides at once. None: it decides
+        only regularly.
+      interference: the fraction of its speed that a job on several nodes loses if it
+        shares a node with another job that is also on several nodes.
       events: nodes that leave or come back.
-      most_s: simulated seconds after which jobs that are not done fail.
+      most_s: jobs that are not done after this many simulated seconds fail.
       users: quotas and shares by user.
     """
 
@@ -146,10 +147,10 @@ class Round:
     Attributes:
       at_s: time of the decision.
       active: number of waiting and running jobs.
-      used: number of devices given out.
+      used: number of devices that jobs have.
       available: number of devices of the present nodes.
       reasons: reasons for changes of jobs' devices.
-      gap: relative optimality gap of the allocation.
+      gap: proved relative distance of the allocation from the best possible one.
     """
 
     at_s: float
@@ -167,7 +168,8 @@ class History:
     Attributes:
       policy: name of the policy.
       nodes: the cluster.
-      jobs: the jobs, with times of completion, numbers of moves and reasons of failure.
+      jobs: the jobs, with their completion times, numbers of moves and reasons of
+        failure.
       rounds: all decisions.
       spans: the periods in which jobs had the same devices.
     """
@@ -188,8 +190,8 @@ def simulate(
     """Runs jobs under a policy until every job is done or has failed.
 
     Raises:
-      ScheduleError: two jobs have the same name, or a policy gives out devices that do
-        not exist.
+      ScheduleError: two jobs have the same name, or the policy allocates devices that
+        do not exist.
     """
     simulation = _Simulation(jobs, nodes, policy, options or Options())
     return simulation.run()
@@ -255,7 +257,7 @@ class _Simulation:
     def _active(self) -> list[RunningJob]:
         """The waiting and running jobs, in the order of the trace.
 
-        A trace may have a hundred thousand jobs. Therefore a call does not pass over
+        A trace may have a hundred thousand jobs. Therefore a call does not iterate over
         completed jobs and jobs that are submitted later.
         """
         count = len(self._there)
@@ -269,7 +271,7 @@ class _Simulation:
         return self._there
 
     def _step(self) -> None:
-        """Runs to the next look, and decides if the look calls for a decision."""
+        """Simulates until the next look, and lets the policy decide if it must."""
         seconds = self._times.until_look_s(self._now_s)
         slowed = self._interfering()
         for job in self._active():
@@ -302,7 +304,7 @@ class _Simulation:
         self._end_idleness()
 
     def _end_idleness(self) -> None:
-        """Fails waiting jobs if for many rounds no job runs and no event is to come."""
+        """Fails waiting jobs if none has run for many rounds and no event will come."""
         comes = bool(self._coming or self._events)
         idle = bool(self._active()) and not (self._current or comes)
         self._idle = self._idle + 1 if idle else 0
@@ -330,7 +332,7 @@ class _Simulation:
             job.reallocate((), "")
 
     def _interfering(self) -> set[str]:
-        """Jobs on several nodes that share a node with another job on several nodes."""
+        """Names of jobs on several nodes that share a node with another such job."""
         if not self._options.interference:
             return set()
         wide = {k: set(v) for k, v in self._current.items() if len(set(v)) > 1}
@@ -347,7 +349,7 @@ class _Simulation:
                 self._lose(name, event.node)
 
     def _lose(self, name: str, node: int) -> None:
-        """Takes a node from a job; an elastic job continues on its other nodes."""
+        """Takes a node from a job; a job that can, continues on its other nodes."""
         job, held = self._jobs[name], self._current.pop(name)
         rest = tuple(other for other in held if other != node)
         goes_on = getattr(job, "goes_on", False) and self._policy.adapts != "nothing"

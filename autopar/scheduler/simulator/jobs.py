@@ -1,9 +1,10 @@
-"""The kinds of jobs that a simulation runs.
+"""Three kinds of simulated jobs, which differ in where their step times come from.
 
-`EpochJob` follows tables of epochs and batches. `StepJob` follows tables of plans.
-`CurveJob` follows a curve and moves like an elastic run of this project, as under a
-real scheduler: a start takes long, and a change of devices takes a short pause. While
-the processes of new devices start, the job trains on its old devices.
+`EpochJob` reads tables by batch size and epoch, as published with Pollux. `StepJob`
+reads tables by plan, as published with Rubick. `CurveJob` uses a goodput curve, and
+changes devices like a real elastic run of autopar: its start takes long, and a change
+of devices only a short pause. While the processes on new devices start, it trains on
+its old devices.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ class StepModel(Protocol):
     def step_s(
         self, nodes: np.ndarray, devices: np.ndarray, local: np.ndarray
     ) -> np.ndarray:
-        """Seconds of the microbatch that synchronises."""
+        """Seconds of the last microbatch of a step, with its synchronisation."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """The batches that a program allows.
+    """The batch sizes that a program allows.
 
     Attributes:
-      base: the batch for which the program was written; progress is counted in samples
-        of this batch.
+      base: the batch size for which the program was written. Progress is counted as the
+        number of samples, in batches of this size, that make the same progress.
       largest: the largest batch.
       least_local: the fewest samples per device in a microbatch.
       most_local: the most samples per device in a microbatch.
@@ -69,12 +70,12 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Best:
-    """The best batch of each configuration, as arrays of equal shape.
+    """The best batch size on each configuration, as arrays of equal shape.
 
     Attributes:
       goodput: samples of the base batch per second; 0 where no batch fits.
       local: samples per device in a microbatch.
-      more: number of microbatches before the last microbatch.
+      more: number of microbatches of a step without the last one.
     """
 
     goodput: np.ndarray
@@ -84,13 +85,13 @@ class Best:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GoodputCurve:
-    """The goodput of one job by nodes and devices, each with the best batch.
+    """A job's goodput by nodes and devices, each with its best batch size.
 
     Attributes:
       times: predicts the seconds of the job's steps.
       sqr: squared norm of the job's gradient.
       var: variance of the gradient at the base batch.
-      limits: the batches that the job allows.
+      limits: the batch sizes that the job allows.
     """
 
     times: StepModel
@@ -99,14 +100,14 @@ class GoodputCurve:
     limits: Limits
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-        """Samples of the base batch per second."""
+        """Progress per second, in samples of the base batch."""
         return self.best(nodes, devices).goodput
 
     def efficiency(self, batch: np.ndarray) -> np.ndarray:
         """Progress per sample, relative to a sample of the base batch.
 
-        This is (phi + base) / (phi + batch), with the noise scale
-        phi = base x var / sqr.
+        The result is (phi + base) / (phi + batch), where the noise scale is phi = base
+        x var / sqr.
         """
         scale = batch / self.limits.base
         below = self.var / scale + self.sqr
@@ -114,7 +115,7 @@ class GoodputCurve:
         return gain / scale
 
     def best(self, nodes: np.ndarray, devices: np.ndarray) -> Best:
-        """Tries 50 batches for each configuration and returns the best.
+        """Tries 50 batch sizes on each configuration and returns the best one.
 
         Args:
           nodes: number of nodes of each configuration, shape (n,).
@@ -133,17 +134,17 @@ class GoodputCurve:
         return Best(value[chosen], local[chosen], more[chosen])
 
     def _splits(self, devices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Splits candidate batches (rows) on each configuration (columns).
+        """Splits candidate batches (array rows) on each configuration (array columns).
 
         Returns the samples per device in a microbatch, and the number of microbatches
-        before the last.
+        without the last one.
         """
         limits = self.limits
         least = np.maximum(limits.base, limits.least_local * devices)
         batches = np.geomspace(
             least, np.maximum(limits.largest, least), num=_CANDIDATES
         )
-        # If even the smallest batch is too large, no candidate remains.
+        # If even the smallest possible batch is too large, there is no candidate.
         batches = np.where(least <= limits.largest, batches, 0.0)
         share = batches / devices
         more = np.ceil(share / limits.most_local - 1e-8) - 1
@@ -158,7 +159,7 @@ Fit = Callable[[StepSamples], StepModel]
 
 
 class MeasuredSteps:
-    """Measured steps, a model fitted to these steps, and the noise of gradients."""
+    """Step times and gradient noise that jobs measured, with a model of step times."""
 
     def __init__(self, fit: Fit) -> None:
         """Starts without measurements.
@@ -178,12 +179,12 @@ class MeasuredSteps:
 
     @property
     def most_devices(self) -> int:
-        """The most devices that a step was measured on; 0 before the first."""
+        """The largest number of devices with a measured step; 0 before the first."""
         return max((devices for _, devices, _ in self._steps), default=0)
 
     @property
     def first_noise(self) -> tuple[float, float]:
-        """The noise of the earliest measured epoch (`see_noise`).
+        """The gradient noise of the earliest measured epoch (see `see_noise`).
 
         A job that has not begun is assumed to have the same noise.
         """
@@ -192,7 +193,7 @@ class MeasuredSteps:
     def see_step(
         self, nodes: int, devices: int, local: int, step_s: float, sync_s: float
     ) -> None:
-        """Keeps the first measurement of each configuration.
+        """Records a measured step; keeps only the first of each configuration.
 
         Args:
           nodes: number of nodes.
@@ -206,7 +207,7 @@ class MeasuredSteps:
             self._model = None
 
     def see_noise(self, epoch: int, sqr: float, var: float) -> None:
-        """Keeps the first measurement of each epoch.
+        """Records measured gradient noise; keeps only the first of each epoch.
 
         Args:
           epoch: number of the epoch, from 0.
@@ -216,7 +217,7 @@ class MeasuredSteps:
         self._noise.setdefault(epoch, (sqr, var))
 
     def model(self) -> StepModel:
-        """The model fitted to all measurements; it is fitted again after new ones."""
+        """The model, fitted to all measurements so far."""
         if self._model is None:
             nodes, devices, local = np.array(list(self._steps), float).T
             step_s, sync_s = np.array(list(self._steps.values())).T
@@ -229,10 +230,11 @@ _MOST_DEVICES = 64  # the largest number of devices in the published tables
 
 
 class EpochJob:
-    """A job that follows the tables of epochs of its program.
+    """A job whose true speed comes from Pollux's tables by batch and epoch.
 
-    The job measures each configuration that it runs on. Its curve comes only from
-    measurements: its own, or those of all jobs that share one `MeasuredSteps`.
+    The job measures its speed on each configuration on which it runs. The curve that a
+    policy sees is fitted only to such measurements: the job's own, or those of all jobs
+    that share one `MeasuredSteps`.
     """
 
     def __init__(
@@ -249,8 +251,8 @@ class EpochJob:
         Args:
           job: the submitted job.
           application: the job's program.
-          adapts: the part of the job's request that a policy may change.
-          restart_s: seconds of a move.
+          adapts: which part of the job's request the policy may change.
+          restart_s: seconds for which the job stops when its devices change.
           nodes: the cluster.
           measured: measurements of the program's steps, which jobs may share; None: the
             job collects its own.
@@ -277,7 +279,7 @@ class EpochJob:
         return sum(self.placement) * self._local * (self._more + 1)
 
     def advance(self, now_s: float, seconds: float, slowdown: float) -> None:
-        """Runs for ``seconds``; an epoch ends on a whole second."""
+        """Runs for ``seconds``; an epoch ends at a whole second."""
         if not self.placement or self.completed_s is not None:
             return
         devices = sum(self.placement)
@@ -302,7 +304,7 @@ class EpochJob:
             self._choose_batch()
 
     def _speed(self) -> float:
-        """True progress per second; also records this step's measurements."""
+        """True progress per second; also records it as a measurement."""
         nodes, devices = len(self.placement), sum(self.placement)
         step_s, sync_s = self.application.times.seconds(self.placement, self._local)
         sqr, var = self.application.grad_stats(self.batch, self._epoch)
@@ -318,8 +320,8 @@ class EpochJob:
     def reallocate(
         self, placement: tuple[int, ...], plan: str, kinds: tuple[str, ...] = ()
     ) -> None:
-        """Moves to a placement, which takes a restart; () stops the job."""
-        del plan, kinds  # the tables are for one kind of devices
+        """Moves the job to a placement, with a restart; () stops the job."""
+        del plan, kinds  # the tables have one plan and one kind of devices
         self.placement = placement
         if placement:
             self._choose_batch()
@@ -361,7 +363,7 @@ class EpochJob:
         return self._curve_now
 
     def view(self, now_s: float, oracle: bool) -> JobView:
-        """The view of the job for a policy."""
+        """What a policy can see of the job."""
         adaptive = self._adapts == "batch"
         return JobView(
             name=self.job.name,
@@ -409,7 +411,7 @@ class EpochJob:
 def _epoch_step_seconds(
     app: Application, batch: int, nodes: Nodes
 ) -> tuple[float, ...]:
-    """True seconds of a step at a batch on 1, 2, ... devices, as far as they help."""
+    """True seconds of a step on 1, 2, ... devices, until more devices do not help."""
     found: list[float] = []
     most = 1 if app.single else max(1, batch // app.least_local)
     for devices in range(1, min(most, _MOST_DEVICES, nodes.total) + 1):
@@ -425,11 +427,11 @@ def _epoch_step_seconds(
 
 
 class StepTimes(Protocol):
-    """Seconds of the steps of a program."""
+    """The true step times of a program."""
 
     @property
     def curve(self) -> Curve:
-        """Steps per second by configuration."""
+        """Steps per second for each number of nodes and devices."""
         ...
 
     @property
@@ -447,7 +449,7 @@ class StepTimes(Protocol):
 
 
 class StepJob:
-    """A job that follows the tables of plans of its program."""
+    """A job whose true speed comes from Rubick's tables of plans."""
 
     def __init__(
         self,
@@ -463,12 +465,13 @@ class StepJob:
 
         Args:
           job: the submitted job, which runs ``steps`` steps.
-          times: seconds of the job's steps.
-          restart_s: seconds of a move.
-          ghosts: whether to repeat an error of the published simulator, in which a job
-            that loses its devices continues to run on them.
-          one_more: whether the job runs one step more, as in the published simulator.
-          by_kind: seconds of steps by kind of devices; ``times`` for other kinds.
+          times: true seconds of the job's steps.
+          restart_s: seconds for which the job stops when its devices change.
+          ghosts: whether to repeat an error of the published simulator: a job that
+            loses its devices continues to run on them.
+          one_more: whether the job runs one step more than it should, as in the
+            published simulator.
+          by_kind: kind of devices -> seconds of steps; other kinds use ``times``.
         """
         self.job, self.times = job, times
         self.completed_s: float | None = None
@@ -484,7 +487,7 @@ class StepJob:
 
     @property
     def batch(self) -> int:
-        """Batches do not change here."""
+        """The batch size, which never changes in jobs of this class."""
         return self.job.batch or 0
 
     def advance(self, now_s: float, seconds: float, slowdown: float) -> None:
@@ -497,7 +500,7 @@ class StepJob:
         now_s, seconds = now_s + delay, seconds - delay
         if seconds <= 0:
             return
-        # On several kinds of devices, a step waits for the slowest kind.
+        # If the job has devices of several kinds, each step waits for the slowest kind.
         step_s = max(
             self._by_kind.get(kind, self.times).seconds(self.plan, self.placement)
             for kind in self._kinds
@@ -516,10 +519,11 @@ class StepJob:
     def reallocate(
         self, placement: tuple[int, ...], plan: str, kinds: tuple[str, ...] = ()
     ) -> None:
-        """Moves to a placement, which takes a restart; () stops the job.
+        """Moves the job to a placement, with a restart; () stops the job.
 
-        In the published simulator, a move to the same placement on other nodes with the
-        same plan takes no time. Here it takes a restart, unless ``ghosts`` is set.
+        In the published simulator, it takes no time to move to other nodes with the
+        same plan and the same numbers of devices. Here such a move needs a restart,
+        too, unless ``ghosts`` is set.
         """
         if not placement:
             if not self._ghosts:
@@ -532,7 +536,7 @@ class StepJob:
         self.restarts += 1
 
     def view(self, now_s: float, oracle: bool) -> JobView:
-        """The view of the job for a policy."""
+        """What a policy can see of the job."""
         left = None
         if oracle:
             seconds = _step_seconds(self.times.curve, self.times.most)
@@ -559,9 +563,9 @@ class StepJob:
 
 
 def _step_seconds(curve: Curve, most: int) -> tuple[float, ...]:
-    """Seconds of a step on 1 to ``most`` devices, each on the best number of nodes.
+    """Seconds of a step on 1 to ``most`` devices, on the best numbers of nodes.
 
-    The result ends before the first number of devices on which no step can run.
+    If the job cannot run on some number of devices, the result ends before it.
     """
     found: list[float] = []
     for devices in range(1, most + 1):
@@ -586,12 +590,14 @@ class Moves:
     """Seconds of moves.
 
     Attributes:
-      start_s: seconds from a start to the first step.
+      start_s: seconds from the start of the job to its first step.
       join_s: seconds until the processes of added devices are ready. The job trains
         meanwhile.
       change_s: seconds for which a job pauses when its devices change.
-      by_pair: seconds of the pause by old and new shape; None: `change_s`.
-      told_s: seconds of any change that a policy sees; None: the true seconds.
+      by_pair: seconds of the pause between an old and a new number of nodes and
+        devices; None: always `change_s`.
+      told_s: seconds of every move that the policy is told; None: it is told the true
+        seconds.
     """
 
     start_s: float
@@ -601,22 +607,22 @@ class Moves:
     told_s: float | None = None
 
     def move_s(self, old: Shape, new: Shape) -> float:
-        """Seconds of a move between two shapes; an ``old`` of (0, 0) is a start."""
+        """Seconds of a move between two (nodes, devices); from (0, 0) it is a start."""
         if old == (0, 0):
             return self.start_s
         return self.change_s if self.by_pair is None else self.by_pair(old, new)
 
     def seconds_told(self, old: Shape, new: Shape) -> float:
-        """Seconds of a move that a policy sees."""
+        """Seconds of a move as the policy is told."""
         if old == (0, 0) or self.told_s is None:
             return self.move_s(old, new)
         return self.told_s
 
 
 class CurveJob:
-    """A job that follows a curve and moves like an elastic run."""
+    """A job with a goodput curve that changes devices like an elastic run."""
 
-    goes_on = True  # the job continues if it loses some of its nodes
+    goes_on = True  # the job continues after it loses some of its nodes
 
     def __init__(
         self,
@@ -630,10 +636,10 @@ class CurveJob:
 
         Args:
           job: the submitted job, which runs ``steps`` steps of ``batch`` samples.
-          curve: the job's step times and goodput by configuration.
+          curve: the job's step times and goodput by nodes and devices.
           most: the most devices that the job can use.
           moves: seconds of moves.
-          by_kind: curves by kind of devices; ``curve`` for kinds that are missing.
+          by_kind: kind of devices -> curve; other kinds use ``curve``.
         """
         self.job, self._curve, self._most, self._moves = job, curve, most, moves
         self._by_kind = dict(by_kind or {})
@@ -643,13 +649,13 @@ class CurveJob:
         self.placement: tuple[int, ...] = ()
         self.plan = self.failed = ""
         self.restarts = -1
-        # The placement on which the job trains until new devices have joined.
+        # The placement on which the job still trains while new devices join.
         self._trains: tuple[int, ...] = ()
         self._joins_s = self._waits_s = self._served = self._steps = 0.0
 
     @property
     def batch(self) -> int:
-        """Batches do not change here."""
+        """The batch size, which never changes in jobs of this class."""
         return self.job.batch or 0
 
     def advance(self, now_s: float, seconds: float, slowdown: float) -> None:
@@ -666,14 +672,14 @@ class CurveJob:
             now_s += part
 
     def _next_part(self, left_s: float) -> float:
-        """Seconds until a wait or a join ends, at most ``left_s``."""
+        """Seconds until a pause or the joining of devices ends, at most ``left_s``."""
         if self._waits_s > 0:
             return min(left_s, self._waits_s)
         return min(left_s, self._joins_s) if self._joins_s > 0 else left_s
 
     def _train(self, now_s: float, seconds: float, slowdown: float) -> float:
-        """Trains; returns the seconds spent, fewer if the job completes."""
-        # On several kinds of devices, a step waits for the slowest kind.
+        """Trains; returns the seconds used, fewer than ``seconds`` if it completes."""
+        # If the job has devices of several kinds, each step waits for the slowest kind.
         step_s = max(
             self._by_kind.get(kind, self._curve).step_s(*_shape(self._trains))
             for kind in self._kinds or ("",)
@@ -716,7 +722,7 @@ class CurveJob:
         self.placement = placement
 
     def view(self, now_s: float, oracle: bool) -> JobView:
-        """The view of the job for a policy."""
+        """What a policy can see of the job."""
         left = Oracle(self.job.steps - self._steps, ()) if oracle else None
         return JobView(
             name=self.job.name,

@@ -1,10 +1,11 @@
 """Metrics of a simulation: completion times, fairness and utilisation.
 
 Finish-time fairness compares a job's completion time with a fair share of the cluster,
-as in Themis (NSDI 2020) and Sia. A job's fair share is the number of devices divided by
-the mean number of jobs between the job's submission and completion. The ratio is the
-job's completion time over the time that the job would take on its fair share only. A
-ratio above 1 means that the job ended later than it would on its fair share.
+as in Themis (NSDI 2020) and Sia. A job's fair share is the number of the cluster's
+devices divided by the mean number of jobs between the job's submission and its
+completion. The finish-time ratio is the job's completion time divided by the time that
+the job would take if it always had exactly its fair share. A ratio above 1 means that
+the job ended later than it would on its fair share.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopar.scheduler.simulator.engine import History, RunningJob, Span
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Metrics of a simulation, in seconds or as fractions.
+    """Metrics of a simulation.
 
     Attributes:
       policy: name of the policy.
@@ -33,15 +34,16 @@ class Metrics:
       failed: reasons of failure by name of the job.
       average_s: mean completion time of completed jobs, from submission to the end.
       guaranteed: number of completed jobs with a guarantee.
-      guaranteed_s: mean completion time of these jobs; None if there are none.
+      guaranteed_s: mean completion time of these guaranteed jobs; None if there are
+        none.
       median_s: median completion time of completed jobs.
       p99_s: 99th percentile of the completion times of completed jobs.
-      makespan_s: the time at which the last job completes.
-      slowest_share: the largest ratio of a job's completion time to the time for which
-        it had devices.
-      utilisation: device-seconds given out over all device-seconds until the last
-        completion.
-      restarts: number of moves of all jobs.
+      makespan_s: seconds from the beginning until the last job completes.
+      slowest_share: the largest ratio, over jobs, of completion time to the time during
+        which the job had devices.
+      utilisation: device-seconds that jobs had, divided by all device-seconds until the
+        last completion.
+      restarts: how often the devices of jobs changed after their starts, over all jobs.
     """
 
     policy: str
@@ -65,7 +67,7 @@ class Metrics:
 
 
 def metrics(history: History) -> Metrics:
-    """The metrics of a history; nan if no job completed."""
+    """Computes the metrics of a simulation; means are nan if no job completed."""
     done = [job for job in history.jobs if job.completed_s is not None]
     ends = np.array([job.completed_s for job in done], float)
     begins = np.array([job.job.submitted_s for job in done], float)
@@ -158,7 +160,7 @@ def _rows(
     used: list[list[tuple[float, float]]],
     span: Span,
 ) -> list[int]:
-    """For each device of a span, a row of the device's node that is free then."""
+    """For each of a job's devices, a free row of its node in the timeline."""
     rows: list[int] = []
     for node in allocation:
         for row in range(firsts[node], firsts[node] + devices[node]):
@@ -195,8 +197,9 @@ def finish_time_ratios(
     """The finish-time ratio of each completed job, by name.
 
     Args:
-      history: the simulation, with devices of one kind.
-      fresh: the same jobs before they run; this function runs them.
+      history: the result of a simulation with only one kind of devices.
+      fresh: the same jobs in their state before the simulation; this function runs
+        them.
     """
     new = {job.job.name: job for job in fresh}
     found: dict[str, float] = {}
@@ -211,10 +214,10 @@ def finish_time_ratios(
 
 
 def _mean_active(history: History, begin_s: float, end_s: float) -> float:
-    """The mean number of waiting and running jobs in a period, at least 1.
+    """The mean number of waiting and running jobs over a period, at least 1.
 
     The number of jobs at each decision is weighted by the time until the next decision.
-    A job that came and ended between two decisions counts as if it ran without others.
+    If a job came and ended between two decisions, the result is 1.
     """
     at_s = np.array([item.at_s for item in history.rounds])
     active = np.array([item.active for item in history.rounds], float)
@@ -226,18 +229,18 @@ def _mean_active(history: History, begin_s: float, end_s: float) -> float:
 
 
 def share_s(job: RunningJob, share: float, nodes: Nodes) -> float:
-    """Seconds of a job that has only its fair share of the devices.
+    """Seconds that a job takes if it always has exactly its fair share of devices.
 
-    If the share is too small for the job, the job gets more devices for a fraction of
-    the time.
+    If the job cannot run on so few devices, it gets more devices, but only for a
+    fraction of the time.
 
     Args:
       job: the job before it runs; this function runs it.
-      share: number of devices, possibly fractional.
+      share: number of devices of the fair share, which may be fractional.
       nodes: the cluster.
 
     Raises:
-      ScheduleError: the job runs on no number of devices of this cluster.
+      ScheduleError: the job cannot run on any number of devices of this cluster.
     """
     view = job.view(job.job.submitted_s, oracle=False)
     counts = np.array(sizes_of(nodes.widest, nodes.total))

@@ -21,10 +21,10 @@ PLAIN = "ga"
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MeasuredPlanCurve:
-    """Steps per second with the best measured plan, by configuration.
+    """Steps per second with the best measured plan, by nodes and devices.
 
     Attributes:
-      best: the best plan and its seconds per step, by (nodes, devices).
+      best: (nodes, devices) -> name of the best plan and seconds of a step with it.
     """
 
     best: dict[tuple[int, int], tuple[str, float]]
@@ -44,7 +44,7 @@ class MeasuredPlanCurve:
 
 
 class PlanTimes:
-    """Seconds of a step of one program, by plan and placement."""
+    """Measured seconds of a step of one program, by plan and placement."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         """Reads ``placements.csv`` of a folder."""
@@ -66,11 +66,12 @@ class PlanTimes:
     def seconds(self, plan: str, placement: Placement) -> float:
         """Seconds of a step.
 
-        A plan that was not measured on a placement has the seconds of the plan `PLAIN`.
-        If that was not measured either, it has the mean seconds of all plans.
+        If the plan was not measured on the placement, the result is the seconds of the
+        plan `PLAIN` there. If this plan was not measured either, it is the mean over
+        all plans that were.
 
         Raises:
-          ScheduleError: no placement near this one was measured.
+          ScheduleError: neither this placement nor a similar one was measured.
         """
         placement = min(placement[i:] + placement[:i] for i in range(len(placement)))
         for name in (plan, PLAIN):
@@ -91,13 +92,13 @@ class PlanTimes:
         return found
 
     def asked_s(self, job: Job) -> float:
-        """Seconds of a step of the requested plan on the fastest requested placement.
+        """Seconds of a step with the requested plan on the fastest suitable placement.
 
-        A placement is requested if it has the number of devices that the job asks for.
+        A placement is suitable if it has as many devices as the job asks for.
 
         Raises:
-          ScheduleError: no placement near was measured, and the job's run time is not
-            known.
+          ScheduleError: no suitable or similar placement was measured, and the job's
+            run time is not known.
         """
         asked = [
             seconds
@@ -122,7 +123,7 @@ class PlanTimes:
 
     @property
     def configurations(self) -> dict[tuple[int, int], tuple[str, float]]:
-        """The best plan of each even placement, by (nodes, devices)."""
+        """(nodes, devices) -> the best plan with equally many devices on each node."""
         return {
             (len(placement), sum(placement)): best
             for placement, best in self._best.items()

@@ -1,6 +1,6 @@
-"""CSV tables, and the tables of programs that were published with Pollux.
+"""Reads CSV tables, and the tables of programs that were published with Pollux.
 
-`read_rows` reads CSV files and reports errors with the file and row.
+`read_rows` reads any CSV file; its error messages name the file and the row.
 
 `Application` is a program that was measured at several batches. Its tables hold step
 times and, for each batch and epoch: the progress (in steps of the base batch), the
@@ -28,8 +28,8 @@ ENCODING = "utf-8-sig"
 """UTF-8, with or without the byte order mark that spreadsheets write."""
 
 _LONGEST = 1000
-_LARGEST = 1e30  # products of several numbers up to this one are finite
-_LARGEST_WHOLE = 2**53  # not all larger integers are floating-point numbers
+_LARGEST = 1e30  # products of several such numbers are still finite
+_LARGEST_WHOLE = 2**53  # above, some integers are not exact as floating-point numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Row:
         return found
 
     def owner(self) -> dict[str, Any]:
-        """The user and the priority of a job, if the table has these columns.
+        """User and priority of a job, for the columns that the table has.
 
         Raises:
           ScheduleError: the priority is not a number.
@@ -107,10 +107,10 @@ class Row:
         return int(value)
 
     def placement(self, column: str) -> tuple[int, ...]:
-        """The number of devices on each node, from a row of digits such as ``422``.
+        """The number of devices on each node, from a text of digits such as ``422``.
 
         Raises:
-          ScheduleError: the cell is not a row of digits from 1 to 9.
+          ScheduleError: the cell is not a text of digits from 1 to 9.
         """
         text = self.text(column)
         if not re.fullmatch("[1-9]+", text):
@@ -121,7 +121,7 @@ class Row:
 
 
 def column_names(columns: Iterable[str]) -> str:
-    """The names of columns for an error message, cut off if they are long."""
+    """The names of columns for an error message, shortened if they are long."""
     return f"{', '.join(columns) or 'none':.{_LONGEST}}"
 
 
@@ -130,7 +130,7 @@ def read_rows(
 ) -> Iterator[Row]:
     """The rows of a CSV file with a head line.
 
-    Cells may be quoted only if the delimiter is a comma.
+    Quotes around cells are understood only if the delimiter is a comma.
 
     Raises:
       ScheduleError: the file cannot be read, lacks a column, or a row lacks a cell.
@@ -165,9 +165,9 @@ _MOST_NODES = 16  # the largest number of nodes in the published tables
 
 
 def linear_between(points: np.ndarray, values: np.ndarray) -> Callable[..., Any]:
-    """A linear interpolator, which returns nan outside of the points' convex hull.
+    """An interpolator that is linear between points, and nan outside their hull.
 
-    If the points do not span the space, the interpolator returns nan everywhere.
+    If all points lie in a plane or a line, the interpolator returns nan everywhere.
 
     Args:
       points: array of shape (points, coordinates).
@@ -175,16 +175,18 @@ def linear_between(points: np.ndarray, values: np.ndarray) -> Callable[..., Any]
     """
     try:
         return LinearNDInterpolator(points, values)
-    except QhullError:  # too few points, or all points in a plane
+    except QhullError:  # too few points, or they lie in a plane
         return lambda _: np.full((1, *values.shape[1:]), np.nan)
 
 
 class PlacementTimes:
-    """Seconds of a step and of its synchronisation, by placement and local batch.
+    """Seconds of a step and of its synchronisation, by placement and batch per device.
 
-    For a measured placement, seconds are interpolated between its local batches. For
-    any other placement, seconds are interpolated over nodes, devices and local batch,
-    between all measurements. Rotations of a placement count as the same placement.
+    The local batch is the number of samples per device in a microbatch. For a measured
+    placement, seconds are interpolated between the local batches that were measured on
+    it. For any other placement, they are interpolated between all measurements, by
+    numbers of nodes, devices and local batch. A placement and its rotations, such as
+    (4, 2) and (2, 4), count as the same.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -209,7 +211,7 @@ class PlacementTimes:
         """Seconds of a step, and of its synchronisation.
 
         Raises:
-          ScheduleError: no configuration near this one was measured.
+          ScheduleError: the configuration lies outside of all measured ones.
         """
         key = min(placement[i:] + placement[:i] for i in range(len(placement))), local
         if key not in self._found:
@@ -277,7 +279,8 @@ def _placements(path: pathlib.Path) -> dict[Placement, np.ndarray]:
     return {key: np.array(sorted(rows)) for key, rows in found.items()}
 
 
-# The columns and their least values. The variance is a divisor, so it is above zero.
+# The columns and their least allowed values. The variance must be above zero, because
+# the code divides by it.
 _COLUMNS = {
     "progress": 0.0,
     "iteration": 0.0,
@@ -288,7 +291,7 @@ _COLUMNS = {
 
 
 class Application:
-    """A program with its tables.
+    """A program with its measured tables.
 
     Attributes:
       name: the program's name.
@@ -298,7 +301,8 @@ class Application:
       most_local: the most samples per device in a microbatch; larger batches need
         gradient accumulation.
       epochs: number of epochs.
-      fixed_batch: the batch under policies that adapt batches; None: any batch.
+      fixed_batch: the only batch size under policies that change batch sizes; None: any
+        batch size.
       single: whether the program can use only one device.
     """
 
@@ -327,11 +331,11 @@ class Application:
 
     @property
     def most_devices(self) -> int:
-        """The most devices; with more, the local batch would be below its minimum."""
+        """The most devices with which each still gets ``least_local`` samples."""
         return 1 if self.single else self.largest_batch // self.least_local
 
     def progress_after(self, epochs: int) -> float:
-        """Progress after a number of epochs, as the minimum over all batches."""
+        """Progress after a number of epochs: the minimum over all batch sizes."""
         if epochs == 0:
             return 0.0
         tables = self._tables.values()
@@ -346,7 +350,7 @@ class Application:
         return self._between(batch, 1, epoch)
 
     def completion_epoch(self, batch: int) -> int:
-        """The last epoch of a job."""
+        """The epoch at whose end a job with this batch size is complete."""
         self._around(batch)
         return self.epochs - 1
 
@@ -354,7 +358,7 @@ class Application:
         """Splits a batch into microbatches.
 
         Returns the samples per device in a microbatch, and the number of microbatches
-        before the last.
+        without the last one.
         """
         local = math.ceil(batch / devices - 1e-8)
         more = max(math.ceil(local / self.most_local - 1e-8), 1) - 1

@@ -1,7 +1,8 @@
-"""Traces that list only the submission time, number of devices and duration of jobs.
+"""Reads traces with only submission time, number of devices and duration of each job.
 
-Such a trace has no measured step times. A job's work is its duration on the devices
-that it asks for. The job's speed is a power of the number of devices.
+Such a trace has no measured step times. So a job's work is set to its duration on the
+devices that it asks for, and its speed is assumed to be a power of the number of
+devices.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _LEAST_S = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PowerScaling:
-    """Step times by a power of the number of devices.
+    """Step times if speed is a power of the number of devices.
 
     Attributes:
       asked: number of devices that the owner asks for.
       step_s: seconds of a step on these devices.
-      there: number of devices of the cluster.
+      there: number of devices that the cluster has.
     """
 
     asked: int
@@ -41,12 +42,12 @@ class PowerScaling:
 
     @property
     def most(self) -> int:
-        """The most devices of a job: 64, or its request, limited to the cluster."""
+        """The most devices that a job may use on this cluster: 64, or its request."""
         return max(_MOST_DEVICES, min(self.asked, self.there))
 
     @property
     def curve(self) -> PowerScaling:
-        """The object itself, which is also a curve."""
+        """This object itself, because it is also a curve."""
         return self
 
     def seconds(self, plan: str, placement: tuple[int, ...]) -> float:
@@ -66,7 +67,7 @@ class PowerScaling:
 
 
 def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
-    """The jobs of a table, each with its file and line.
+    """Reads the jobs of a table, each with its file and line.
 
     Raises:
       ScheduleError: a row is invalid; the message names the row.
@@ -95,7 +96,7 @@ def timed_job(
     user: str = "",
     priority: float = 1.0,
 ) -> Job:
-    """A job of which only the run time on the requested devices is known.
+    """A job whose run time on the requested devices is all that is known.
 
     The run time is divided into equal steps of at most one second.
     """
@@ -114,7 +115,7 @@ def timed_job(
 def running(
     jobs: list[tuple[str, Job]], devices: int, restart_s: float = RESTART_S
 ) -> list[StepJob]:
-    """The jobs, ready to be simulated on a cluster with ``devices`` devices."""
+    """Makes jobs that can be simulated on a cluster with ``devices`` devices."""
     return [
         StepJob(
             job,

@@ -17,9 +17,9 @@ COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 RESTART_S = 30.0
 """Seconds of a restart in the published simulator."""
 
-# From the published simulator: epochs of each program, the largest local microbatch of
-# yolov3, and the batch of ncf. Under policies that adapt batches, ncf runs on one
-# device with this batch, its largest.
+# From the published simulator: the epochs of each program, the largest number of
+# samples per device of yolov3, and the batch size of ncf. If a policy may change batch
+# sizes, ncf always runs on one device with this batch size, which is its largest.
 _EPOCHS = {
     "bert": 2,
     "cifar10": 100,
@@ -33,7 +33,7 @@ _FIXED_BATCH = {"ncf": 32768}
 
 
 def read_applications(folder: pathlib.Path) -> dict[str, Application]:
-    """The programs of a folder that has one folder per program.
+    """Reads the programs of a folder that has one folder for each program.
 
     Raises:
       ScheduleError: the folder has no program, or a table is invalid.
@@ -93,13 +93,14 @@ def running(
       jobs: the result of `read_jobs`.
       applications: the programs by name.
       nodes: the cluster.
-      adapts: the part of a job's request that a policy may change.
-      restart_s: seconds of a move.
+      adapts: which part of a job's request the policy may change.
+      restart_s: seconds for which a job stops when its devices change.
       fit: fits a model of a step's seconds.
       pools: whether all jobs of a program share their measurements.
 
     Raises:
-      ScheduleError: an application is not in the tables, or a batch was not measured.
+      ScheduleError: a job's application is not in the tables, or its batch size was not
+        measured.
     """
     made: list[EpochJob] = []
     pool: dict[str, MeasuredSteps] = {}

@@ -1,7 +1,8 @@
-"""Reads records of jobs on real clusters: Philly's log and table, and Slurm's sacct.
+"""Reads what real clusters recorded of jobs: Philly's log and table, Slurm's sacct.
 
-Such a record has no measured step times. A job's work is its run time on the devices
-that it had. Jobs that never had a GPU are left out and counted.
+Such a record has no measured step times. So a job's work is set to its run time on the
+devices that it had. Jobs that never had a GPU are not simulated; their number is
+reported.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Left = collections.Counter[str]
 
 
 def read_philly_table(path: pathlib.Path) -> tuple[Rows, Left]:
-    """The jobs of ``philly.csv``, as used by Pollux and Sia; jobs have no names there.
+    """Reads ``philly.csv``, as used by Pollux and Sia, in which jobs have no names.
 
     Raises:
       ScheduleError: a row is invalid; the message names the row.
@@ -61,7 +62,7 @@ def read_philly_table(path: pathlib.Path) -> tuple[Rows, Left]:
 
 
 def read_sacct(path: pathlib.Path) -> tuple[Rows, Left]:
-    """The jobs of ``sacct -P`` with JobID, Submit, Elapsed and AllocTRES or ReqTRES.
+    """Reads ``sacct -P`` with JobID, Submit, Elapsed, and AllocTRES or ReqTRES.
 
     A job that was restarted has one row per start (``--duplicates``). Its run time is
     the sum over these rows.
@@ -72,7 +73,7 @@ def read_sacct(path: pathlib.Path) -> tuple[Rows, Left]:
     found: dict[str, _Recorded] = {}
     for row in read_rows(path, SACCT, delimiter="|"):
         name = row.text("JobID")
-        if "." in name:  # a step of a job: 17.batch, 17_4.extern, 17+0.0+1
+        if "." in name:  # a job's step, such as 17.batch, 17_4.extern, 17+0.0+1
             continue
         if not {"AllocTRES", "ReqTRES"} & row.cells.keys():
             raise ScheduleError(
@@ -98,10 +99,10 @@ def read_sacct(path: pathlib.Path) -> tuple[Rows, Left]:
 
 
 def read_philly_log(path: pathlib.Path) -> tuple[Rows, Left]:
-    """The jobs of Microsoft's ``cluster_job_log``, a JSON list.
+    """Reads the jobs in Microsoft's ``cluster_job_log``, a JSON list.
 
-    A job's run time is the sum over its attempts. Its number of GPUs is the largest
-    number of an attempt.
+    A job may have several attempts. Its run time is the sum over them, and its number
+    of GPUs the maximum.
 
     Raises:
       ScheduleError: the file or a job in it is invalid; the message names it.
@@ -135,7 +136,7 @@ class _Recorded:
 
 
 def _jobs(recorded: Iterable[_Recorded]) -> tuple[Rows, Left]:
-    """The jobs that ran on GPUs, in order of submission, and the jobs left out.
+    """The jobs that ran on GPUs, in order of submission; and how many are left out.
 
     Submission times are seconds since the first submission.
     """
@@ -187,7 +188,7 @@ def _read_logged(path: pathlib.Path, number: int, job: Any) -> _Recorded:
             _date(where, key, attempt.get(key)) for key in ("start_time", "end_time")
         )
         if begin is None or end is None:
-            continue  # the attempt did not start, or its record was lost
+            continue  # it did not start, or its record was lost
         if end < begin:
             raise ScheduleError(f"{where}: an attempt ends before it starts.")
         seconds += (end - begin).total_seconds()
@@ -217,24 +218,24 @@ def _logged_gpus(where: str, detail: Any) -> Iterator[int]:
 
 
 def _date(where: str, key: str, text: Any) -> datetime.datetime | None:
-    """Parses a time of these files; None if the text has no time."""
+    """Parses a time in one of these files; None if the text is not a time."""
     if text is None or text in ("", "None", "Unknown", "N/A"):
         return None
     cut = re.sub(r" [A-Z]{3,4}$", "", str(text))  # Philly's times may end with PST
     try:
         found = datetime.datetime.fromisoformat(cut)
-        # Some rows of a file may have a time zone and others not.
+        # Some rows of a file may have a time zone, and other rows none.
         if found.utcoffset() is not None:
             found = found.astimezone(datetime.UTC)
         return found.replace(tzinfo=None)
-    except (ValueError, OverflowError):  # the first and last days of the calendar
+    except (ValueError, OverflowError):  # no valid date
         raise ScheduleError(
             f"{where}: {key} is {text!r:.80}; give a time such as 2017-10-09 07:01:55."
         ) from None
 
 
 def _elapsed_s(row: Row) -> float:
-    """Seconds of ``[DD-]HH:MM:SS``; 0 if the text has no time."""
+    """Seconds of a text ``[DD-]HH:MM:SS``; 0 if the text has another form."""
     text = row.text("Elapsed")
     if text in ("", "INVALID", "Unknown"):
         return 0.0
@@ -274,13 +275,13 @@ _RECORDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The jobs of a file, and the limits of the file.
+    """The jobs of a trace file, and what could not be read from it.
 
     Attributes:
       jobs: the jobs, ready to be simulated.
-      left_out: number of jobs of the file that were left out, by reason.
-      alike: kinds of devices that are treated as one kind, because no table
-        distinguishes them.
+      left_out: reason -> number of jobs of the file that are not simulated for it.
+      alike: kinds of devices of the cluster that count as one kind, because there are
+        no tables for each kind.
     """
 
     jobs: Sequence[RunningJob]
@@ -295,7 +296,7 @@ def jobs_of(
     policy: SchedulingPolicy,
     restart_s: float | None = None,
 ) -> Sequence[RunningJob]:
-    """The jobs of `read_trace`, with the tables of at most one folder."""
+    """Reads the jobs of a trace (`read_trace`), with at most one folder of tables."""
     given = {} if tables is None else {"": tables}
     return read_trace(trace, given, nodes, policy, restart_s).jobs
 
@@ -307,16 +308,17 @@ def read_trace(
     policy: SchedulingPolicy,
     restart_s: float | None = None,
 ) -> Trace:
-    """The jobs of a trace, whose format is recognised by its head line.
+    """Reads the jobs of a trace file; recognises the format by the first line.
 
     Args:
       trace: a CSV file, the output of ``sacct -P``, or Philly's log in JSON.
-      tables: folders with measured tables by kind of devices, or one folder under ''
-        for all kinds. Empty: the folder ``../traces``, relative to the trace's folder.
+      tables: kind of devices -> folder with measured tables; or '' -> one folder for
+        all kinds. If empty, the folder ``../traces``, relative to the trace's folder.
       nodes: the cluster.
       policy: the policy; `SchedulingPolicy.adapts` says which part of a job's request
         may change.
-      restart_s: seconds of a move; None: the seconds of the published simulator.
+      restart_s: seconds for which a job stops when its devices change; None: as in the
+        published simulator.
 
     Raises:
       ScheduleError: the file has no known format, or a row is invalid.
@@ -345,7 +347,8 @@ def read_trace(
                 rows,
                 rubick.read_plan_times(folder, names),
                 seconds,
-                # The published error is repeated only for the published policy.
+                # The error of Rubick's published simulator is repeated only for
+                # Rubick's policy.
                 ghosts=policy.name == "rubick",
                 by_kind={
                     kind: rubick.read_plan_times(of, names)
@@ -374,7 +377,7 @@ def read_trace(
 def _by_kind(
     tables: Mapping[str, pathlib.Path], kinds: tuple[str, ...]
 ) -> dict[str, pathlib.Path]:
-    """The folders by kind of devices; empty if one folder is for all kinds.
+    """Kind of devices -> folder; empty if there is one folder for all kinds.
 
     Raises:
       ScheduleError: a kind has tables but no nodes, or nodes but no tables.
@@ -404,7 +407,7 @@ def _refuse_kinds(by_kind: Mapping[str, pathlib.Path], trace: pathlib.Path) -> N
 
 
 def _record(trace: pathlib.Path, head: set[str]) -> str:
-    """The format of a file, as a key of `_RECORDS`; '' if it has none of them."""
+    """The format of a file as a key of `_RECORDS`; '' if it has another format."""
     if any(name.startswith(("[", "{")) for name in head):
         return "Philly's JSON"
     if set(PHILLY) <= head:

@@ -26,10 +26,10 @@ RESTART_S = 260.0
 
 
 def read_plan_times(folder: pathlib.Path, names: Iterable[str]) -> dict[str, PlanTimes]:
-    """The tables of some programs, from a folder that has one folder per program.
+    """Reads the tables of programs, from a folder with one folder for each program.
 
-    A program without a folder is left out. `running` then names the job that needs the
-    program.
+    The result has no entry for a program without a folder. If a job needs this program,
+    `running` raises an error that names the job.
 
     Raises:
       ScheduleError: a table is invalid.
@@ -39,7 +39,7 @@ def read_plan_times(folder: pathlib.Path, names: Iterable[str]) -> dict[str, Pla
 
 
 def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
-    """The jobs of a workload, each with its file and line.
+    """Reads the jobs of a workload, each with its file and line.
 
     Raises:
       ScheduleError: a row is invalid; the message names the row.
@@ -73,13 +73,13 @@ def running(
 
     Args:
       jobs: the result of `read_jobs`.
-      times: seconds of steps by program.
-      restart_s: seconds of a move.
+      times: program -> seconds of its steps.
+      restart_s: seconds for which a job stops when its devices change.
       ghosts: whether to repeat an error of the published simulator (`StepJob`).
-      by_kind: seconds of steps by kind of devices and by program.
+      by_kind: kind of devices -> program -> seconds of its steps.
 
     Raises:
-      ScheduleError: an application is not in the tables.
+      ScheduleError: a job's application is not in the tables.
     """
     made: list[StepJob] = []
     for where, job in jobs:

@@ -1,4 +1,4 @@
-"""Reads traces of spot instances: the times at which nodes leave and come back."""
+"""Reads traces of spot instances: when nodes leave and when they come back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLUMNS = ("at_s", "node", "event")
 
 
 def read_events(path: pathlib.Path, nodes: Nodes) -> tuple[NodeEvent, ...]:
-    """The events of a file with the columns at_s, node and event (leave or join).
+    """Reads events from a file with columns at_s, node and event (leave or join).
 
     Raises:
       ScheduleError: a row is invalid; the message names the row.
