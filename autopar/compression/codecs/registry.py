@@ -4,7 +4,7 @@ The text of a codec is its name, followed by a colon and the fields that differ 
 their defaults. The decorator `register_codec` adds a class. The package
 `autopar.compression.codecs` imports its own codecs. The module of a user's codec must
 be imported before the name of that codec is used, or be named as an entry point of the
-group ``autopar.codecs`` (`autopar.plugins`).
+group `autopar.plugins.CODECS`.
 """
 
 from __future__ import annotations
