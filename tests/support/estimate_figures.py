@@ -183,7 +183,8 @@ def problem_lines(analysis: Analysis, pricer: Pricer, *, coded: bool) -> Iterato
     )
     least = least_terms(analysis, pricer, made.spaces)
     yield row("least", usage=digest_all(t.usage for t in least))
-    for recipe in recipes(len(pricer.sizes), context=has_context(analysis)):
+    context = {"context": True} if has_context(analysis) else {}
+    for recipe in recipes(len(pricer.sizes), **context):
         rule = restriction_of(analysis, recipe, pricer)
         left = made.within(analysis, Within(None, rule)).problem
         yield row(
