@@ -55,6 +55,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"stages": 1, "microbatches": "auto", "remat": "auto"},
     ),
     "mlp_staged": ("mlp_adam", "2x2:cpu", {"stages": 2, "microbatches": 4}),
+    "mlp_auto": (
+        "mlp_adam",
+        "2x2:cpu,network=30Mb/s",
+        {"stages": "auto", "microbatches": 4},
+    ),
     "muon": ("muon_step", "2x2:v5e", AS_WRITTEN),
     "adafactor": ("adafactor", "2x4:cpu", AS_WRITTEN),
     "experts": ("experts", "1x4:a100", AS_WRITTEN),
@@ -140,11 +145,22 @@ class Problems:
                 yield row(f"  {field}", numbers=digest_all(numbers))
 
 
-def _fields(record: Any) -> dict[str, list[float]]:
-    """The numbers of each field but the time that was spent."""
-    named = [f.name for f in dataclasses.fields(record) if f.name != "seconds"]
-    found = {name: _numbers(getattr(record, name)) for name in named}
-    return {name: numbers for name, numbers in found.items() if numbers}
+def _fields(record: Any, owner: str = "") -> dict[str, list[float]]:
+    """The numbers of each field, those of records in it by their own fields.
+
+    The time that was spent is left out.
+    """
+    found: dict[str, list[float]] = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        parts = value if isinstance(value, tuple) else (value,)
+        for part in parts:
+            named = {f"{owner}{field.name}": _numbers(part)}
+            if dataclasses.is_dataclass(part):
+                named = _fields(part, f"{owner}{field.name}.")
+            for name, numbers in named.items():
+                found[name] = [*found.get(name, []), *numbers]
+    return {k: v for k, v in found.items() if v and k != "seconds"}
 
 
 def _numbers(value: Any) -> list[float]:
@@ -156,8 +172,6 @@ def _numbers(value: Any) -> list[float]:
         return [float(kept.sum()), float(kept @ np.arange(1.0, len(kept) + 1.0))]
     if isinstance(value, (tuple, list)):
         return [x for one in value for x in _numbers(one)]
-    if dataclasses.is_dataclass(value):
-        return [x for own in _fields(value).values() for x in own]
     return []
 
 

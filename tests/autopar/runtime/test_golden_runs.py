@@ -5,6 +5,7 @@ Numbers are kept at four digits, which sums in another order do not change.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -76,12 +77,11 @@ def lines_of(name: str) -> Iterator[str]:
     state = case.state()
     for number in range(4):
         batch = case.batch(number)
-        if number == 2:
-            with pytest.warns(UserWarning, match="not finite"):
-                state, (loss,) = case.train(step, state, [spoilt(batch)])
-                saved = step.compression_state
-        else:
-            state, (loss,) = case.train(step, state, [batch])
+        state, (loss,) = case.train(
+            step, state, [spoilt(batch) if number == 2 else batch]
+        )
+        said = pytest.warns(UserWarning, match="step 3: .* not finite")
+        with said if number == 2 else contextlib.nullcontext():
             saved = step.compression_state
         yield row("step", number=number, loss=rounded(loss))
         yield from report_lines(step)
