@@ -18,7 +18,7 @@ LATER_PYTHONS := 3.12 3.13 3.14
 GOLDEN_TESTS := tests/autopar/cli/test_cli_commands.py tests/examples/test_golden_plans.py \
 	tests/autopar/reports/test_table.py tests/autopar/plans/test_stages.py \
 	tests/autopar/cli/test_cli_remat.py tests/autopar/*/test_golden_*.py \
-	tests/autopar/planner/stages/test_golden_pipelines.py tests/solver/*/test_golden_*.py
+	tests/autopar/*/stages/test_golden_*.py tests/solver/*/test_golden_*.py
 
 .PHONY: help demo test test-cluster test-ray golden lint format docs wheel-check jax-versions python-versions lock clean
 

@@ -1,4 +1,4 @@
-"""The pipelines of steps with layers: layouts of stages, their costs, what is chosen."""
+"""Pipelines of steps with layers: layouts of stages, their costs, the choice."""
 
 from __future__ import annotations
 
