@@ -59,9 +59,10 @@ class Blocks:
 
     Attributes:
         block: the block of each gradient.
-        ready: for each block, the time at which its first gradient is ready, in
-        seconds. earliest, latest: for each block, the time at which the link finishes
-        the block, if every gradient uses its fastest option, or its slowest option.
+        ready: for each block, the second at which its first gradient is ready.
+        earliest: for each block, the second at which the link finishes the block, if
+            every gradient uses its fastest option.
+        latest: the same, if every gradient uses its slowest option.
         least: for each block, its seconds on the link if every gradient uses its
             fastest option.
     """

@@ -121,9 +121,11 @@ class _Outlook:
     """Quantities of the gradients that follow each gradient in the link's order.
 
     Attributes:
-        ready: by gradient, the time at which the gradient is ready. early, late: see
-        the comment at the top of the module. error, memory: for each gradient, the
-        least error and memory that the later gradients add.
+        ready: by gradient, the second at which the gradient is ready.
+        early: by gradient, see the comment at the top of the module.
+        late: by gradient, see the comment at the top of the module.
+        error: for each gradient, the least error that the later gradients add.
+        memory: for each gradient, the least memory that the later gradients add.
         rest: a lower bound, in seconds, of the cost that the later gradients add,
             computed with the prices of the relaxed program.
     """
