@@ -1,19 +1,21 @@
-"""Codecs whose parameters are inputs of the program, so that changing them needs no
-compilation.
+"""Makes parameters of codecs inputs of the compiled program, so that a change of them
+needs no new compilation.
 
-XLA programs have fixed shapes. So such a codec has a *limit*: the same codec with the
-parameter that decides the message size rounded up to a power of two. Only the used part
-of its message is sent. Messages of one bucket share a send buffer
-(`autopar.compression.exchange`), so bytes that one gradient does not use are free for
-another. Only the size of this buffer is fixed. The buffer is called the *room*; its
-size is ``2 ** (-k / 2)`` times the sum of all limits.
+XLA programs have fixed shapes. So each codec whose parameters may change has a *limit*:
+a codec with the same parameters, except that the parameter that decides the message
+size is rounded up to a power of two. The program is compiled for messages of the
+limit's size, but sends only the part of a message that is used. Messages of gradients
+that are sent together share a send buffer (`autopar.compression.exchange`), so bytes
+that one gradient does not use are free for another gradient. Only the size of the
+buffer is fixed in the program. This size is called the *room*. It is ``2 ** (-k / 2)``
+times the sum of the messages of all limits, for a whole number k.
 
-If changes of parameters increase them F-fold in total, there are at most log2 F limits
-and 2 log2 F rooms, whatever the number of gradients and changes. A room is larger than
-its content by a factor of 1 to 1.41, on average over all sizes 1.21. Rooms in powers of
-two would halve the number of compilations, but would be larger by a factor of up to 2,
-on average 1.44. The finer steps are used because bytes cost time in every step, and a
-compilation only once.
+If parameters grow F-fold in total, there are at most log2 F limits and 2 log2 F rooms,
+whatever the number of gradients and changes. So this bounds the number of compilations.
+A room is larger than the messages in it by a factor of 1 to 1.41, on average 1.21.
+Rooms in powers of two would halve the number of compilations, but would be larger than
+the messages by a factor of up to 2, on average 1.44. The finer steps are used because
+bytes cost time in every training step, and a compilation only once.
 
 >>> from autopar.compression.codecs.registry import parse_codec
 >>> limit_of([parse_codec("topk:ratio=0.01"), parse_codec("topk:ratio=0.003")])
@@ -32,22 +34,22 @@ import jax.numpy as jnp
 
 from autopar.compression.codecs.codec import Codec, CodecContext, Rounds, State
 
-# Number of room sizes per factor of two.
+# Number of different room sizes between a size and twice this size.
 _STEPS = 2
-# The smallest room is 2 ** -16 of the limits.
+# The smallest room is 2 ** -16 times the sum of the limits' messages.
 _SMALLEST = 16 * _STEPS
 
 
 @dataclasses.dataclass(frozen=True)
 class Adjustable(Codec):
-    """A codec whose amounts (`Codec.amounts`) are arrays in its state.
+    """A codec whose parameters (`Codec.amounts`) are inputs: arrays in its state.
 
-    The state has three fields: ``own`` is the codec's state, ``now`` the amounts, and
-    ``last`` the amounts of the step before.
+    The state has three fields: ``own`` is the state of the codec itself, ``now`` the
+    amounts of this step, and ``last`` the amounts of the previous step.
 
     Attributes:
-      codec: the limit.
-      room: size of the send buffer as a fraction of the limit's messages.
+      codec: the limit (module docstring).
+      room: size of the send buffer, as a fraction of the size of the limits' messages.
     """
 
     name: ClassVar[str] = "adjustable"
@@ -100,15 +102,13 @@ def is_adjusted(state: State) -> bool:
 
 
 def set_amounts(state: State, amounts: dict[str, Any]) -> State:
-    """Returns a state of `Adjustable` with other amounts, which apply from the next
-    step on.
-    """
+    """Sets the amounts in a state of `Adjustable`; they apply from the next step on."""
     return {**state, "now": amounts}
 
 
 def family_of(codec: Codec) -> Codec | None:
-    """A key shared by codecs that differ only in inputs; None if the codec can have no
-    inputs.
+    """A codec that stands for all codecs that differ only in parameters that can be
+    inputs; None if the codec has no such parameters.
     """
     if not codec.adjustable:
         return None
@@ -119,7 +119,7 @@ def family_of(codec: Codec) -> Codec | None:
 
 
 def limit_of(codecs: Sequence[Codec]) -> Codec:
-    """The common limit of several codecs of one family."""
+    """The common limit of codecs of one family (`family_of`)."""
     largest = max(codecs, key=lambda codec: getattr(codec, codec.sized))
     family = family_of(largest)
     assert family is not None
@@ -129,13 +129,13 @@ def limit_of(codecs: Sequence[Codec]) -> Codec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adjusted:
-    """A gradient whose codec has an amount as an input.
+    """A gradient whose codec has an input of the program as its parameter.
 
     Attributes:
       codec: codec of the gradient.
       shape: shape of the gradient on one device.
       workers: number of workers.
-      scatter: whether each worker needs only its part of the sum.
+      scatter: whether each worker needs only its own part of the sum.
     """
 
     codec: Codec
@@ -144,13 +144,13 @@ class Adjusted:
     scatter: bool
 
     def nbytes(self, codec: Codec) -> list[float]:
-        """Bytes of each message if another codec sent the gradient."""
+        """Bytes of each message of the gradient if ``codec`` sends it."""
         found = codec.messages(self.shape, self.workers, scatter=self.scatter)
         return [message.nbytes for message in found]
 
 
 def room_for(gradients: Sequence[Adjusted], limit: Codec) -> float:
-    """The smallest room for gradients of one family that share a message."""
+    """The smallest room for gradients that are sent together by codecs of one family."""
     used = _sums([g.nbytes(g.codec) for g in gradients])
     whole = _sums([g.nbytes(limit) for g in gradients])
     need = max((u / w for u, w in zip(used, whole, strict=True) if w), default=1.0)
@@ -161,7 +161,7 @@ def room_for(gradients: Sequence[Adjusted], limit: Codec) -> float:
 
 
 def fits(gradients: Sequence[Adjusted], limit: Codec, room: float) -> bool:
-    """Whether gradients that share a message fit into a room."""
+    """Whether the messages of gradients that are sent together fit into a room."""
     used = _sums([g.nbytes(g.codec) for g in gradients])
     there = _sums([g.nbytes(Adjustable(limit, room)) for g in gradients])
     return all(u <= t for u, t in zip(used, there, strict=True))
@@ -176,7 +176,7 @@ def _sums(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _rounded_up(value: float) -> Any:
-    """The next power of two; for a fraction, at most 1."""
+    """The smallest power of two that is not less; at most 1 if the value is a fraction."""
     if isinstance(value, int):
         return 1 << (value - 1).bit_length()
     return min(1.0, 2.0 ** math.ceil(math.log2(value) - 1e-9))

@@ -1,20 +1,22 @@
-"""Shared parts of blockwise codecs: the sum in two shots, blocks, scales and random
-numbers.
+"""Functions that several blockwise codecs use: the sum in two shots, blocks, scales and
+random numbers.
 
-First shot: every worker quantises its chunks and sends chunk i to worker i. Worker i
-decodes the received chunks and sums them in float32. Second shot: every worker
-quantises its sum and sends it to all workers (Seide et al. 2014; 1-bit Adam, arXiv
-2102.02888; CGX, arXiv 2111.08617). All workers decode the same bytes, also for their
-own chunk. So their results are bit-identical.
+In the first shot every worker quantises its partial gradient in chunks, and sends chunk
+i to worker i. Worker i decodes the chunks that it receives and sums them in float32. In
+the second shot every worker quantises the sum of its chunk and sends it to all workers
+(Seide et al. 2014; 1-bit Adam, arXiv 2102.02888; CGX, arXiv 2111.08617). All workers
+decode the same bytes; a worker decodes its own chunk from these bytes, too. So all
+workers get bit-identical results.
 
-Every block has its own scale in bfloat16. Two bytes of bfloat16 have the range of
-float32, so no gradient over- or underflows. A scale that comes from the largest element
-is rounded up, so that this element is not clipped. The rounding coarsens the
-quantisation steps by at most 1/128. One message holds codes and scales.
+A block is a number of successive elements with a common scale, in bfloat16. The
+exponent range of bfloat16 is that of float32, so no gradient over- or underflows. If
+the scale comes from the largest element of the block, it is rounded up, so that this
+element is not clipped. This makes the quantisation steps larger by at most 1/128. A
+message holds both the quantised elements (codes) and the scales.
 
-A block with an infinity or a NaN is decoded to NaN in all elements. So an infinity or a
-NaN is visible in the sum and does not spread to other blocks. A block whose scale would
-be a denormal becomes zero.
+If a block has an infinity or a NaN, all its elements are decoded to NaN. So the
+infinity or NaN shows in the sum, but does not spread to other blocks. If the scale of a
+block would be a denormal, all its elements become zero.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ from autopar_errors import InputError
 
 Rounding = Literal["nearest", "stochastic"]
 
-# Chunks of at least this many blocks are padded to whole blocks. Padding adds at most 3
-# % of the bytes, and the compiler then needs no second, shorter kind of block.
+# Chunks of at least this many blocks are padded to whole blocks. The padding adds at
+# most 3 % to the bytes. In return the program needs no code for a shorter last block.
 _WHOLE_BLOCKS = 32
 _SCALE_BYTES = 2
 # Factors of the Walsh-Hadamard transform. On two CPU cores, 32 x 8 took 0.8 times the
@@ -49,37 +51,37 @@ _SCALE_BYTES = 2
 # product of size 256.
 _PRODUCT = 32
 _BUTTERFLY = 8
-# Up to this number of rows, rows are added in one loop over the elements. On a CPU this
-# is twelve times as fast as a reduction over the leading dim.
+# Up to this number of rows are added by explicit additions in one loop over the
+# elements. On a CPU this is twelve times as fast as a reduction over the leading dim.
 _UNROLLED_ROWS = 16
-# The block width from which on the two halves of a block are no longer compared with
-# each other.
+# To find the largest element, halves of a block are compared with each other until this
+# width is reached.
 _HALVES = 16
-# Adding 1.5 * 2 ** 23 to a float32 rounds it to a whole number, which is then in the
-# low bits of the sum.
+# If 1.5 * 2 ** 23 is added to a float32, the number is rounded to a whole number, and
+# the low bits of the sum hold this number.
 _ROUNDER = 12582912.0
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 class RowCodec(Protocol):
-    """Turns rows of numbers into rows of bytes and back."""
+    """Encodes rows of numbers as rows of bytes, and decodes them."""
 
     def encode(self, rows: jax.Array, lengths: jax.Array, salt: jax.Array) -> jax.Array:
-        """Float32 (m, c) to uint8 (m, b).
+        """Encodes float32 (m, c) as uint8 (m, b).
 
         Args:
           rows: the numbers; each row holds zeros after its first ``lengths`` elements.
-          lengths: int32 (m,), how many elements of each row are real.
-          salt: uint32 scalar, for random choices.
+          lengths: int32 (m,), how many elements of each row are not padding.
+          salt: uint32 scalar that seeds random choices.
         """
         ...
 
     def decode(self, payload: jax.Array, elements: int) -> jax.Array:
-        """Uint8 (m, b) to float32 (m, c), c being ``elements``."""
+        """Decodes uint8 (m, b) to float32 (m, c), where c is ``elements``."""
         ...
 
     def decode_sum(self, payload: jax.Array, elements: int) -> jax.Array:
-        """The sum of the decoded rows of uint8 (m, b), float32 (c,)."""
+        """Decodes uint8 (m, b) and sums over the m rows: float32 (c,)."""
         ...
 
 
@@ -93,13 +95,12 @@ def two_shot(
     """Sums chunks over the workers with an all-to-all and an all-gather.
 
     Args:
-      rows: the codec of rows.
+      rows: encodes the chunks of the first shot.
       chunks: chunks of this worker, float32 (n, c).
-      state: `server_state` if the error of the second shot is added to the next step's
-        second shot; otherwise ().
-      context: the step. With ``scatter`` there is no second shot.
-      second: the codec of rows in the second shot; default: the codec of the first
-        shot.
+      state: if not (), the error of this step's second shot is kept (`server_state`)
+        and added in the next step's second shot.
+      context: facts of the step. With ``scatter`` there is no second shot.
+      second: encodes the sums of the second shot; default: ``rows``.
     """
     back = rows if second is None else second
     count, elements = chunks.shape
@@ -110,7 +111,7 @@ def two_shot(
     total = rows.decode_sum(received, elements)
     if context.scatter:
         return Reduced(total, sent, state)
-    # Decoded values in the padding need not be zero.
+    # The padding may decode to values other than zero.
     length = lengths[context.worker]
     real = jnp.arange(elements) < length
     wanted = jnp.where(real, total + state["server"] if state else total, 0.0)
@@ -127,8 +128,8 @@ def two_shot(
 
 
 def server_state(enabled: bool, size: int, workers: int) -> State:
-    """State of `two_shot`: the error of the worker's own chunk, float32 (c,); () if
-    disabled.
+    """The first state of `two_shot`: zeros for the error of the worker's own chunk in
+    the second shot, float32 (c,); () if ``enabled`` is false.
     """
     if not enabled:
         return ()
@@ -144,7 +145,7 @@ def row_lengths(context: CodecContext, elements: int) -> jax.Array:
 
 
 def mix(word: jax.Array) -> jax.Array:
-    """A bijective hash of uint32 words: lowbias32 by C. Wellons.
+    """Hashes uint32 words bijectively (lowbias32 by C. Wellons).
 
     Source of the constants: nullprogram.com/blog/2018/07/31. On a CPU the hash takes
     about a fortieth of the time of threefry.
@@ -155,23 +156,24 @@ def mix(word: jax.Array) -> jax.Array:
 
 
 def salt(context: CodecContext, shot: int) -> jax.Array:
-    """A uint32 scalar that differs between gradients, workers, steps and shots."""
+    """A uint32 scalar, different for each gradient, worker, step and shot."""
     seed = jnp.uint32(context.seed & 0xFFFFFFFF)
     word = mix(mix(seed) + context.worker.astype(jnp.uint32))
     return mix(mix(word + context.step.astype(jnp.uint32)) + jnp.uint32(shot))
 
 
 def uniform(shape: tuple[int, ...], salt_word: jax.Array) -> jax.Array:
-    """Random float32 in [0, 1), hashed from position and salt; multiples of 2
-    ** -24.
+    """Pseudorandom float32 in [0, 1), multiples of 2 ** -24. Each is a hash of its
+    position in the array and the salt.
     """
     position = jax.lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape)
     return uniform_at(position, salt_word)
 
 
 def uniform_at(position: jax.Array, salt_word: jax.Array) -> jax.Array:
-    """As `uniform`, at given positions, uint32."""
-    # 2 ** 32 / golden ratio spreads neighbouring positions (Knuth, TAOCP 6.4).
+    """Pseudorandom numbers as in `uniform`, for given positions, uint32."""
+    # The factor is 2 ** 32 divided by the golden ratio. It spreads neighbouring
+    # positions over all words (Knuth, TAOCP 6.4).
     word = mix((position * jnp.uint32(0x9E3779B9)) ^ salt_word)
     return (word >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
@@ -181,24 +183,24 @@ WITH_BARRIERS: Final = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def add_barrier(values: jax.Array) -> jax.Array:
-    """The values behind an optimization barrier.
+    """Returns the values through an XLA optimization barrier.
 
-    The barrier keeps the compiler from simplifying across it. So the worker decodes
-    exactly the values that the sent bytes encode. The barrier does not guarantee a
-    buffer: XLA for CPUs removes barriers before it fuses loops.
+    The compiler does not simplify computations across the barrier. So the worker
+    decodes exactly the values that the sent bytes encode. The values need not be stored
+    in memory there: XLA for CPUs removes barriers before it fuses loops.
     """
     return jax.lax.optimization_barrier(values)
 
 
 def hadamard(blocks: jax.Array) -> jax.Array:
-    """Unnormalised Walsh-Hadamard transform of the last dim.
+    """The Walsh-Hadamard transform of the last dim, without normalisation.
 
     The width ``w`` is a power of two. Applying the transform twice multiplies the
     blocks by ``w``. The Sylvester matrix is the Kronecker product of smaller Sylvester
     matrices. So the transform is a matrix product of size at most `_PRODUCT`, followed
     by butterflies of size `_BUTTERFLY`. On a CPU, for w = 256, this takes at most 0.4
-    times the time of one product. Whole numbers are transformed exactly, in any order
-    of summation.
+    times the time of one product. For whole numbers the result is exact, whatever the
+    order of summation.
     """
     *outer, width = blocks.shape
     inner = min(width, _PRODUCT)
@@ -215,7 +217,7 @@ def hadamard(blocks: jax.Array) -> jax.Array:
 
 
 def _butterfly(values: jax.Array) -> jax.Array:
-    """The transform of the middle dim of (m, r, w), computed by additions."""
+    """The Walsh-Hadamard transform of the middle dim of (m, r, w), by additions only."""
     parts = [values[:, k] for k in range(values.shape[1])]
     step = 1
     while step < len(parts):
@@ -235,13 +237,14 @@ class Format:
     Attributes:
       block: elements of a block.
       bits: bits of one element.
-      width: maps the number of elements in a shorter last block to the width of that
-        block.
-      encode: (m, k, w), real elements of each block (m, k), salt -> codes, uint8
-        (m, k, w * bits / 8), and scales, float32 (m, k), exact in bfloat16.
-      decode: codes -> (m, k, w), before the multiplication by the scales. Exact.
-      rotation: a linear map of the blocks at the end of decoding, exact on the results
-        of ``decode``; None: no map.
+      width: gives the width of the last block, which may be shorter, for the number of
+        elements in it.
+      encode: maps blocks (m, k, w), the number of elements without padding in each
+        block (m, k), and a salt to codes, uint8 (m, k, w * bits / 8), and scales,
+        float32 (m, k), whose values are exact in bfloat16.
+      decode: maps codes to (m, k, w) without multiplying by the scales; exact.
+      rotation: a linear map that is applied to the blocks at the end of decoding. It is
+        exact on the results of ``decode``. None: no map.
     """
 
     block: int
@@ -252,7 +255,9 @@ class Format:
     rotation: Callable[[jax.Array], jax.Array] | None = None
 
     def parts(self, elements: int) -> list[tuple[int, int, int]]:
-        """First element, number of blocks and block width, for each kind of block."""
+        """For whole blocks and for a shorter last block: the first element, number of
+        blocks and block width.
+        """
         blocks, rest = divmod(elements, self.block)
         parts = [(0, blocks, self.block)] if blocks else []
         if rest:
@@ -261,19 +266,19 @@ class Format:
 
     @property
     def interleaves_scales(self) -> bool:
-        """Whether each block's scale follows its own codes, instead of all scales
-        following all codes.
+        """Whether each block's scale follows the block's codes; otherwise all scales
+        follow all codes.
 
-        Scales are interleaved only with codes of fewer than 8 bits. XLA for CPUs does
-        not vectorise the packing of such codes into bytes if it fuses the packing with
-        a reshape to rows. Interleaving concatenates codes and scales, which separates
-        the packing from the reshape. Codes of 8 bits need no packing. XLA for CPUs
-        vectorises their copies only if all codes are adjacent, without scales between.
+        Scales are interleaved only with codes of fewer than 8 bits. Such codes must be
+        packed into bytes. XLA for CPUs does not vectorise the packing if it fuses it
+        with a reshape to rows. If codes and scales are interleaved, a concatenation
+        lies between packing and reshape. Codes of 8 bits need no packing. XLA for CPUs
+        vectorises copies of them only if there are no scales between codes.
         """
         return self.bits < 8
 
     def laid_out(self, codes: jax.Array, scales: jax.Array) -> list[jax.Array]:
-        """Parts of rows: codes (m, k, _) and scales (m, k) as bytes."""
+        """Codes (m, k, _) and scales (m, k) as byte arrays, which a row joins."""
         halves = scale_bytes(scales)
         if not self.interleaves_scales:
             return [_flat(codes), _flat(jnp.swapaxes(halves, 1, 2))]
@@ -282,7 +287,7 @@ class Format:
     def taken_apart(
         self, payload: jax.Array, blocks: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Codes (m, k, _) and scales (m, k) from a part that `laid_out` made."""
+        """Splits bytes that `laid_out` made into codes (m, k, _) and scales (m, k)."""
         count = payload.shape[0]
         if self.interleaves_scales:
             both = payload.reshape(count, blocks, -1)
@@ -318,16 +323,16 @@ def decode_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
     """Uint8 (m, b) to float32 (m, c)."""
     out: list[jax.Array] = []
     for values, scales in _parts_of(form, payload, elements):
-        # The rotation of whole numbers is exact. So all workers get the same bits, even
-        # if their processors sum in different orders.
+        # The rotation acts on whole numbers and is exact. So all workers get the same
+        # bits, even if their processors sum in different orders.
         turned = form.rotation(values) if form.rotation else values
         out.append(_flat(turned * scales))
     return join_parts(out)[:, :elements]
 
 
 def decode_sum_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
-    """Decodes uint8 (m, b) to the sum of its rows, float32 (c,), with only one
-    rotation.
+    """Decodes uint8 (m, b) and sums over the rows: float32 (c,). The rotation is
+    applied only once, to the sum.
     """
     out: list[jax.Array] = []
     for values, scales in _parts_of(form, payload, elements):
@@ -337,7 +342,7 @@ def decode_sum_rows(form: Format, payload: jax.Array, elements: int) -> jax.Arra
 
 
 def add_rows(rows: jax.Array) -> jax.Array:
-    """The sum over the leading dim."""
+    """Sums over the leading dim."""
     if rows.shape[0] > _UNROLLED_ROWS:
         return jnp.sum(rows, axis=0)
     total = rows[0]
@@ -347,13 +352,15 @@ def add_rows(rows: jax.Array) -> jax.Array:
 
 
 def joined_bytes(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Joins the low and high bytes of bfloat16, uint8, to float32."""
+    """Makes float32 from the low and the high bytes of bfloat16 numbers, uint8."""
     word = low.astype(jnp.uint32) << 16 | high.astype(jnp.uint32) << 24
     return jax.lax.bitcast_convert_type(word, jnp.float32)
 
 
 def scale_bytes(scales: jax.Array) -> jax.Array:
-    """Float32 (m, k), exact in bfloat16, to uint8 (m, k, 2), the low byte first."""
+    """The bytes of float32 (m, k) that are exact in bfloat16: uint8 (m, k, 2), the low
+    byte first.
+    """
     bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
     return jnp.stack(
         ((bits >> 16).astype(jnp.uint8), (bits >> 24).astype(jnp.uint8)), 2
@@ -363,7 +370,7 @@ def scale_bytes(scales: jax.Array) -> jax.Array:
 def _parts_of(
     form: Format, payload: jax.Array, elements: int
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Decoded blocks (m, k, w) and scales (m, k, 1) of each part."""
+    """For each part: the blocks (m, k, w) before scaling, and the scales (m, k, 1)."""
     out: list[tuple[jax.Array, jax.Array]] = []
     at = 0
     for _, blocks, width in form.parts(elements):
@@ -385,20 +392,20 @@ def join_parts(parts: list[jax.Array]) -> jax.Array:
 
 
 def usable(scales: jax.Array) -> jax.Array:
-    """NaN for scales that are not finite, zero for denormals."""
+    """Replaces scales that are not finite by NaN, and denormal scales by zero."""
     scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
     return jnp.where(scales < _SMALLEST_NORMAL, 0.0, scales)
 
 
 def largest(blocks: jax.Array, top: float) -> jax.Array:
-    """Scales with which the largest element of a block is at most ``top``, exact in
-    bfloat16.
+    """Scales, exact in bfloat16, such that the largest element of a block divided by
+    the scale is at most ``top``.
 
     Float32 (m, k, w) -> (m, k).
     """
     sizes = jnp.abs(blocks)
-    # Whole vectors are compared at a time; a plain reduction would compare element by
-    # element.
+    # Here a vector instruction compares many elements at a time; a plain reduction
+    # would compare element by element.
     while sizes.shape[-1] > _HALVES and sizes.shape[-1] % 2 == 0:
         half = sizes.shape[-1] // 2
         sizes = jnp.maximum(sizes[..., :half], sizes[..., half:])
@@ -423,18 +430,19 @@ def divide_by_scales(blocks: jax.Array, scales: jax.Array) -> jax.Array:
 def levels(
     blocks: jax.Array, top: int, rounding: str, salt_word: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantises blocks (m, k, w) to whole numbers of -top..top, int32, and scales (m,
-    k).
+    """Quantises blocks (m, k, w) to whole numbers in -top..top, int32; also returns
+    scales (m, k).
 
-    The low 22 bits hold the number in two's complement; the bits above are to be
-    ignored.
+    The low 22 bits of each result hold the number in two's complement. The caller must
+    ignore the higher bits.
     """
     scales = largest(blocks, top)
     values = divide_by_scales(blocks, scales)
     if rounding == "stochastic":
         values = jnp.floor(values + uniform(values.shape, salt_word))
         values = jnp.clip(values, -top, top)
-    # Rounding to the nearest needs no clipping, because scales are rounded up.
+    # With rounding to the nearest number, no clipping is needed, because scales are
+    # rounded up.
     return jax.lax.bitcast_convert_type(values + _ROUNDER, jnp.int32), scales
 
 
@@ -460,7 +468,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def block_chunk(elements: int, block: int) -> int:
-    """Elements of a padded chunk: large chunks have whole blocks, small chunks end in a
-    shorter block.
+    """Elements of a chunk with padding: large chunks consist of whole blocks, small
+    chunks may end in a shorter block.
     """
     return round_up(elements, block) if elements >= _WHOLE_BLOCKS * block else elements

@@ -1,11 +1,12 @@
-"""A codec turns a partial gradient into messages, and messages into a sum.
+"""The interface of codecs: how a gradient is encoded, sent and summed over workers.
 
-A codec describes the communication of one gradient as a generator of requests
-(`autopar.compression.exchange`), so that the rounds of many gradients can be fused. A
-codec sends exactly the messages that it yields. `Codec.wire_bytes` counts their bytes
-by running the generator on abstract values. The class of a codec answers everything
-that a planner asks: the bytes that the codec sends, its error (`Codec.error`), its cost
-(`Codec.cost`), and the parameters to choose from (`Codec.choices`).
+A codec describes the communication of one gradient as a generator (`Codec.reduce`) that
+yields requests (`autopar.compression.exchange`), one in each round. So the same rounds
+of many gradients can be sent together. A codec sends exactly the messages that it
+yields. `Codec.wire_bytes` counts their bytes by running the generator on abstract
+values. The class of a codec also tells the planner what it needs to know: the codec's
+error (`Codec.error`), its computing time (`Codec.cost`), and the parameters to choose
+from (`Codec.choices`).
 
 Legend of shapes: n workers, c elements of one chunk, b bytes of one message.
 A partial gradient comes as *chunks* ``(n, c)`` in float32, zero-padded; chunk
@@ -43,8 +44,8 @@ from autopar.compression.exchange import (
 from autopar_errors import AutoparError, InputError, user_line
 from autopar_passes.jax_compat import subjaxprs
 
-# For each request: the name, the dtype and the dims of the sent array. The dim n is the
-# number of workers; other letters are free.
+# For each kind of request: the name, the dtype and the dims of the array that is sent.
+# The dim n is the number of workers; the other dims may have any size.
 _REQUESTS: dict[type[Any], tuple[str, str, tuple[str, ...]]] = {
     AllReduce: ("values", "float32", ("k",)),
     ReduceScatter: ("values", "float32", ("n", "k")),
@@ -65,17 +66,17 @@ def checked_rounds(
     scatter: bool,
     where: str,
 ) -> Rounds:
-    """Runs the rounds of a codec, and checks each request when it is made.
+    """Runs `Codec.reduce`, and checks each request that it yields.
 
     Args:
       make: calls `Codec.reduce`.
       chunks: the chunks passed to `Codec.reduce`, (n, c).
       state: the state passed to `Codec.reduce`.
       scatter: whether a worker needs only its chunk of the sum.
-      where: names the codec and the gradient in errors.
+      where: names of codec and gradient, for error messages.
 
     Raises:
-      InputError: a request or the result of the codec does not fit.
+      InputError: a request or the result of the codec has a wrong form.
     """
     made: Any = _call(make, where)
     if not inspect.isgenerator(made):
@@ -93,7 +94,7 @@ def checked_rounds(
 
 
 def _next(rounds: Rounds, answer: jax.Array | None) -> tuple[Any, bool]:
-    """The next request or the returned result, and whether it is the result."""
+    """The generator's next request, or its result; and whether it is the result."""
     try:
         return (next(rounds) if answer is None else rounds.send(answer)), False
     except StopIteration as stop:
@@ -203,7 +204,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecContext:
-    """The facts of the step that are passed to a codec.
+    """What a codec is told about the step and the gradient.
 
     Attributes:
       workers: number of workers, n.
@@ -211,13 +212,12 @@ class CodecContext:
       step: number of the step, an int32 scalar, the same on all workers.
       seed: a number that is different for each gradient of a step.
       shape: shape of the gradient on this device, before chunking.
-      size: number of elements of the gradient; if the sum is not scattered, chunks hold
-        zeros after these elements.
+      size: number of elements of the gradient; unless the sum is scattered, the chunks
+        hold zeros after these elements.
       scatter: whether each worker needs only its own chunk of the sum.
-      inputs: `Codec.amounts` that are inputs of the program, int32 scalars by name;
-        None: the amounts are constants.
-        None: they are constants.
-      room: see `UsedPart`.
+      inputs: name -> int32 scalar, for the amounts (`Codec.amounts`) that are inputs of
+        the program; None: all amounts are constants. None: they are constants.
+      room: size of the send buffer for messages that are partly used; see `UsedPart`.
     """
 
     workers: int
@@ -231,13 +231,13 @@ class CodecContext:
     room: float = 1.0
 
     def amount(self, name: str, constant: int) -> int | jax.Array:
-        """An amount by name: the input of the program if there is one, otherwise the
-        constant.
+        """An amount by name: an input of the program if there is one, otherwise
+        ``constant``.
         """
         return constant if self.inputs is None else self.inputs[name]
 
     def part(self, used: int | jax.Array) -> UsedPart | None:
-        """The used part of a request; None if amounts are constants."""
+        """Describes which part of a message is used; None if amounts are constants."""
         if self.inputs is None:
             return None
         return UsedPart(jnp.asarray(used, jnp.int32), self.room)
@@ -245,19 +245,19 @@ class CodecContext:
 
 @dataclasses.dataclass(frozen=True)
 class Codec(abc.ABC):
-    """A way to send gradients; the fields of a codec are its parameters.
+    """Encodes, sends and sums gradients; the fields of a codec are its parameters.
 
     Class attributes:
       name: the name of the codec in text, as in ``int4:block=64``.
-      feedback: whether training converges only with error feedback.
+      feedback: whether the codec needs error feedback for training to converge.
       linear: whether the sum of the workers' encoded gradients equals the encoded sum.
-      sound: whether gradients with finite squared norms always give a finite sum over
-        the workers. For other codecs every sum is checked.
-      lossless: whether the sum is exact, in float32.
-      sized: the field that decides the message size, if it can be an input of the
-        program (`autopar.compression.adjusting`); '' if it cannot.
-      free: other fields that can be inputs of the program.
-      restarts: names of `amounts`; when one of them changes, the state is reset.
+      sound: whether the sum over the workers is always finite if the gradients have
+        finite squared norms. If not, every sum is checked.
+      lossless: whether the sum has no error other than float32 rounding.
+      sized: name of the field that decides the message size, if this field can be an
+        input of the program (`autopar.compression.adjusting`); '' if not.
+      free: names of other fields that can be inputs of the program.
+      restarts: names of `amounts`; if one of them changes, the codec's state is reset.
     """
 
     name: ClassVar[str]
@@ -270,8 +270,8 @@ class Codec(abc.ABC):
     restarts: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Makes a class that sends other messages than its base measure its own error
-        and cost.
+        """Makes a subclass measure its own error and cost if it sends other messages
+        than its base class.
         """
         super().__init_subclass__(**kwargs)
         for figure in ("error", "cost"):
@@ -285,23 +285,24 @@ class Codec(abc.ABC):
 
     @classmethod
     def is_of_package(cls) -> bool:
-        """Whether the class belongs to autopar, and so is tested with autopar."""
+        """Whether the class belongs to autopar, so that autopar's tests cover it."""
         return cls.__module__.startswith("autopar.")
 
     @classmethod
     def choices(cls) -> tuple[Self, ...]:
-        """The parameters that ``compression="auto"`` chooses from.
+        """The codecs, with parameters, from which ``compression="auto"`` chooses.
 
-        Default: one choice, with the default values of the fields.
+        By default only one: the codec with the default values of its fields.
         """
         return (cls(),)
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """Expected relative error of one worker's gradient, in the L2 norm.
+        """Expected L2 norm of the error of one worker's gradient, relative to the norm
+        of the gradient.
 
-        Default: the error measured on heavy-tailed samples (Student's t with four
-        degrees of freedom). Most of the package's own codecs state their error for such
-        samples, too.
+        By default it is measured on heavy-tailed random numbers (Student's t with four
+          degrees of freedom). Most of autopar's own codecs state their error for such
+          numbers, too.
 
         Args:
           shape: shape of the gradient on one device.
@@ -309,11 +310,12 @@ class Codec(abc.ABC):
         return _measured_error(self, _example(self, shape))
 
     def cost(self, shape: tuple[int, ...]) -> float:
-        """Work of encoding and decoding, in passes over the gradient.
+        """Computing time of the codec, in passes over the gradient.
 
-        A pass reads and writes each float32 element once, on one core of a CPU. The
-        cost includes all work of one worker, with error feedback and the reports of a
-        step. Default: the cost counted in the traced program.
+        One pass is the time to read and write each float32 element once, on one core of
+        a CPU. The cost includes all work of one worker for a step: encoding, decoding,
+        error feedback and the measurements for reports. By default it is estimated from
+        the traced program.
 
         Args:
           shape: shape of the gradient on one device.
@@ -323,15 +325,15 @@ class Codec(abc.ABC):
     def messages(
         self, shape: tuple[int, ...], workers: int, *, scatter: bool = False
     ) -> tuple[Message, ...]:
-        """The messages for one gradient, one per round.
+        """The messages that one worker sends for a gradient, one in each round.
 
-        The generator runs on abstract values, so these are exactly the messages that
-        are sent.
+        They are found by running `reduce` on abstract values, so they are exactly the
+        messages that a run sends.
 
         Args:
           shape: shape of the gradient on one device.
           workers: number of workers, n.
-          scatter: whether each worker needs only its part of the sum.
+          scatter: whether each worker needs only its own part of the sum.
         """
         return _messages(self, shape, workers, scatter)
 
@@ -343,36 +345,41 @@ class Codec(abc.ABC):
         return sum(message.sent for message in found)
 
     def for_scattered_sum(self) -> Codec:
-        """The codec for a sum that stays scattered, which has no second shot."""
+        """The codec to use if the sum stays scattered over the workers, so that no
+        second shot is needed.
+        """
         return self
 
     @property
     def adjustable(self) -> bool:
-        """Whether ``sized`` and ``free`` can be inputs of the program."""
+        """Whether the fields ``sized`` and ``free`` can be inputs of the program."""
         return bool(self.sized)
 
     def amounts(
         self, shape: tuple[int, ...], workers: int, *, scatter: bool
     ) -> dict[str, int]:
-        """The values of ``sized`` and ``free`` for a gradient, as whole numbers.
+        """Whole numbers that follow from the fields ``sized`` and ``free`` for a
+        gradient.
 
-        `reduce` reads them with `CodecContext.amount`.
+        `reduce` must read them with `CodecContext.amount`.
 
         Args:
           shape: shape of the gradient on one device.
           workers: number of workers.
-          scatter: whether each worker needs only its part of the sum.
+          scatter: whether each worker needs only its own part of the sum.
         """
         del shape, workers, scatter
         return {}
 
     @property
     def unit(self) -> int:
-        """Elements of a chunk that are encoded independently of all other elements.
+        """The number of successive elements of a chunk that are encoded independently
+        of all other elements.
 
-        Gradients that consist of whole units are encoded together
-        (`autopar.compression.encoding`). The state of a codec with units is one array
-        with a chunk's elements, or (). Default: 0, the gradient cannot be divided.
+        Gradients that consist of whole units can be encoded together as one array
+        (`autopar.compression.encoding`). The state of a codec with units must be one
+        array with as many elements as a chunk, or (). Default: 0, which means that the
+        gradient cannot be divided.
         """
         return 0
 
@@ -388,22 +395,23 @@ class Codec(abc.ABC):
         return ()
 
     def check(self, shape: tuple[int, ...], *, scatter: bool) -> str:
-        """Says why the codec cannot be used for such a gradient; '' if it can."""
+        """Why the codec cannot be used for a gradient of this shape; '' if it can."""
         del shape, scatter
         return ""
 
     def chunk(self, elements: int) -> int:
-        """The smallest chunk size of at least ``elements`` that the codec supports.
+        """The smallest number of elements of a chunk, at least ``elements``, that the
+        codec supports.
 
-        Called only if the sum is not scattered. The chunks of a scattered gradient
-        follow from its layout.
+        It is called only if the sum is not scattered. If it is, the layout of the
+        gradient decides the chunks.
         """
         return elements
 
     def extent(self, shape: tuple[int, ...]) -> float:
-        """The size to which the sent bytes are proportional, without padding.
+        """A number to which the sent bytes are proportional, apart from padding.
 
-        With this size, the bytes of many shapes are estimated from the bytes of one
+        With it, the planner estimates the bytes for many shapes from the bytes for one
         shape. Default: the number of elements.
 
         Args:
@@ -413,16 +421,18 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
-        """Sums a gradient over the workers, round by round.
+        """Sums a gradient over the workers: yields a request in each round, returns the
+        sum.
 
         Args:
           chunks: this worker's partial gradient, float32 (n, c).
-          state: the state from `init` or from the step before.
-          context: the step.
+          state: the state from `init` or from the previous step.
+          context: facts of the step and the gradient.
         """
 
 
-# Attributes that a class may define and still send the same messages as its base.
+# A subclass that defines only these attributes sends the same messages as its base
+# class.
 _SENDS_AS_BEFORE = frozenset(
     ("__annotate__", "__annotate_func__", "__annotations__", "__doc__",
      "__firstlineno__", "__module__", "__post_init__", "__qualname__",
@@ -438,15 +448,14 @@ def begin_rounds(
     context: CodecContext,
     name: str = "",
 ) -> Rounds:
-    """Begins to sum a gradient; requests that do not fit are refused when they are
-    made.
+    """Begins to sum a gradient; each request is checked when the codec yields it.
 
     Args:
       codec: the codec.
       chunks: this worker's partial gradient, float32 (n, c).
-      state: the state from `Codec.init` or from the step before.
-      context: the step.
-      name: name of the gradient, for errors; '': the gradient is a sample.
+      state: the state from `Codec.init` or from the previous step.
+      context: facts of the step and the gradient.
+      name: name of the gradient, for error messages; '' for a sample of random numbers.
     """
     which = f"gradient {name!r}" if name else "a sample"
     return checked_rounds(
@@ -461,17 +470,17 @@ def begin_rounds(
 def check_codec(
     codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool, name: str
 ) -> None:
-    """Checks a codec on abstract values, once for each shape.
+    """Checks a codec by running it on abstract values, once for each shape.
 
     Args:
       codec: the codec.
       shape: shape of the gradient on one device.
       workers: number of workers.
-      scatter: whether each worker needs only its part of the sum.
+      scatter: whether each worker needs only its own part of the sum.
       name: name of the gradient.
 
     Raises:
-      InputError: a request or the result of the codec does not fit.
+      InputError: a request or the result of the codec has a wrong form.
     """
     try:
         codec.messages(shape, workers, scatter=scatter)
@@ -484,7 +493,8 @@ def chunk_elements(codec: Codec, size: int, workers: int, *, scatter: bool) -> i
     """Number of elements in each chunk of a gradient.
 
     Raises:
-      InputError: `Codec.chunk` fails, or its result is not a large enough number.
+      InputError: `Codec.chunk` fails, or its result is not a number of at least the
+        elements of a chunk.
     """
     if scatter:
         return size // workers
@@ -516,7 +526,9 @@ def _worker_jaxpr(
     scatter: bool = False,
     name: str = "",
 ) -> Any:
-    """The jaxpr of one worker's computation for a gradient: total, error and state."""
+    """The jaxpr in which one worker computes a gradient's total, its error and the
+    state.
+    """
     size, n = math.prod(shape), links.workers
     chunk = chunk_elements(codec, size, n, scatter=scatter)
 
@@ -532,30 +544,31 @@ def _worker_jaxpr(
     )
 
 
-# Rows per worker and columns of the gradient from which bytes of other gradients are
-# estimated. This gradient is so large that blocks and padding matter as little as in
-# most gradients.
+# Shape of the example gradient from which the bytes of other gradients are estimated:
+# rows per worker, and columns. It is so large that block sizes and padding matter as
+# little as in most gradients.
 _ROWS, _COLUMNS = 64, 1024
 
 
 def example_messages(
     codec: Codec, workers: int, *, scatter: bool = False
 ) -> tuple[tuple[Message, ...], float]:
-    """The messages of a gradient of 1024 columns, and its `Codec.extent`.
+    """The messages of an example gradient with 1024 columns, and its `Codec.extent`.
 
-    The messages of any other gradient are nearly in proportion to its extent. So the
-    codec need not be run on every shape.
+    The bytes of any other gradient are nearly proportional to its extent. So the
+    planner need not run the codec on every shape.
 
     Args:
       codec: the codec.
       workers: number of workers, n.
-      scatter: whether each worker needs only its part of the sum.
+      scatter: whether each worker needs only its own part of the sum.
     """
     shape = (_ROWS * workers, _COLUMNS)
     return codec.messages(shape, workers, scatter=scatter), codec.extent(shape)
 
 
-# Shapes for measuring error and cost; the first shape that the codec can send is taken.
+# Shapes with which the error and the cost of a codec are measured. The first shape that
+# the codec can send is used.
 _EXAMPLES = ((256, 256), (1024, 1024), (1 << 16,))
 
 
@@ -565,18 +578,19 @@ def _example(codec: Codec, shape: tuple[int, ...]) -> tuple[int, ...]:
     return next(alike, shape)
 
 
-# The number of steps before the error is measured, and the number of measured steps.
-# The step numbers start late in training, because a codec may work differently in its
-# first steps.
+# To measure an error, a codec runs `_WARM_UP` steps without and `_COUNTED` steps with
+# measurement. Steps are numbered from `_LATE`, because a codec may work differently in
+# the first steps of a training.
 _WARM_UP, _COUNTED, _LATE = 5, 4, 1_000_000
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _measured_error(codec: Codec, shape: tuple[int, ...]) -> float:
-    """The error on samples, as a root mean square over some steps.
+    """The error of a codec on random samples, as a root mean square over steps.
 
-    Each step has the samples in another order, so that a codec cannot learn from
-    earlier steps. If the codec leaves no residual, the error is that of the sum.
+    The samples are in another order in each step, so that a codec cannot learn from
+    earlier steps. If the codec leaves no residual for error feedback, the error of the
+    sum is used.
     """
     random = np.random.default_rng(0)
     sample = random.standard_t(4.0, shape).astype(np.float32)
@@ -595,18 +609,20 @@ def _measured_error(codec: Codec, shape: tuple[int, ...]) -> float:
             f"{type(codec).__qualname__}: what it makes of a finite gradient of shape "
             f"{shape} is not finite; state its error(shape), or mend reduce."
         )
-    # With six digits, processors that round differently give the same number.
+    # The error is rounded to six digits, so that it is the same on processors that
+    # round differently.
     return float(f"{error:.6g}")
 
 
 # Compiler options of programs that measure errors. Without them the compiler removes
-# roundings such as from float32 to bfloat16 and back, and the error seems to be zero.
+# conversions such as from float32 to bfloat16 and back, and an error would seem to be
+# zero.
 KEEP_ROUNDINGS = {"xla_allow_excess_precision": False}
 
 
 @functools.lru_cache(maxsize=1024)
 def sample_encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any, Any]:
-    """Makes a function that encodes samples of a gradient as the only worker.
+    """Makes functions that run a codec on samples as the only worker.
 
     Args:
       codec: the codec.
@@ -614,9 +630,9 @@ def sample_encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any
       seed: a number that is different for each gradient.
 
     Returns:
-      A function that makes the state before the first step, and a compiled step. The
-      step returns the L2 norm of the residual, the L2 norm of the error of the sum, and
-      the new state.
+      Two functions. The first makes the state before the first step. The second is a
+      compiled step, which returns the L2 norm of the residual, the L2 norm of the sum's
+      error, and the new state.
     """
     size = math.prod(shape)
     chunk = chunk_elements(codec, size, 1, scatter=False)
@@ -633,13 +649,14 @@ def sample_encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any
     return lambda: codec.init(shape, chunk, 1), exact
 
 
-# Number of workers in the program in which passes are counted.
+# The cost of a codec is estimated from a program for this number of workers.
 _WORKERS = 4
-# Passes of error feedback, passes of one operation of a matrix product, and passes of
-# one level of a sort. The second is from the package's low-rank codec, whose products
-# take 0.33 passes for 8 operations.
+# Cost, in passes over the gradient, of error feedback; of one operation per element in
+# a matrix product; and of one level of a sort. The second comes from autopar's low-rank
+# codec, whose products take 0.33 passes for 8 operations.
 _FEEDBACK, _PRODUCT, _SORT = 3.0, 0.04, 1.0
-# Operators that a compiler fuses with others, or that move no data.
+# Primitives that cost nothing: the compiler fuses them with others, or they move no
+# data.
 _FREE = {
     "bitcast_convert_type", "broadcast_in_dim", "iota", "optimization_barrier",
     "reshape", "slice", "squeeze",
@@ -648,16 +665,16 @@ _FREE = {
 
 @functools.lru_cache(maxsize=1 << 10)
 def _counted_passes(codec: Codec, shape: tuple[int, ...]) -> float:
-    """Passes, estimated from the arrays that the program of one worker writes.
+    """Estimates the cost in passes from the arrays that one worker's program writes.
 
-    For most of the package's codecs the estimate is 0.5 to 2.5 times the measured cost.
+    For most of autopar's own codecs the estimate is 0.5 to 2.5 times the measured cost.
     """
     work = _work(_worker_jaxpr(codec, shape, RecordingLinks(_WORKERS)).jaxpr)
     return work / math.prod(shape) + _FEEDBACK * codec.feedback
 
 
 def _work(jaxpr: Any) -> float:
-    """Work of a jaxpr, in passes of an element.
+    """The cost of a jaxpr: the sum of elements times passes for each.
 
     A loop of unknown length counts as one iteration. A conditional counts as the mean
     of its branches.
@@ -670,7 +687,7 @@ def _work(jaxpr: Any) -> float:
             many = eqn.params["length"] if kind == "scan" else 1
             total += many * sum(inner) / (len(inner) if kind == "cond" else 1)
         elif kind not in _FREE:
-            # Writing four bytes is half of a pass.
+            # To write four bytes is half of a pass for one element.
             total += sum(v.aval.size * v.aval.dtype.itemsize for v in out) / 8
         if kind == "dot_general":
             ((left, _), _) = eqn.params["dimension_numbers"]

@@ -29,7 +29,7 @@ from autopar.compression.codecs.registry import register_codec
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class Dense(Codec):
-    """Sends float32 through the all-reduce of the backend: no error."""
+    """Sends float32 by the backend's own all-reduce, without any error."""
 
     name: ClassVar[str] = "dense"
     sound: ClassVar[bool] = True
@@ -38,8 +38,8 @@ class Dense(Codec):
 
     @classmethod
     def choices(cls) -> tuple[Self, ...]:
-        """See `Codec`: none, because gradients without another codec are sent by this
-        codec anyway.
+        """See `Codec`: there are none, because gradients without another codec are sent
+        by this codec anyway.
         """
         return ()
 
@@ -53,8 +53,8 @@ class Dense(Codec):
 
     @property
     def unit(self) -> int:
-        """See `Codec`; the unit is large, so that few sums over joined gradients are
-        needed.
+        """See `Codec`. The unit is large, so that the errors of gradients that are
+        encoded together need few separate sums.
         """
         return 32
 
@@ -73,8 +73,8 @@ class Bf16(Codec):
     """Sends bfloat16 in two shots and sums in float32.
 
     The values are sent as bytes, so that no backend converts them to a wider dtype. The
-    sum over n workers is rounded once. In a ring all-reduce of bfloat16 it would be
-    rounded n times.
+    sum over n workers is rounded to bfloat16 only once. In a ring all-reduce of
+    bfloat16 it would be rounded n times.
     """
 
     name: ClassVar[str] = "bf16"
@@ -90,8 +90,8 @@ class Bf16(Codec):
 
     @property
     def unit(self) -> int:
-        """See `Codec`; the unit is large, so that few sums over joined gradients are
-        needed.
+        """See `Codec`. The unit is large, so that the errors of gradients that are
+        encoded together need few separate sums.
         """
         return 32
 
@@ -105,8 +105,8 @@ class Bf16(Codec):
         words = jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
         words = add_barrier(words)
         low, high = words.astype(jnp.uint8), (words >> 8).astype(jnp.uint8)
-        # All low bytes of a row come first, then all high bytes, because interleaved
-        # pairs are not vectorised.
+        # All low bytes of a row come first, then all high bytes. XLA does not vectorise
+        # code that interleaves them.
         return jnp.concatenate((low, high), axis=1)
 
     def decode(self, payload: jax.Array, elements: int) -> jax.Array:

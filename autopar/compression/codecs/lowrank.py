@@ -1,7 +1,7 @@
-"""A codec that sends a matrix as two thin factors: PowerSGD, arXiv 1905.13727.
+"""A codec that sends a matrix as two factors of low rank: PowerSGD, arXiv 1905.13727.
 
-Legend of shapes: a gradient seen as a matrix M of h rows and w columns, factors
-P (h, r) and Q (w, r) of rank r.
+Legend of shapes: a gradient reshaped to a matrix M with h rows and w columns, factors P
+(h, r) and Q (w, r) of rank r.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from autopar.compression.codecs.registry import register_codec
 from autopar.compression.codecs.sparse import shared_salt
 from autopar_errors import InputError
 
-# On accelerators a float32 product may be computed with fewer bits. P must be
-# orthonormal in float32, so that the error equals the remainder of M.
+# By default, accelerators may compute float32 products with fewer bits. But P must be
+# orthonormal in float32, so that the codec's error is M minus its projection.
 _PRECISION = lax.Precision.HIGHEST
 
 Values = Literal["f32", "bf16", "int8"]
 
-# The codecs for the factors; f32 needs no second shot.
+# The codecs that send the factors; with f32 there is no second shot.
 _WIRES: dict[str, Codec] = {"f32": Dense(), "bf16": Bf16(), "int8": Int8(block=64)}
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a gradient seen as a matrix.
+    """The numbers of rows and columns to which a gradient is reshaped.
 
-    The dims are divided into rows and columns such that the factors are smallest.
+    The leading dims become rows and the other dims columns, such that the factors have
+    the fewest elements.
 
     >>> matrix_shape((3, 3, 64, 128)), matrix_shape((512, 8, 64))
     ((576, 128), (512, 512))
@@ -58,19 +59,21 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Codec):
-    """One power iteration per training step, started from the result of the step
-    before.
+    """PowerSGD: one power iteration in each training step, started from the previous
+    step's result.
 
-    With M the sum over the workers, ``P = orthonormal(M Q)``, ``Q' = M^T P`` and ``M ~
-    P Q'^T``, the projection of M on the columns of P. The products ``M Q`` and ``M^T
-    P`` are linear in M, so all-reduces sum P and Q'. In f32 these send ``8 (n - 1) / n
-    * r (h + w)`` bytes. In bf16 the codec sends half of these bytes, in int8 a quarter
-    plus the scales, in two shots each. The rounding of P turns the subspace slightly.
-    The rounding of Q' is part of this codec's error.
+    Let M be the sum of the gradient over the workers. The codec computes ``P =
+    orthonormal(M Q)`` and ``Q' = M^T P``, and decodes ``P Q'^T``, which is the
+    projection of M on the columns of P. The products ``M Q`` and ``M^T P`` are linear
+    in M, so all-reduces over the workers' products give P and Q'. In f32 these send ``8
+    (n - 1) / n * r (h + w)`` bytes. In bf16 the codec sends half of these bytes, in
+    int8 a quarter plus the scales, in two shots for each factor. The rounding of P
+    changes the subspace slightly. The rounding of Q' counts as a part of this codec's
+    error.
 
     Attributes:
       rank: columns of the factors, r; at most the rank that M can have.
-      values: dtype in which the factors are sent; the codec is linear only in f32.
+      values: dtype in which the factors are sent; only with f32 is the codec linear.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -93,7 +96,7 @@ class PowerSGD(Codec):
 
     @property
     def adjustable(self) -> bool:
-        """See `Codec`: false if the factors are cut into blocks."""
+        """See `Codec`; false if the codec of the factors works on blocks."""
         return self.values == "f32"
 
     def amounts(
@@ -111,17 +114,18 @@ class PowerSGD(Codec):
     def error(self, shape: tuple[int, ...]) -> float:
         """See `Codec`.
 
-        A power law through relative errors of .93, .65 and .45 at ranks of 1/64, 1/16
-        and 1/8 of the narrower side. The three errors were measured on gradients of a
-        character language model of width 128, with error feedback, in batches so small
-        that the gradients are mostly noise. Larger batches have smaller errors.
+        The error is a power law in the rank, fitted to relative errors of .93, .65 and
+        .45 at ranks of 1/64, 1/16 and 1/8 of the smaller of h and w. These errors were
+        measured with error feedback on gradients of a character language model of width
+        128. Its batches were so small that the gradients are mostly noise. With larger
+        batches the errors are smaller.
         """
         part = self.rank / max(1, min(matrix_shape(shape)))
         return math.sqrt(1.0 - min(0.95, 1.9 * part**0.42))
 
     def cost(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: three products with the thin factor, and the orthonormal basis
-        of the factor.
+        """See `Codec`; it is the cost of three products with a factor, and of making a
+        factor orthonormal.
         """
         return 5.8 + 0.33 * self.rank
 
@@ -144,13 +148,13 @@ class PowerSGD(Codec):
         return ""
 
     def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
-        """The factor to start from, f32 (w, r); zero means a random factor."""
+        """The factor Q to start from, f32 (w, r); zeros stand for a random factor."""
         del size, workers
         rows, columns = matrix_shape(shape)
         return jnp.zeros((columns, min(self.rank, rows, columns)), jnp.float32)
 
     def extent(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: the elements of both factors."""
+        """See `Codec`: the number of elements of P and Q together."""
         rows, columns = matrix_shape(shape)
         return float(min(self.rank, rows, columns) * (rows + columns))
 
@@ -163,8 +167,8 @@ class PowerSGD(Codec):
         start = _first_columns(_start(state, context, rank), rank)
         summed, _ = yield from self._sum(_dot(matrix, start), context)
         # The result of Householder's QR is orthonormal even if P has fewer than r
-        # independent columns. P is equal on all workers, so the result is, too. Columns
-        # of zeros at the end do not change the result for the other columns.
+        # independent columns. All workers have the same P, so they get the same result.
+        # Columns of zeros at the end do not change the result for the other columns.
         left = _first_columns(jnp.linalg.qr(summed)[0], rank)
         right, own = yield from self._sum(_dot(matrix.T, left), context)
 
@@ -178,11 +182,12 @@ class PowerSGD(Codec):
     def _sum(
         self, factor: jax.Array, context: CodecContext
     ) -> Generator[Request, jax.Array, tuple[jax.Array, jax.Array]]:
-        """Sums a factor, (m, r); also returns this worker's factor as the other workers
-        decode it.
+        """Sums a factor, (m, r), over the workers; also returns this worker's factor as
+        other workers decode it.
 
-        The factor is sent column by column. The magnitudes of the columns are the
-        singular values, and the codes of one block share a scale.
+        The factor is sent column by column. The norms of the columns are the singular
+        values, which differ. In this order a block, which has one scale, has elements
+        of mostly one column.
         """
         columns = factor.T
         if context.inputs is not None:
@@ -206,9 +211,10 @@ class PowerSGD(Codec):
 
 
 def _start(state: jax.Array, context: CodecContext, rank: int | jax.Array) -> jax.Array:
-    """The last step's Q, scaled to 1; a random factor if Q is zero or not finite.
+    """The previous step's Q, divided by its largest magnitude; a random factor if Q is
+    zero or not finite.
 
-    The first ``rank`` columns of the random factor do not depend on its number of
+    The first ``rank`` columns of the random factor are the same whatever its number of
     columns.
     """
     salt = shared_salt(context.step, context.seed, stream=3)

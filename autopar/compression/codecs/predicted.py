@@ -1,15 +1,14 @@
-"""A codec that sends the elements which are expected to be large, without their
-indices.
+"""A codec that predicts which elements are large, and sends them without indices.
 
 The software part of OSCAR (HPCA 2026, known from its abstract) splits the elements into
-probable zeros and probable non-zeros. In this codec the split is a function of the sums
-that all workers have received, so that no index is ever sent. Each element has a score,
-which is computed from the summed gradients. The elements with the largest scores are
-sent as blocks of int8. The other elements can go through a count sketch. In addition
-they are sent in rotation.
+probable zeros and probable non-zeros. In this codec every worker computes the split
+from the sums of earlier steps, which all workers have received. So no index has to be
+sent. Each element has a score, computed from the summed gradients. The elements with
+the largest scores are sent as blocks of int8. Of the other elements, a different slice
+is sent in each step. A count sketch of them can be sent as well.
 
-Legend of shapes: D elements of the gradient, padding included, k predicted elements, e
-elements of the rotating slice.
+Legend of shapes: D elements of the gradient, padding included; k elements that are
+predicted to be large; e elements of the slice.
 """
 
 from __future__ import annotations
@@ -38,19 +37,21 @@ from autopar_errors import InputError
 Score = Literal["second_moment", "previous"]
 Wire = Literal["int8", "bf16", "f32"]
 
-# Decay of the score: the weight of a gradient falls to 1 / e after it was sent ten
-# times. Adam's second moment has a longer memory. But here late elements are large only
-# because they were sent late, and a long memory would keep their scores too high.
+# Decay of the score: the weight of an old gradient in the score falls to 1/2.718 after
+# the element was sent ten times. Adam's second moment remembers longer. But here an
+# element that was not sent for long is large for this reason alone, and a long memory
+# would keep its score too high.
 _DECAY = 0.9
 
 
 class PredictedState(NamedTuple):
-    """State of `PredictedTopK`, the same on all workers.
+    """The state of `PredictedTopK`, equal on all workers.
 
     Attributes:
       score: the expected size of each element, f32 (D,).
-      indices: the predicted elements, int32 (k,), D or more in unused slots.
-      seen: steps since the start, int32 ().
+      indices: indices of the predicted elements, int32 (k,); unused entries are D or
+        more.
+      seen: number of steps so far, int32 ().
     """
 
     score: jax.Array
@@ -61,30 +62,30 @@ class PredictedState(NamedTuple):
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class PredictedTopK(Codec):
-    """Sends the probable non-zeros without their indices, and the other elements in
-    rotation.
+    """Sends the elements that are predicted to be large without their indices, and the
+    other elements in turn.
 
-    At first there are no scores: for ``ceil(1 / ratio)`` steps, the elements are sent
-    in turn, each of them once. After that, the elements with the largest scores are
-    sent. In addition a slice of ``explore * D`` elements is sent, which moves on by its
-    own length in every step. So each element is sent at least once in ``1 / explore``
-    steps and can regain a large score.
+    At first there are no scores. Therefore in the first ``ceil(1 / ratio)`` steps each
+    element is sent once, in turn. Later the elements with the largest scores are sent.
+    In addition a slice of ``explore * D`` successive elements is sent, which starts in
+    each step where it ended in the previous step. So each element is sent at least once
+    in ``1 / explore`` steps, and can get a large score again.
 
-    Scores are updated only from sent elements. With error feedback, an element that is
-    sent late contains the gradients of all steps since it was last sent. For the score,
-    the square of such an element is divided by the number of these steps, because the
-    square of a sum of independent gradients grows in proportion to their number.
+    Only elements that are sent get new scores. With error feedback, a sent element is
+    the sum of its gradients in all steps since it was last sent. For the score, its
+    square is divided by the number of these steps, because the square of a sum of
+    independent gradients grows in proportion to their number.
 
     Attributes:
-      ratio: fraction of the elements that is predicted.
+      ratio: fraction of the elements that are predicted to be large and sent.
       every: steps between two predictions.
-      explore: fraction of the elements in the rotating slice; 0: no slice.
-      score: basis of the prediction: the mean square of the summed gradient, which is
-        Adam's second moment, or the last magnitude of the summed gradient.
+      explore: fraction of the elements in the slice; 0: no slice.
+      score: how scores are computed: as the running mean square of the summed gradient,
+        as in Adam's second moment; or as the last magnitude of the summed gradient.
       values: dtype of the sent values; int8 and bf16 are sent in two shots.
-      sketch: size of a count sketch of the other elements, in numbers per element; 0:
-        no sketch.
-      heavy: fraction of the elements that is recovered from the sketch.
+      sketch: size of a count sketch of the other elements, as a fraction of the number
+        of elements; 0: no sketch.
+      heavy: fraction of the elements that are recovered from the sketch.
     """
 
     name: ClassVar[str] = "predicted"
@@ -138,12 +139,12 @@ class PredictedTopK(Codec):
         return cls(ratio=0.05), cls(ratio=0.1)
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: the error of sending the same number of elements without any
-        prediction.
+        """See `Codec`; it is the error if the same number of elements were sent without
+        any prediction.
 
-        The error without prediction holds for the first ``ceil(1 / ratio)`` steps, and
-        as long as large elements do not recur at the same indices. With error feedback,
-        elements that wait get larger.
+        This is the true error in the first ``ceil(1 / ratio)`` steps, and as long as
+        the large elements have other indices in each step. With error feedback,
+        elements that are not sent get larger.
         """
         share = min(1.0, self.ratio + self.explore)
         coded = _WIRES[self.values].error(shape)
@@ -154,7 +155,7 @@ class PredictedTopK(Codec):
         return 8.5
 
     def slice_elements(self, elements: int) -> int:
-        """Elements of the rotating slice, e."""
+        """Number of elements of the slice, e."""
         return elements_in_share(self.explore, elements) if self.explore else 0
 
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
@@ -173,7 +174,8 @@ class PredictedTopK(Codec):
         def place(numbers: jax.Array) -> jax.Array:
             out = jnp.zeros(flat.size, jnp.float32)
             out = lax.dynamic_update_slice(out, numbers[indices.size :], (first,))
-            # Elements that are both predicted and in the slice are zero in the slice.
+            # If an element is both predicted and in the slice, it is set to zero in the
+            # slice.
             return out.at[indices].add(
                 numbers[: indices.size], mode="drop", unique_indices=True
             )
@@ -197,11 +199,11 @@ class PredictedTopK(Codec):
         return Reduced(out.total.reshape(-1), out.sent_array.reshape(-1), ())
 
     def _turns(self, size: int) -> int:
-        """Number of steps at the start in which elements are sent in turn."""
+        """Number of steps at the start in which all elements are sent in turn."""
         return -(-size // elements_in_share(self.ratio, size))
 
     def _indices(self, state: PredictedState, context: CodecContext) -> jax.Array:
-        """The predicted elements of this step, int32 (k,)."""
+        """Indices of this step's predicted elements, int32 (k,)."""
         size, count = state.score.size, state.indices.size
         turns = self._turns(size)
         slots = lax.iota(jnp.int32, count)
@@ -222,7 +224,7 @@ class PredictedTopK(Codec):
         return lax.switch(kind, (in_turn, most_probable, lambda: state.indices))
 
     def _slice(self, size: int, seen: jax.Array) -> tuple[jax.Array, int]:
-        """First element and length of the rotating slice; the last slice is shorter."""
+        """First element and length of the slice in a step; the last slice is shorter."""
         window = self.slice_elements(size)
         if not window:
             return jnp.zeros((), jnp.int32), 0
@@ -237,7 +239,7 @@ class PredictedTopK(Codec):
         window: int,
         total: jax.Array,
     ) -> PredictedState:
-        """The state after a step in which ``total`` was received, f32 (D,)."""
+        """The new state after a step whose sum over the workers is ``total``, f32 (D,)."""
         size = state.score.size
         square = jnp.square(total)
         if self.score == "previous":
@@ -264,7 +266,7 @@ _WIRES: dict[str, Codec] = {"int8": Int8(), "bf16": Bf16(), "f32": Dense()}
 
 
 def _dense(values: jax.Array, codec: Codec, context: CodecContext) -> Rounds:
-    """Sums a vector (m,) with a codec for dense gradients."""
+    """Sums a vector (m,) over the workers by a codec for dense gradients."""
     size, n = values.size, context.workers
     chunk = codec.chunk(-(-size // n))
     chunks = jnp.pad(values, (0, n * chunk - size)).reshape(n, chunk)
@@ -276,19 +278,19 @@ def _dense(values: jax.Array, codec: Codec, context: CodecContext) -> Rounds:
 
 
 def largest(scores: jax.Array, count: int, salt: jax.Array) -> jax.Array:
-    """Indices of about the ``count`` largest of non-negative scores.
+    """Indices of about the ``count`` largest scores; scores are not negative.
 
-    Returns the indices of scores above a threshold. A sample brackets the threshold.
-    After that, `_PASSES` bisections make the threshold as low as possible without more
-    than ``count`` scores above it.
+    The function finds a threshold and returns the indices of the scores above it. A
+    sample of the scores gives a range for the threshold. Then `_PASSES` bisections find
+    the lowest threshold that at most ``count`` scores exceed.
 
     Args:
       scores: f32 (D,).
-      count: the most indices that are wanted, k.
+      count: the largest number of indices to return, k.
       salt: uint32, decides which elements the sample holds.
 
     Returns:
-      int32 (k,), distinct; D or more in unused slots.
+      int32 (k,), all different; unused entries are D or more.
     """
     share = count / scores.size
     low = quantile(scores, min(1.0, 1.25 * share), salt)
@@ -301,9 +303,10 @@ def largest(scores: jax.Array, count: int, salt: jax.Array) -> jax.Array:
         return jnp.where(fits, low, middle), jnp.where(fits, middle, high)
 
     _, threshold = lax.fori_loop(0, _PASSES, halve, (low, high))
-    # The comparison is >= rather than >, so that some of many equal scores are taken.
+    # The comparison is >= and not >, so that some of many equal scores are taken, too.
     return compact((scores >= threshold) & (scores > 0), count, salt)[0]
 
 
-# The bracket, from half to twice the threshold, is narrowed to 1/256 of its size.
+# The range goes from half to twice the sample's threshold. This number of bisections
+# narrows it to 1/256 of its size.
 _PASSES = 8
