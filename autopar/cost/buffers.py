@@ -50,7 +50,7 @@ class _Homes:
       ends: the time at which each value is last read.
       sent: for each sum that shares a message, the time of the message
         (`sending_times`).
-      replaced: results of the step that take the place of inputs.
+      replaced: results of the step that are written into the buffers of inputs.
       kept: all results of the step.
       known: a cache of `_sizes`. Its key has everything that determines a result's
         bytes.
@@ -67,7 +67,7 @@ class _Homes:
     )
 
     def __post_init__(self) -> None:
-        """Finds the results of the step, and which of them take the place of inputs."""
+        """Finds the results of the step, and which of them reuse buffers of inputs."""
         graph = self.assignment.graph
         places = (graph.outputs[i.output] for i in graph.inputs if i.output >= 0)
         object.__setattr__(self, "replaced", frozenset(places))

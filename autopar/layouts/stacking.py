@@ -52,7 +52,7 @@ class Layouts(Protocol):
         ...
 
     def partial_of(self, op: Operator) -> Axes:
-        """As `partial`, for any operator; () if the operator has no node."""
+        """Like `partial`, but () for an operator without a node."""
         ...
 
 
@@ -92,7 +92,7 @@ def partial_along(assignment: Layouts, deferral: Deferral) -> Axes:
 
 
 def stacking_of(assignment: Layouts, deferral: Deferral) -> Stacking | None:
-    """The stacking of a deferral in a plan; None if its layouts do not allow it."""
+    """The stacking of a deferral; None if the plan's layouts do not allow one."""
     graph = assignment.graph
     makers = [graph.operators[c] for c in deferral.contributions]
     axes = partial_along(assignment, deferral)

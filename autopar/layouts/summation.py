@@ -29,8 +29,8 @@ class Summation:
     """One way to sum a gradient over devices.
 
     Attributes:
-      axes: mesh axes over which the codec sums, from major to minor in the number of a
-        worker. A worker is one of the devices along these axes.
+      axes: mesh axes over which the codec sums. The devices along them are numbered as
+        workers, the last axis fastest.
       workers: number of devices along ``axes``.
       local_shape: shape of the array that a device encodes.
       scatter_dim: each worker needs only its own part of the sum, along this dim; None

@@ -33,8 +33,8 @@ _COSTLY = frozenset(
 # Costly operators that take more than 150 clock cycles per element on an H100
 # (openxla/xla, ``xla/service/gpu/model/hlo_op_profiles_data.h``).
 _DEAR = _COSTLY - {"div", "exp", "exp2", "logistic", "rem", "rsqrt", "sqrt", "tanh"}
-# XLA keeps a tanh of these types. It recomputes a tanh of float32: compiled GPTs and an
-# MLP mixer keep the operand of the tanh in GELU.
+# XLA keeps a tanh of these types. It recomputes a tanh of float32: in compiled GPTs and
+# an MLP mixer, it keeps the operand of the tanh in GELU.
 _KEPT = {("tanh", "bfloat16"), ("tanh", "float16")}
 # Operators into which nothing is fused. Nothing is fused into an operator with
 # `is_product` either.

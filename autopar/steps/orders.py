@@ -78,7 +78,7 @@ def copies_in_orders(graph: OperatorGraph) -> dict[tuple[int, int], bool]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Fixed:
-    """The order of a value, and the product that fixed it."""
+    """The order of a value's dimensions in memory, and the product that fixed it."""
 
     origin: int
     order: Order
@@ -95,7 +95,8 @@ class _Found:
 
     Attributes:
       graph: the operator graph.
-      order: value whose order is fixed -> the order.
+      order: value whose order of dimensions is fixed -> the order, and the product that
+        fixed it.
       wants: value that batched products read -> for each product, the orders in which
         it can read the value. If there are no orders, the product reads the value in
         the stored order.

@@ -24,7 +24,7 @@ class Spares:
     split: int = 0
 
     def copies(self, shards: Any) -> Any:
-        """Returns the number of copies of its shard that a device holds in total.
+        """Returns how many copies of its shard of an array a device holds in total.
 
         >>> import numpy as np
         >>> Spares(always=1, split=2).copies(np.array([1, 4]))

@@ -433,13 +433,15 @@ class _Checks:
         return self.own["check_cudnn_version"]()
 
     def at_least(self, capability: str) -> Any:
-        """Whether the device has at least a compute capability. Hopper has 9.0."""
+        """Whether the device's compute capability is at least a given one. Hopper has
+        9.0.
+        """
         if _answers():
             return tuple(map(int, capability.split("."))) <= (9, 0)
         return self.own["check_compute_capability"](capability)
 
     def equal(self, capability: str) -> Any:
-        """Whether the device has exactly a compute capability."""
+        """Whether the device's compute capability is exactly a given one."""
         if _answers():
             return capability == "9.0"
         return self.own["is_cuda_compute_capability_equal"](capability)

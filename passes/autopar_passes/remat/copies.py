@@ -125,7 +125,7 @@ def _made_values(eqn: Equation) -> list[int]:
 
 
 def _copy_named(eqn: Equation) -> Equation:
-    """Copies an equation under JAX's name for recomputation in a backward pass."""
+    """Copies an equation; adds JAX's name for recomputation to its name stack."""
     stack = f"{eqn.name_stack}/{_STACK}" if eqn.name_stack else _STACK
     regions = tuple(
         dataclasses.replace(r, equations=tuple(_copy_named(e) for e in r.equations))

@@ -119,7 +119,10 @@ class FactorForest:
             self._nodes[leaf].blocked = True
 
     def reduce(self, factor: int, kind: str) -> None:
-        """Marks a factor as reduced by ``kind``; a second kind makes it replicated."""
+        """Marks a factor as reduced by ``kind``.
+
+        If the factor is already reduced by another kind, it must be replicated.
+        """
         for leaf in self.leaves(factor):
             node = self._nodes[leaf]
             node.blocked |= bool(node.reduced) and node.reduced != kind

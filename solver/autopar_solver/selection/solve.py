@@ -55,8 +55,8 @@ from autopar_solver.status import Status
 #
 # If ``f`` is at most ``early[l]``, the remaining transfers run as if the link were
 # idle. If ``f`` is at least ``late[l]``, the link never pauses again and finishes after
-# the backward pass. Each further second of ``f`` then adds one second to the cost, and
-# is added to the local time at once. A label is dropped if
+# the backward pass. Each further second of ``f`` then adds one second to the cost, so
+# the search adds it to the local time at once. A label is dropped if
 #
 # - the remaining gradients need more error or memory than it leaves of a budget,
 # - the prices of the relaxed program prove that every choice that begins with it costs

@@ -84,7 +84,7 @@ class Incumbent:
 
     @property
     def is_proved(self) -> bool:
-        """Whether the cost is within the gap of the bound."""
+        """Whether cost and bound differ by at most the allowed gap."""
         return self.cost - self.bound <= self.tolerance
 
 

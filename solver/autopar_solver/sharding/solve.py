@@ -1,4 +1,4 @@
-"""Solves a sharding problem: reductions, then bounds and searches until they meet."""
+"""Solves a sharding problem: reductions, then rounds of bounds and searches."""
 
 from __future__ import annotations
 
