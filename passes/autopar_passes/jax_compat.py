@@ -433,8 +433,9 @@ class _Checks:
         return self.own["check_cudnn_version"]()
 
     def at_least(self, capability: str) -> Any:
-        """Whether the device's compute capability is at least a given one. Hopper has
-        9.0.
+        """Whether the device's compute capability is at least a given one.
+
+        A Hopper GPU has 9.0.
         """
         if _answers():
             return tuple(map(int, capability.split("."))) <= (9, 0)
