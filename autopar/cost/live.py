@@ -475,7 +475,7 @@ def room_bytes(chip_bytes: int) -> int:
 def on_chip(
     starts: np.ndarray, ends: np.ndarray, sizes: np.ndarray, room: float
 ) -> np.ndarray:
-    """Which buffers lie on the chip for their whole life.
+    """Marks the buffers that are in on-chip memory for their whole lifetime.
 
     If live buffers exceed the on-chip memory, the buffer with the longest lifetime is
     removed first, until the rest fits at every time. A long-lived buffer occupies room

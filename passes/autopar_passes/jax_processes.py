@@ -283,8 +283,8 @@ def compile_whole(lowered: Any) -> Any:
             _cache.reset_cache()
 
 
-# A function from an MLIR module as bytecode, XLA's serialised options and the ids of
-# the devices to a compiled program.
+# The type of a function that compiles: from an MLIR module as bytecode, XLA's
+# serialised options and the ids of the devices to a compiled program.
 CompileBytes = Callable[[bytes, bytes, tuple[int, ...]], bytes]
 
 

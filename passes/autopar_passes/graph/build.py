@@ -4,8 +4,8 @@ A model that applies the same block L times has the same sequence of equations L
 in the forward pass, and again in the backward pass. The optimizer also repeats one
 sequence L times, for the parameters of each block. The operators at the same position
 in each repetition form one *class*. The planner makes one set of decisions for each
-class. A model of 96 layers therefore costs the solver about as much as one layer. The
-detection does not use names.
+class. A model of 96 layers therefore costs the solver about as much as one layer.
+Repeated layers are found without the names of modules.
 """
 
 from __future__ import annotations

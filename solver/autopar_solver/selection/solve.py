@@ -61,8 +61,7 @@ from autopar_solver.status import Status
 # - the remaining gradients need more error or memory than it leaves of a budget,
 # - the prices of the relaxed program prove that every choice that begins with it costs
 #   more than the cutoff, or
-# - another label with no more error and memory has ``local`` and ``f + local`` no
-#   larger.
+# - another label has no more error, memory, ``local`` and ``f + local``.
 #
 # If more than ``width`` labels remain, those with the largest lower bounds are dropped
 # too. The smallest of their lower bounds is a lower bound of the cost of all choices
@@ -94,8 +93,8 @@ class LabelAnswer:
 class _Labels:
     """Labels as columns of equal length.
 
-    ``parent`` is the position of the label, for one gradient less, that a label
-    extends.
+    Each label extends a label for one gradient less; ``parent`` is the position of the
+    shorter label.
     """
 
     finish: np.ndarray

@@ -1,10 +1,10 @@
 """Bounds the cost of each strategy by tree-reweighted message passing (TRW-S).
 
 Source: Kolmogorov, "Convergent tree-reweighted message passing for energy
-minimization", IEEE PAMI 28(10), 2006. A sweep visits the nodes in order and back, and
-never lowers the bound. A message ``M[k -> m]`` holds, for each strategy of ``m``, a
-lower bound of the cost of ``k`` and of the nodes behind ``k``. These messages are
-numbers of the dual problem; no device sends them.
+minimization", IEEE PAMI 28(10), 2006. A sweep visits the nodes in order and then in
+reverse order. It never lowers the bound. A message ``M[k -> m]`` holds, for each
+strategy of ``m``, a lower bound of the cost of ``k`` and of the nodes behind ``k``.
+These messages are numbers of the dual problem; no device sends them.
 
 The inner loop of message passing is compiled if numba is installed. Numba is optional:
 without it, and on small fields, the same computation runs in numpy. The compiled loop
