@@ -22,8 +22,8 @@ def evaluate_pipeline(problem: StageProblem, pipeline: Pipeline) -> PipelineCost
     """Simulates a pipeline's schedule, and computes its memory.
 
     The memory of a stage has three terms: its resident bytes, the live activations at
-    the schedule's peak, and the need of its most demanding layer while that layer runs.
-    The need of a layer is its transient bytes, plus its activations if they are
+    the schedule's peak, and the largest number of bytes that one of its layers needs
+    while it runs. A layer needs its transient bytes, and its activations if they are
     recomputed.
 
     Raises:
@@ -98,7 +98,7 @@ def task_seconds(problem: StageProblem, pipeline: Pipeline) -> TaskSeconds:
 
 
 def is_possible(seconds: TaskSeconds) -> bool:
-    """Whether no part and no link is forbidden."""
+    """Whether a pipeline is possible: no part and no link is forbidden."""
     arrays = (seconds.task_s, seconds.forward_link_s, seconds.backward_link_s)
     return all(bool(np.isfinite(array).all()) for array in arrays)
 
@@ -142,7 +142,10 @@ def lower_bound_s(pipeline: Pipeline, seconds: TaskSeconds) -> float:
 def _after_first(
     pipeline: Pipeline, forward: np.ndarray, backward: np.ndarray, late: np.ndarray
 ) -> np.ndarray:
-    """By stage, the work after its first backward pass, to the end of its last."""
+    """For each stage, its work from its first backward pass to the end of its last.
+
+    The first backward pass itself does not count.
+    """
     count, stages = pipeline.microbatches, pipeline.stages
     if pipeline.schedule.kind is ScheduleKind.GPIPE:
         return (count - 1) * (forward.max() + backward.max()) * np.ones(stages)
@@ -158,7 +161,7 @@ def _busiest_link(kind: ScheduleKind, seconds: TaskSeconds) -> float:
 
 
 def _part(problem: StageProblem, pipeline: Pipeline, part: int) -> list[float]:
-    """Seconds by kind of task, bytes held and bytes pending, of one microbatch."""
+    """One microbatch's seconds by kind of task, bytes held and bytes pending."""
     costs = problem.costs_of(pipeline.microbatches)
     option = pipeline.options[part % pipeline.stages]
     layers = np.arange(pipeline.cuts[part], pipeline.cuts[part + 1])
@@ -188,7 +191,7 @@ def _step_s(problem: StageProblem, pipeline: Pipeline, stage: int) -> float:
 
 
 def _standing_bytes(problem: StageProblem, pipeline: Pipeline, stage: int) -> float:
-    """Resident bytes, and the largest need of a layer while it runs."""
+    """Resident bytes, plus the most bytes that a layer needs while it runs."""
     costs = problem.costs_of(pipeline.microbatches)
     option, layers = pipeline.options[stage], pipeline.layers(stage)
     rows = list(layers)

@@ -1,6 +1,7 @@
 """The best pipeline found so far, and the choice of layers that a pipeline recomputes.
 
-A pipeline's schedule is simulated only if the pipeline may be better than the best one.
+A pipeline's schedule is simulated only if the pipeline may be better than the best
+pipeline so far.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class PipelineIncumbent:
         return self.below_s if self.cost is None else self.cost.step_s
 
     def offer(self, pipeline: Pipeline) -> None:
-        """Simulates a new pipeline that may be shorter, and keeps the better one."""
+        """Simulates a new pipeline if it may be better; keeps the better pipeline."""
         if pipeline in self._seen:
             return
         self._seen.add(pipeline)
@@ -60,8 +61,8 @@ class PipelineIncumbent:
 def complete_pipeline(problem: StageProblem, pipeline: Pipeline) -> Pipeline | None:
     """Adds the least recomputation that makes a pipeline fit; None if it cannot fit.
 
-    More recomputation never shortens a step, so each stage minimises its own seconds of
-    recomputation.
+    More recomputation never shortens a step. The least seconds of recomputation are
+    therefore chosen for each stage separately.
     """
     again = list[int]()
     for stage in range(pipeline.stages):
@@ -86,8 +87,8 @@ def _layers_again(
     weights: list[int] | None = None
     if schedule.kind is ScheduleKind.INTERLEAVED:
         table = make_table(schedule, pipeline.stages, count)
-        # Uses each chunk's own maximum, although the chunks reach it at different
-        # times.
+        # This takes the maximum of each chunk, although the chunks reach their maxima
+        # at different times.
         held = count_alive(table, stage).held.max(axis=0)
         sizes = np.diff(pipeline.cuts)[stage :: pipeline.stages]
         weights = np.repeat(held, sizes).tolist()

@@ -1,8 +1,8 @@
 """All possible stages of a pipeline: each is a range of layers on a submesh option.
 
-The costs of a range are differences of prefix sums. Only stages that fit into a
-pipeline within the time limit are kept, so that large arrays of all ranges are
-short-lived.
+The costs of a range are differences of prefix sums. Only stages that can be part of a
+fast enough pipeline are kept, so that large arrays of all ranges exist only for a short
+time.
 """
 
 import dataclasses
@@ -28,13 +28,15 @@ class Entries:
         backward_s: seconds of one microbatch's gradients of inputs, without
             recomputation.
         weight_s: seconds of one microbatch's gradients of weights.
-        step_s: seconds once per step.
+        step_s: seconds of the work that runs once per step.
         resident_bytes: bytes that are always held, with copies of shared parameters.
         activation_bytes: activations of one microbatch, without recomputation.
-        saving_bytes: the largest part of ``activation_bytes`` that recomputation saves.
+        saving_bytes: the bytes of ``activation_bytes`` that recomputing all possible
+            layers saves.
         pending_bytes: bytes of a microbatch whose gradients of weights are pending.
         running_bytes: bytes that the layer with the largest need uses while it runs.
-        again_bytes: a lower bound of ``running_bytes`` if any layer is recomputed.
+        again_bytes: a lower bound of ``running_bytes`` if at least one layer is
+            recomputed.
         limit_bytes: the memory of a device.
     """
 
@@ -120,7 +122,7 @@ def build_entries(
 def kept_microbatches(
     schedule: Schedule, microbatches: int, later: int, stages: int
 ) -> list[tuple[int, int]]:
-    """The largest numbers of microbatches that a stage holds and that are pending.
+    """Finds how many microbatches a stage holds, and how many of them are pending.
 
     Args:
         schedule: a schedule with one chunk per stage.
@@ -129,8 +131,8 @@ def kept_microbatches(
         stages: the number of all stages.
 
     Returns:
-        Pairs of the microbatches that are held and pending at the same time. At any
-        time, the memory is at most that of one of the pairs.
+        Pairs of the numbers of microbatches that are held and pending at the same time.
+        At any time, the stage needs at most the memory that one of the pairs needs.
     """
     if schedule.kind is ScheduleKind.GPIPE:
         return [(microbatches, 0)]
@@ -151,7 +153,7 @@ def _allowed_entries(array: np.ndarray) -> np.ndarray:
 
 
 def _worthwhile(costs: LayerCosts, limit_s: float) -> np.ndarray:
-    """``[layers, layers, options]``: which ranges are possible and fast enough."""
+    """``[layers, layers, options]``: whether a range is possible and fast enough."""
     forbidden = _prefix((~np.isfinite(costs.forward_s)).astype(np.float64))
     count = costs.microbatches
     work = _prefix(
@@ -168,7 +170,10 @@ def _worthwhile(costs: LayerCosts, limit_s: float) -> np.ndarray:
 
 
 def _running(array: np.ndarray, fold: np.ufunc) -> np.ndarray:
-    """``[layers, layers, options]``: folds each range, by first and last layer."""
+    """``[layers, layers, options]``: ``fold`` over the layers of each range.
+
+    The first two indices are the first and the last layer of the range.
+    """
     layers, options = array.shape
     folded = np.zeros((layers, layers, options))
     for first in range(layers):

@@ -37,14 +37,15 @@ class DeviceGroup:
 class SubmeshOption:
     """The devices of a stage, arranged as one logical mesh.
 
-    The submeshes of a plan must fit next to each other in a group whenever their
-    numbers of devices add up to at most the group's devices. Powers of two within a
-    host and whole hosts satisfy this.
+    Whenever the numbers of devices of some submeshes add up to at most the devices of a
+    group, these submeshes must fit into the group without overlap. Powers of two within
+    a host and whole hosts satisfy this condition.
 
     Attributes:
         group: the device group of the devices.
         devices: the number of devices.
-        link: the row and column of this option in the tables of links.
+        link: the index of this option in the tables of links, such as
+            ``LayerCosts.latency_s``.
         name: the name of the option in messages.
     """
 
@@ -66,26 +67,28 @@ class LayerCosts:
         forward_s: seconds of the forward pass; ``inf`` forbids the option.
         backward_input_s: seconds to compute the gradients of inputs.
         backward_weight_s: seconds to compute the gradients of weights.
-        step_s: seconds once per step: exposed gradient all-reduces and the update.
+        step_s: seconds of the work that runs once per step: exposed gradient
+            all-reduces and the update.
         resident_bytes: bytes of parameters, optimizer moments and gradients.
         activation_bytes: bytes of activations kept from the forward to the backward
             pass.
-        boundary_bytes: bytes kept instead if the layer recomputes its activations.
+        boundary_bytes: bytes kept instead of ``activation_bytes`` if the layer
+            recomputes its activations.
         recompute_s: seconds to recompute the activations; ``inf`` forbids
             recomputation.
         transient_bytes: further bytes that the layer needs while it runs.
         forward_link_s: ``[layers - 1, links, links]``, the seconds for which the
             activations between layers ``i`` and ``i + 1`` occupy the link from a
-            stage's option to the option of the next stage; ``inf`` if the two have no
-            link.
-        backward_link_s: the same for gradients of activations on their way back. The
-            array is indexed like ``forward_link_s``, with the earlier stage first.
+            stage's option to the option of the next stage; ``inf`` if there is no link
+            between the two options.
+        backward_link_s: like ``forward_link_s``, for gradients of activations that are
+            sent back. The index of the earlier stage comes first here too.
         latency_s: ``[links, links]``, the latency of a message in seconds.
         pending_bytes: bytes kept while the gradients of weights wait, if a schedule
             computes them as separate tasks; None for ``activation_bytes``.
         enter_s: seconds that a stage adds to its forward pass, and also to its backward
             pass, if the stage begins with the layer; None for no seconds.
-        leave_s: the same if the stage ends with the layer.
+        leave_s: like ``enter_s``, if the stage ends with the layer.
     """
 
     microbatches: int
@@ -198,7 +201,7 @@ class StageProblem:
 
     @property
     def num_links(self) -> int:
-        """The number of kinds of link ends that the tables distinguish."""
+        """The number of kinds of options that the tables of links distinguish."""
         return 1 + max(option.link for option in self.options)
 
     def costs_of(self, microbatches: int) -> LayerCosts:
@@ -278,12 +281,12 @@ def _check_shared(problem: StageProblem, shared: SharedParameter) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """The choices of a plan.
+    """The choices of a pipeline plan.
 
     Attributes:
         microbatches: the number of microbatches of a step.
         schedule: the order in which stages compute microbatches.
-        options: by stage, its submesh option.
+        options: for each stage, its submesh option.
         cuts: the first layer of each part, and then the number of layers: part ``k``
             has the layers from ``cuts[k]`` up to, but not including, ``cuts[k + 1]``.
         recomputed: the layers whose activations are recomputed, in order.
@@ -316,9 +319,10 @@ class PipelineCost:
 
     Attributes:
         step_s: the makespan of the simulated schedule.
-        bubble: by stage, the share of the step in which the stage is idle.
-        memory_bytes: by stage, the peak memory of one device.
-        limit_bytes: by stage, the memory that one device has.
+        bubble: for each stage, the share of the step in which the stage is idle, 0 to
+            1.
+        memory_bytes: for each stage, the peak memory of one device.
+        limit_bytes: for each stage, the memory that one device has.
     """
 
     step_s: float
@@ -328,7 +332,7 @@ class PipelineCost:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits in its memory, apart from rounding."""
+        """Whether every stage fits in its memory, or exceeds it by rounding only."""
         pairs = zip(self.memory_bytes, self.limit_bytes, strict=True)
         return all(used <= limit * (1 + 1e-9) for used, limit in pairs)
 
@@ -340,7 +344,7 @@ class BindingMemory:
     Attributes:
         first: the first layer of the range that fits on no option.
         last: the last layer of the range.
-        option: the option on which the range exceeds the memory by the smallest factor.
+        option: the option whose memory the range exceeds by the smallest factor.
         least_bytes: the least memory that the range needs per device on this option.
         limit_bytes: the memory of a device of this option.
     """
@@ -380,7 +384,7 @@ class StageSolution:
 
     @property
     def gap(self) -> float:
-        """How far ``step_s`` can exceed the shortest step, as a share of ``step_s``."""
+        """``step_s`` minus the bound, divided by ``step_s``."""
         if self.bound_s >= self.step_s:
             return 0.0
         return (self.step_s - self.bound_s) / max(self.step_s, 1e-300)

@@ -1,8 +1,8 @@
 """Chooses the layers of a stage that recompute their activations.
 
-Let ``v[j]`` be the bytes that recomputing layer ``j`` saves per microbatch held, and
-``r[j]`` the seconds that it takes. A stage that exceeds its memory by ``need`` bytes
-per microbatch held takes
+Let ``v[j]`` be the bytes that recomputing layer ``j`` saves for each microbatch that
+the stage holds, and ``r[j]`` the seconds that recomputing it takes. If a stage exceeds
+its memory by ``need`` bytes for each microbatch that it holds, its recomputation takes
 
     minimise sum_(j in R) r[j]   subject to   sum_(j in R) v[j] >= need
 
@@ -29,7 +29,7 @@ MAX_LABELS = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecomputePrices:
-    """Prices of the bound, and prefix sums of the layers' reduced costs.
+    """The prices ``p`` of the bound, and prefix sums of its terms over the layers.
 
     Attributes:
         price: ``[prices, options]``, seconds per byte.
@@ -50,8 +50,8 @@ def recompute_prices(costs: LayerCosts) -> RecomputePrices:
         for o in range(again.shape[1])
     ]
     count = max(1, *(len(column) for column in columns))
-    # A repeated price is harmless. An option without recomputable layers has the price
-    # 0.
+    # The same price may occur several times. An option without recomputable layers has
+    # the price 0.
     filled = [np.resize(c if len(c) else np.zeros(1), count) for c in columns]
     price = np.stack(filled, axis=1)
     reduced = np.minimum(0.0, seconds - price[:, None] * saving)
@@ -70,12 +70,13 @@ def _sample(ratios: np.ndarray) -> np.ndarray:
 def least_recompute_s(
     entries: Entries, prices: RecomputePrices, kept: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """By stage, a lower bound of the time of recomputation; ``inf`` if nothing fits.
+    """Each stage's lower bound of seconds of recomputation; ``inf`` if none fits.
 
     Args:
         entries: the stages.
         prices: the prices of the problem's layers.
-        kept: pairs of the numbers of microbatches held and pending.
+        kept: pairs of the numbers of microbatches that are held and pending
+            (`schedules.play.Alive`).
     """
     needs = _needs(entries, entries.running_bytes, kept)
     over = np.flatnonzero(needs > 0)
@@ -97,7 +98,7 @@ def least_recompute_s(
 def _needs(
     entries: Entries, running: np.ndarray, kept: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """The bytes per microbatch held by which stages exceed their memory."""
+    """By how many bytes for each held microbatch stages exceed their memory."""
     fixed = entries.resident_bytes + running - entries.limit_bytes * (1 + 1e-12)
     needs = np.full(len(entries), -np.inf)
     for held, pending in kept:
@@ -108,7 +109,7 @@ def _needs(
 
 
 def _never(over: np.ndarray) -> np.ndarray:
-    """An infinite need where memory is exceeded although no microbatch is held."""
+    """An infinite need where a stage without microbatches exceeds its memory."""
     return np.where(over > 0, np.inf, -np.inf)
 
 
@@ -136,10 +137,13 @@ def choose_recomputed(
     fixed: Sequence[tuple[float, float]],
     weights: Sequence[int] | None = None,
 ) -> Recomputed | None:
-    """The layers whose recomputation makes a stage fit in least time; None if none do.
+    """Chooses the layers whose recomputation makes a stage fit in the least time.
+
+    The result is None if no choice makes the stage fit.
 
     The search compares partial choices and is exact. If more than ``MAX_LABELS``
-    partial choices remain, the search keeps the best of them and lowers the bound.
+    partial choices remain, the search keeps the best of them, and lowers the bound so
+    that it still holds for the others.
 
     Args:
         problem: the problem of the stage.
@@ -149,7 +153,8 @@ def choose_recomputed(
         fixed: pairs of bytes and a number of microbatches. For each pair, the stage
             holds the bytes in any case, plus the activations of that number of
             microbatches.
-        weights: by layer, a factor of the number of microbatches; None for one.
+        weights: for each layer, a factor on the number of microbatches; None for a
+            factor of 1.
     """
     rows = np.array(layers)
     weight = np.ones(len(rows)) if weights is None else np.array(weights, np.float64)
@@ -183,7 +188,7 @@ def choose_recomputed(
 
 
 def _need(over: float, times: float, activations: float) -> float:
-    """The bytes that must be saved of the activations of each microbatch held."""
+    """The bytes that must be saved for each microbatch that the stage holds."""
     if times:
         return over / times + activations
     return float(_never(np.array(over)))
@@ -192,7 +197,7 @@ def _need(over: float, times: float, activations: float) -> float:
 def _cover(
     saving: np.ndarray, seconds: np.ndarray, need: float, cutoff: float
 ) -> tuple[list[int], float] | None:
-    """Items whose savings reach the need in least seconds, and a bound of the seconds.
+    """Items whose savings reach the need in least seconds, and a lower bound of these.
 
     The result is None if the need cannot be reached in less than ``cutoff`` seconds.
     Labels are partial choices. A label is dropped if another label saves at least as
@@ -240,7 +245,7 @@ def _cover(
 def _drop_dominated(
     labels: list[tuple[float, float, tuple[int, ...]]],
 ) -> list[tuple[float, float, tuple[int, ...]]]:
-    """Sorts by seconds, and keeps the labels that save more than all before them."""
+    """Sorts labels by seconds; keeps labels that save more than all before them."""
     kept: list[tuple[float, float, tuple[int, ...]]] = []
     for label in sorted(labels, key=lambda label: (label[1], -label[0])):
         if not kept or label[0] > kept[-1][0]:
@@ -251,7 +256,10 @@ def _drop_dominated(
 def _relaxed_s(
     saving: np.ndarray, seconds: np.ndarray, item: int, need: float
 ) -> float:
-    """The least seconds if fractions of items could be taken, best ratio first."""
+    """The least seconds if fractions of items could be taken.
+
+    Items are taken in the order of their savings per second.
+    """
     reached = np.cumsum(saving[item:])
     full = int(np.searchsorted(reached, need))
     if full >= len(reached):

@@ -1,7 +1,8 @@
 """Computes lower bounds of chains of stages with prices on devices.
 
-Let each device of group ``g`` cost ``p[g]`` seconds, and let every stage be allowed at
-every place of the pipeline. The cheapest chain is then a shortest path over the layers:
+A *chain* is a sequence of stages that covers all layers. Let each device of group ``g``
+cost ``p[g]`` seconds, and let every stage be allowed at every position of the pipeline.
+The cheapest chain is then a shortest path over the layers:
 
     min over chains of  sum add + sum cross + sum p[g(o)] n(o)   -   sum p[g] devices[g]
 
@@ -9,25 +10,28 @@ No chain whose stages fit on the devices together costs less, for any prices. A 
 and a backward pass over the layers also give the cheapest chain through every single
 stage.
 
-The lower bound of a pipeline's step is a sum plus a maximum over its stages.
+The lower bound of the time of a pipeline's step is a sum plus a maximum over its
+stages.
 
 For schedules with one chunk per stage, no pipeline takes less time than
 
     sum_i add[i] + sum_i cross[i] + max(max_i peak[i], max_i link[i])
 
-``add`` is the time of the first microbatch through the stage and back. ``cross`` is the
-time of the first microbatch between two stages. ``peak`` is the stage's remaining work
-for the other microbatches after the first microbatch comes back. ``link`` is the link's
-remaining transfer time for the other microbatches. Let ``M`` be the number of
-microbatches, and let ``f``, ``b`` and ``w`` be the seconds of a stage. Let ``s`` be the
-number of stages from this stage to the last, and ``i`` the number of stages before it.
-Then:
+All are in seconds. ``add`` is the time of the first microbatch's forward and backward
+pass in the stage. ``cross`` is the time for which the first microbatch is sent between
+two stages, forward and back. ``peak`` is the stage's work for the other microbatches
+that remains after the first microbatch's backward pass. ``link`` is the time for which
+the link still has to send the other microbatches. Let ``M`` be the number of
+microbatches, and let a stage take ``f`` seconds for a forward pass, ``b`` for gradients
+of inputs and ``w`` for gradients of weights. Let ``s`` be the number of stages from
+this stage to the last, both included, and ``i`` the number of stages before it. Then:
 
     GPipe   add = f + b + w   peak = (M - 1) (f + b + w)
     1F1B    add = f + b + w   peak = (M - 1) (b + w) + (M - min(s, M)) f
     ZB-H1   add = f + b       peak = (M - 1) b + (M - min(s, M)) f + max(M - 1 - i, 0) w
 
-The first stage also adds its work once per step and, in ZB-H1, its last ``w``.
+The first stage also adds its work that runs once per step and, in ZB-H1, its last
+``w``.
 """
 
 from __future__ import annotations
@@ -68,7 +72,7 @@ class Chain:
 
     @property
     def links(self) -> int:
-        """The number of kinds of ends of links."""
+        """The number of kinds of options that the tables of links distinguish."""
         return self.cross.shape[1]
 
 
@@ -100,8 +104,9 @@ class Paths:
 
     Attributes:
         least: the cost of the cheapest chain.
-        after: ``[layers + 1, links]``, the cost of the cheapest rest of a chain after
-            each layer, by the link of the stage before. The first crossing is included.
+        after: ``[layers + 1, links]``, the cost of the cheapest way to continue a chain
+            after each layer, for each link of the stage that ends there. The crossing
+            to the next stage is included.
     """
 
     least: float
@@ -109,7 +114,10 @@ class Paths:
 
 
 def cheapest(chain: Chain, add: np.ndarray) -> Paths:
-    """The costs of the cheapest chain and of its cheapest ends, by stage costs."""
+    """Computes the cheapest chain, and the cheapest continuations after each layer.
+
+    ``add`` has the cost of each stage.
+    """
     after = np.full((chain.layers + 1, chain.links), np.inf)
     after[chain.layers] = 0.0
     begins = np.searchsorted(chain.first, np.arange(chain.layers + 1))
@@ -150,24 +158,24 @@ def cheapest_before(chain: Chain, add: np.ndarray) -> np.ndarray:
 
 
 def through(chain: Chain, add: np.ndarray, paths: Paths) -> np.ndarray:
-    """By stage, the cost of the cheapest chain that contains the stage."""
+    """For each stage, the cost of the cheapest chain that contains the stage."""
     before = cheapest_before(chain, add)
     return before[chain.first, chain.link] + add + paths.after[chain.end, chain.link]
 
 
 def add_prices(chain: Chain, add: np.ndarray, prices: np.ndarray) -> np.ndarray:
-    """The costs of stages, with the prices of their devices."""
+    """The costs of stages, including the prices of their devices."""
     return add + chain.taken @ prices
 
 
 def best_prices(
     chain: Chain, add: np.ndarray, start: np.ndarray, rounds: int
 ) -> tuple[float, np.ndarray]:
-    """A lower bound of chains that fit on the devices, and the prices that give it.
+    """A lower bound of all chains that fit on the devices, and the prices that give it.
 
-    Prices are multiplied and divided by factors that shrink. Each round first changes
-    all prices together. If there are several groups, each round then changes the price
-    of each group separately.
+    Prices are multiplied and divided by factors that come closer to 1 from round to
+    round. Each round first changes all prices together. If there are several groups,
+    each round then changes the price of each group separately.
     """
     best = _chain_bound(chain, add, start)
     prices = start
@@ -195,8 +203,8 @@ def _chain_bound(chain: Chain, add: np.ndarray, prices: np.ndarray) -> float:
 def fits_devices(chain: Chain, allowed: np.ndarray) -> bool:
     """Whether chains of the allowed stages may fit on the devices.
 
-    The test adds up the shares of devices that stages take of their groups. A chain
-    that fits takes in total at most as many shares as there are groups.
+    Each stage takes a share of the devices of its group, 0 to 1. For a chain that fits,
+    the shares of all stages add up to at most the number of groups.
     """
     share = (chain.taken / chain.devices).sum(axis=1)
     free = dataclasses.replace(
@@ -208,7 +216,7 @@ def fits_devices(chain: Chain, allowed: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTerms:
-    """The terms of stages in the bound, at one place in the pipeline.
+    """The terms of stages in the bound, for one position in the pipeline.
 
     Attributes:
         add: the seconds that each stage adds to the sum; ``inf`` if it does not fit.
@@ -220,7 +228,7 @@ class StageTerms:
 
 
 class StagePlace(NamedTuple):
-    """The place of stages in a pipeline: one number, or one for each stage.
+    """The position of stages in a pipeline: one number, or one for each stage.
 
     ``later`` is the number of stages from this stage to the last. ``before`` is the
     number of stages before this stage, or an upper limit of that number.
@@ -247,7 +255,7 @@ class CutTerms:
 def crossings_of(
     problem: StageProblem, costs: LayerCosts, schedule: Schedule
 ) -> CutTerms:
-    """The terms of all cuts of a chain under a schedule."""
+    """The terms of all cuts between two layers under a schedule."""
     links = problem.num_links
     both = costs.forward_link_s + costs.backward_link_s
     if schedule.kind is ScheduleKind.GPIPE:
@@ -271,16 +279,16 @@ def terms_at(
     place: StagePlace,
     kept: Sequence[tuple[int, int]],
 ) -> StageTerms:
-    """The terms of stages at one place of the pipeline.
+    """The terms of stages at one position of the pipeline.
 
     Args:
         entries: the stages.
         prices: the prices for the bound on the time of recomputation.
         schedule: a schedule with one chunk per stage.
         microbatches: the number of microbatches of a step.
-        place: the place of the stages.
-        kept: pairs of the numbers of microbatches that a stage holds and that are
-            pending.
+        place: the position of the stages.
+        kept: pairs of the number of microbatches that a stage holds and the number of
+            those that are pending (`schedules.play.Alive`).
     """
     again = least_recompute_s(entries, prices, kept)
     return StageTerms(
@@ -327,7 +335,7 @@ def loosest_terms(
     layers: int,
     most_stages: int,
 ) -> StageTerms:
-    """Lower bounds of the terms at all places in pipelines of up to ``most_stages``.
+    """Lower bounds of the terms at all positions of pipelines of up to ``most_stages``.
 
     Memory is counted for the last stage, which holds the fewest microbatches. Every
     stage before and after a stage has at least one layer, so the number of layers

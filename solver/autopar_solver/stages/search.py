@@ -1,10 +1,11 @@
 """Searches the pipelines of one schedule and one number of microbatches.
 
-A pipeline's cost is a sum over its stages plus a maximum. Prices on devices give a
-lower bound for all chains of stages (`relaxation`), and rule out stages that no better
-pipeline uses. A dynamic programme then solves the remaining problem exactly. For every
-chain that the dynamic programme finds, the layers to recompute are chosen. The chain's
-schedule is simulated if the chain may be better than the incumbent.
+The lower bound of a pipeline's step is a sum over its stages plus a maximum over its
+stages and links (`relaxation`). Prices of devices give a lower bound for all chains of
+stages, and rule out stages that no better pipeline uses. A dynamic programme then
+solves the remaining problem exactly. For every chain that the dynamic programme finds,
+the layers to recompute are chosen. The chain's schedule is simulated if the chain may
+be better than the incumbent.
 """
 
 from __future__ import annotations
@@ -51,18 +52,21 @@ from autopar_solver.stages.relaxation import (
 )
 from autopar_solver.stages.schedules.order import Schedule
 
-# Minimises the total of a sum and a maximum by dividing the range of the maximum.
+# Minimises a sum plus a maximum by dividing the range in which the maximum can lie.
 #
 # ``least(peak)`` is the least sum over choices whose maximum is at most ``peak``, or a
-# lower bound of that sum. ``least`` falls as ``peak`` grows. A choice with its maximum
-# in the interval ``(low, high]`` costs at least ``least(high) + low``. The interval
-# with the least bound is halved until every bound reaches the cutoff.
+# lower bound of that sum. ``least`` never grows as ``peak`` grows. A choice with its
+# maximum in the interval ``(low, high]`` costs at least ``least(high) + low``. The
+# interval with the least bound is halved again and again, until every bound reaches the
+# cutoff.
 
 
 class Answer(NamedTuple):
-    """The least sum under a limit of the maximum, and the maximum of a choice with it.
+    """The least sum under a limit of the maximum, and the maximum of a choice.
 
-    If no such choice is known, ``peak`` is the limit itself.
+    The choice is one with this least sum.
+
+    If no such choice is known, ``peak`` is the limit.
     """
 
     value: float
@@ -95,18 +99,20 @@ def cut_intervals(
         high: choices with a maximum above ``high`` are ignored.
         cutoff: bounds above the cutoff are ignored. The cutoff may fall over time.
         most: the largest number of limits to try.
-        beside: the number of limits to try after a choice that attains the bound is
-            known. Such limits cannot raise the bound, but may find other choices.
+        beside: the number of limits that are still tried after a choice is known whose
+            cost equals the bound. These limits cannot raise the bound, but may find
+            other choices.
 
     Returns:
-        A bound of the sum plus the maximum, and the intervals whose bounds are below
-        the cutoff. Without such an interval or choice, the bound is the cutoff.
+        A lower bound of the sum plus the maximum, and the intervals whose bounds are
+        below the cutoff. If there is no such interval or choice, the bound is the
+        cutoff.
     """
     open_ = list[BoundInterval]()
     closed = math.inf
 
     def add(answer: Answer, low: float, high: float) -> None:
-        """Closes the choices in ``[answer.peak, high]``; opens the choices below."""
+        """Settles the choices in ``[answer.peak, high]``; adds the interval below."""
         nonlocal closed
         if answer.value == math.inf:
             return
@@ -137,7 +143,7 @@ def cut_intervals(
     return bound, left
 
 
-# The dynamic programme: the cheapest chain of stages within the devices.
+# The dynamic programme finds the cheapest chain of stages that fits on the devices.
 #
 # ``V[s][l][a][u]`` is the least cost that layers ``l`` to the last add in ``s`` stages.
 # The first of these stages uses an option of link ``a``, and ``u`` devices of each
@@ -147,8 +153,8 @@ def cut_intervals(
 #                     add[s] + min_b (cross[e][a][b] + V[s - 1][e][b][u - n(o)])
 #
 # ``s`` is part of the state because the memory of a stage depends on the number of
-# stages after it. Devices are counted in the largest unit that divides every stage's
-# devices.
+# stages after it. The unit in which devices are counted is the largest number that
+# divides the number of devices of every stage.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -158,9 +164,10 @@ class Budgets:
     Attributes:
         size: the number of states. In the last state all devices are available.
         kind: ``[entries]``; stages that take the same devices have the same kind.
-        after: ``[kinds, size]``, the state after a stage took its devices; ``size`` if
-            there are not enough devices.
-        range_: ``[entries]``; stages with the same layers and link have the same range.
+        after: ``[kinds, size]``, the state after a stage of this kind took its devices;
+            ``size`` if there are not enough devices.
+        range_: ``[entries]``; stages with the same layers and link have the same
+            number.
         group: ``[kinds]``, the device group of each kind. The kinds of a group are
             sorted by their number of devices.
     """
@@ -178,7 +185,7 @@ def num_states(chain: Chain) -> int:
 
 
 def budgets_of(chain: Chain) -> Budgets:
-    """Counts devices in the largest unit of each group."""
+    """Counts the devices of each group in the largest possible unit."""
     sizes = _sizes(chain)
     kinds, kind = np.unique(chain.taken // _units(chain), axis=0, return_inverse=True)
     count = int(sizes.prod())
@@ -215,9 +222,10 @@ class Tables:
         terms: the costs that stages add, by number of stages from the last.
         usable: the stages that are allowed, by number of stages from the last.
         behind: by number of stages from the last, ``[layers + 1, links, size + 1]``:
-            the cost of the cheapest rest of the chain after a layer, including its
-            first crossing.
-        values: the cost of the cheapest chain, by number of stages, fewest first.
+            the cost of the cheapest way to continue the chain after a layer, including
+            the crossing to the next stage.
+        values: the cost of the cheapest chain for each number of stages, in ascending
+            order of this number.
     """
 
     chain: Chain
@@ -261,8 +269,8 @@ def solve_tables(
         link: ``[layers + 1, links, links]``, the seconds that each link needs for the
             microbatches after the first.
         peak: the limit of every stage's and every link's maximum.
-        room: ``[entries]``, the cost that a stage and the chain after it may add.
-            Chains that add more are ignored, and their value may be infinite.
+        room: ``[entries]``, the largest cost that a stage and the chain after it may
+            add. Chains that add more are ignored, and their value may be infinite.
     """
     cross = np.where(link <= peak, chain.cross, np.inf)
     chain = dataclasses.replace(chain, cross=cross)
@@ -290,7 +298,7 @@ def solve_tables(
 def _drop_dominated(
     budgets: Budgets, usable: np.ndarray, add: np.ndarray
 ) -> np.ndarray:
-    """Drops stages that cost no less than one with the same layers on fewer devices."""
+    """Drops stages if the same layers on fewer devices do not cost more."""
     if not len(usable):
         return usable
     ranges, kinds = budgets.range_[usable], budgets.kind[usable]
@@ -301,7 +309,7 @@ def _drop_dominated(
         fewer = np.minimum.accumulate(least[:, columns], axis=1)[:, :-1]
         own = least[:, columns[1:]]
         least[:, columns[1:]] = np.where(own < fewer, own, -np.inf)
-    # Dominated entries hold -inf, which equals no cost.
+    # Dropped entries hold -inf, which equals no cost.
     return usable[add[usable] == least[ranges, kinds]]
 
 
@@ -339,7 +347,8 @@ def _extend(
     bounds = np.searchsorted(kinds, np.arange(len(budgets.after) + 1)).tolist()
     for number, (low, high) in enumerate(itertools.pairwise(bounds)):
         if low < high:
-            # All these stages take the same devices, so only the cheapest one matters.
+            # All these stages take the same devices, so only the cheapest of them
+            # matters.
             own = least[low:high][:, budgets.after[number]]
             here = at[low:high]
             target[here, : budgets.size] = np.minimum(target[here, :-1], own)
@@ -375,10 +384,10 @@ class PipelineSpace:
         schedule: a schedule with one chunk per stage.
         entries: stages that a better pipeline may use.
         prices: prices for the bound on the cost of recomputation.
-        chain: the stages as edges of a shortest-path problem.
+        chain: the stages as edges of a shortest-path problem over the layers.
         crossings: the costs that cuts between stages add.
         most_stages: the largest number of stages of a pipeline.
-        low: a lower bound of every pipeline's maximum.
+        low: a lower bound of the maximum (`relaxation`) of every pipeline.
     """
 
     problem: StageProblem
@@ -394,14 +403,15 @@ class PipelineSpace:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bounded:
-    """A space of pipelines, with the bounds that prices on devices give.
+    """A space of pipelines, with the bounds that prices of devices give.
 
     Attributes:
         space: stages that are possible below the cutoff.
         bound_s: a lower bound of every pipeline's time.
-        loosest: lower bounds of each stage's terms, valid at every place in a pipeline.
+        loosest: lower bounds of each stage's terms, valid at every position of a
+            pipeline.
         intervals: the intervals in which the maximum of a better pipeline can lie.
-        price: ``[groups]``, seconds per device.
+        price: ``[groups]``, the price of one device, in seconds.
     """
 
     space: PipelineSpace
@@ -428,7 +438,7 @@ def most_stages(problem: StageProblem) -> int:
 def bound_space(
     problem: StageProblem, costs: LayerCosts, schedule: Schedule, cutoff_s: float
 ) -> Bounded | None:
-    """Bounds a space by prices; None if no pipeline of it can be below the cutoff."""
+    """Bounds a space by prices; None if all its pipelines are above the cutoff."""
     entries = build_entries(problem, costs, cutoff_s)
     stages = most_stages(problem)
     if not len(entries) or not stages:
@@ -510,7 +520,7 @@ def _finite(array: np.ndarray) -> np.ndarray:
 def search_space(
     bounded: Bounded, incumbent: PipelineIncumbent, gap: float, clock: Clock
 ) -> float:
-    """Searches a space for better pipelines, and returns a lower bound of all of them.
+    """Searches a space for better pipelines; returns a lower bound of its pipelines.
 
     Args:
         bounded: the space to search.
@@ -555,7 +565,11 @@ def fixed_space(bounded: Bounded, cutoff: float) -> tuple[PipelineSpace, StageTe
 
 
 class _Programme:
-    """The dynamic programme of a space, whose costs become exact step by step."""
+    """The dynamic programme of a space.
+
+    It begins with lower bounds of stages' costs, and replaces them by exact costs where
+    needed.
+    """
 
     def __init__(
         self,
@@ -601,10 +615,10 @@ class _Programme:
 
 
 class _Places:
-    """The costs that stages add at each place of the pipeline."""
+    """The costs that stages add at each position of the pipeline."""
 
     def __init__(self, programme: _Programme, stages: int | None) -> None:
-        """Prepares terms for ``stages`` stages; None: lower bounds for any number."""
+        """Prepares terms for ``stages`` stages, or lower bounds for any number if None."""
         self.programme = programme
         self.space = programme.space
         self.stages = stages
@@ -632,7 +646,7 @@ class _Places:
         return terms_at(space.entries, space.prices, space.schedule, count, place, kept)
 
     def bound_at(self, counts: range, low: float) -> float:
-        """Bounds the pipelines whose number of stages is in ``counts``."""
+        """A lower bound of the pipelines whose number of stages is in ``counts``."""
         link = self.space.crossings.link
         high = max(low, float(link[np.isfinite(link)].max()))
         high = max([high, *(float(at.peak.max()) for at in self.terms)])
@@ -644,7 +658,7 @@ class _Places:
         )[0]
 
     def known_bound(self, stages: int, low: float) -> float:
-        """A bound for pipelines of ``stages`` stages, from the limits tried so far."""
+        """A lower bound for ``stages`` stages, from the limits tried so far."""
         bound = math.inf
         for peak, values in sorted(self.solved):
             if stages <= len(values):
@@ -655,7 +669,7 @@ class _Places:
     def _tables(self, peak: float) -> Tables:
         """Fills the tables for one limit of the maximum."""
         space, budgets = self.space, self.programme.budgets
-        # The slack for rounding keeps pipelines that are just at the cutoff.
+        # The factor keeps pipelines that rounding would put just above the cutoff.
         room = self.programme.cutoff() * (1 + 1e-9) - self.programme.taken
         tables = solve_tables(
             space.chain, budgets, self.terms, space.crossings.link, peak, room
@@ -686,7 +700,7 @@ class _Places:
         return answer
 
     def _peak(self, chosen: tuple[int, ...]) -> float:
-        """The largest maximum over the stages and links of a chain."""
+        """The maximum over the stages and links of a chain."""
         entries, link = self.space.entries, self.space.crossings.link
         peaks = [
             float(terms.peak[entry])
@@ -699,7 +713,10 @@ class _Places:
         return max([*peaks, *links])
 
     def _try(self, chosen: tuple[int, ...]) -> bool:
-        """Offers a chain; returns whether a stage costs more than its bound."""
+        """Offers a chain to the incumbent.
+
+        Returns whether a stage costs more than its bound.
+        """
         space, entries = self.space, self.space.entries
         changed = False
         for later, entry in enumerate(reversed(chosen), start=1):

@@ -1,8 +1,9 @@
-"""Finds the pipeline with the shortest step, and a lower bound of all others.
+"""Finds the pipeline with the shortest step, and a lower bound of every step.
 
-The bound of a space of pipelines can be below the step of its best pipeline, because
-the bound considers only some chains of tasks. If few pipelines remain between bound and
-best step, the schedule of each of them is simulated.
+A *space* is the set of pipelines with one schedule and one number of microbatches. The
+lower bound of a space can be below the time of its best pipeline, because the bound
+considers only some sequences of tasks. If only a few pipelines have bounds below the
+best time found, the schedule of each of them is simulated.
 """
 
 from __future__ import annotations
@@ -70,12 +71,14 @@ def exhaust_space(
     allowance: Allowance,
     clock: Clock,
 ) -> bool:
-    """Simulates each pipeline that may beat the incumbent; False if some were left out.
+    """Simulates each pipeline that may be faster than the incumbent.
+
+    Returns False if some pipelines were not simulated.
 
     Args:
         bounded: the space of pipelines.
         incumbent: receives the pipelines that are found.
-        gap: improvements below this share are ignored.
+        gap: improvements below this share of the step are ignored.
         allowance: the number of stages that may be tried, for all spaces together.
         clock: the time limit.
     """
@@ -93,7 +96,7 @@ class _Chains:
         allowance: Allowance,
         clock: Clock,
     ) -> None:
-        """Removes stages that cannot be part of a better pipeline."""
+        """Prepares the search: removes stages that are part of no better pipeline."""
         self.space, self.terms = fixed_space(bounded, incumbent.step_s * (1 - gap))
         self.incumbent, self.gap = incumbent, gap
         self.allowance, self.clock = allowance, clock
@@ -104,7 +107,10 @@ class _Chains:
     def extend(
         self, chosen: tuple[int, ...], layer: int, add: float, peak: float
     ) -> bool:
-        """Extends a chain that covers the layers before ``layer`` in all ways."""
+        """Extends a chain of stages by every possible next stage.
+
+        The chain covers the layers before ``layer``.
+        """
         chain, entries = self.space.chain, self.space.entries
         if layer == chain.layers:
             self._offer(chosen)
@@ -153,13 +159,15 @@ class _Chains:
 
 # Uniform pipelines: all stages have the same submesh option.
 #
-# Two rules set the cuts of a uniform pipeline. Either all parts have the same number of
-# layers, or each cut is where the time of the layers before it is nearest to an even
-# share. Interleaved schedules have only uniform pipelines. For all other schedules the
-# search starts from the uniform pipelines.
+# There are two rules for the cuts of a uniform pipeline. Either all parts have the same
+# number of layers. Or part ``k`` of n parts begins where the time of the layers before
+# it is nearest to ``k / n`` of the time of all layers. Interleaved schedules have only
+# uniform pipelines. For all other schedules the search starts from the uniform
+# pipelines.
 #
 # Lower bounds are computed for all options at once. The pipelines are then simulated in
-# order of their bounds, until the next bound is no less than the shortest step found.
+# ascending order of their bounds, until the next bound is at least the shortest step
+# found.
 
 LATE = 500
 """Largest number of pipelines tried after the time limit to find one that fits."""
@@ -182,7 +190,7 @@ class UniformPipeline(NamedTuple):
 def uniform_pipelines(
     problem: StageProblem, most_stages: int, cutoff_s: float = math.inf
 ) -> list[UniformPipeline]:
-    """All uniform pipelines with a bound below the cutoff, least bound first."""
+    """All uniform pipelines with a bound below the cutoff, by ascending bound."""
     found = list[UniformPipeline]()
     for costs in problem.costs:
         for number, schedule in enumerate(problem.schedules):
@@ -214,9 +222,9 @@ def offer_uniform(
     Args:
         problem: the problem of the pipelines.
         incumbent: receives the pipelines.
-        candidates: the pipelines to try, least bound first.
-        clock: the time limit. While no pipeline fits, up to `LATE` more are tried after
-            the limit.
+        candidates: the pipelines to try, in ascending order of their bounds.
+        clock: the time limit. If no pipeline has fitted by then, up to `LATE` more are
+            tried.
 
     Returns:
         A lower bound of the pipelines that were not simulated; ``inf`` if none of them
@@ -247,7 +255,10 @@ def offer_uniform(
 def _stage_counts(
     problem: StageProblem, schedule: Schedule, most_stages: int
 ) -> list[int]:
-    """Divisors of the number of layers, and powers of two; interleaving needs two."""
+    """The numbers of stages to try: divisors of the number of layers, powers of two.
+
+    An interleaved schedule needs at least two stages.
+    """
     layers = problem.num_layers
     most = min(most_stages, layers // schedule.chunks)
     least = 2 if schedule.kind is ScheduleKind.INTERLEAVED else 1
@@ -259,7 +270,7 @@ def _stage_counts(
 
 
 def _rules(costs: LayerCosts, parts: int) -> list[np.ndarray]:
-    """``[parts + 1, options]``: by rule, the cuts of the chain for each option."""
+    """For each rule, ``[parts + 1, options]``: the cuts for each option."""
     layers, options = costs.forward_s.shape
     share = np.arange(parts + 1) / parts
     equal = np.tile((share * layers).round().astype(int)[:, None], (1, options))
@@ -283,7 +294,10 @@ def _bounds(
     stages: int,
     cuts: np.ndarray,
 ) -> np.ndarray:
-    """``[options]``: a bound for any choice of recomputed layers; ``inf`` forbids."""
+    """``[options]``: a lower bound of a step's seconds; ``inf`` forbids an option.
+
+    It holds for any choice of recomputed layers.
+    """
     numbers = np.arange(cuts.shape[1])
 
     def parts(array: np.ndarray) -> np.ndarray:
@@ -335,7 +349,7 @@ def _held_bytes(
 def _held_by_chunk(
     schedule: Schedule, stages: int, microbatches: int, stage: int
 ) -> np.ndarray:
-    """By chunk, the microbatches that a stage holds at its first backward pass."""
+    """For each chunk, the microbatches held at the stage's first backward pass."""
     if schedule.kind is not ScheduleKind.INTERLEAVED:
         kept = kept_microbatches(schedule, microbatches, stages - stage, stages)
         return np.array([kept[0][0]])
@@ -345,8 +359,8 @@ def _held_by_chunk(
     return np.minimum(rounds * stages + last, microbatches)
 
 
-# Local search improves a pipeline by small moves: shift a cut by one layer, or replace
-# a submesh by another one of the same size.
+# Local search improves a pipeline by small moves: it shifts a cut by one layer, or
+# replaces a submesh by another submesh with as many devices.
 #
 # The bounds ignore the work that stages other than the first do once per step. The
 # simulation of a move includes this work.
@@ -356,7 +370,9 @@ TURNS = 4
 
 
 def polish(problem: StageProblem, incumbent: PipelineIncumbent, clock: Clock) -> None:
-    """Offers the neighbours of the best pipeline until no neighbour is better.
+    """Offers the neighbours of the best pipeline to the incumbent until none is better.
+
+    A neighbour is a pipeline that one small move makes.
 
     Args:
         problem: the problem of the pipelines.
@@ -396,7 +412,7 @@ def _neighbours(problem: StageProblem, pipeline: Pipeline) -> Iterator[Pipeline]
 # Mixed pipelines have one stage on each device group. Mixed pipelines are good first
 # solutions if the groups have unequal devices.
 #
-# Each stage gets a share of the chain's time in proportion to its speed.
+# Each stage gets layers in proportion to its speed.
 
 FASTEST = 4
 """Number of options that are tried for each device group."""
@@ -406,7 +422,9 @@ MOST_GROUPS = 4
 def offer_mixed(
     problem: StageProblem, incumbent: PipelineIncumbent, clock: Clock
 ) -> None:
-    """Simulates pipelines with one stage on each device group, fastest options first.
+    """Simulates pipelines with one stage on each device group.
+
+    The fastest options come first.
 
     Args:
         problem: the problem of the pipelines. With a single device group, no pipeline
@@ -455,7 +473,7 @@ def _fastest(problem: StageProblem, work: np.ndarray, group: int) -> list[int]:
 
 
 def _proportional(work: np.ndarray) -> tuple[int, ...]:
-    """Cuts that give each stage a share of the layers' time in proportion to its speed.
+    """Cuts that give each stage layers in proportion to its speed.
 
     Args:
         work: float64 ``[layers, stages]``, seconds of each layer on each stage.
@@ -475,11 +493,11 @@ def _proportional(work: np.ndarray) -> tuple[int, ...]:
     return (*cuts, layers)
 
 
-# Explains why no pipeline fits, by a stage that no pipeline can avoid.
+# If no pipeline fits, a stage that no pipeline can avoid gives the reason.
 
 
 def binding_memory(problem: StageProblem) -> BindingMemory | None:
-    """The stage with the least unavoidable excess over its memory.
+    """The stage whose memory every pipeline exceeds by the smallest factor.
 
     In every pipeline some stage exceeds its memory by at least the same factor, even if
     the stage holds one microbatch and recomputes everything. The result is None if
@@ -523,7 +541,7 @@ def _binding(
 
 
 def _least_bytes(entries: Entries, schedule: Schedule, microbatches: int) -> np.ndarray:
-    """The memory of each stage at the place of the pipeline where it needs least."""
+    """The memory of each stage at the position of the pipeline where it needs least."""
     held = 1
     if schedule.chunks == 1:
         held = kept_microbatches(schedule, microbatches, 1, 1)[0][0]
@@ -534,7 +552,10 @@ def _least_bytes(entries: Entries, schedule: Schedule, microbatches: int) -> np.
 
 
 def _needed_stage(chain: Chain, share: np.ndarray) -> int | None:
-    """The stage with the least share of memory that every chain needs."""
+    """Finds the stage with the least ``share`` that every chain needs.
+
+    Every chain has a stage with at least this share of memory.
+    """
     order = np.argsort(share, kind="stable")
     low, high = 0, len(order)
     if not high or not fits_devices(chain, np.ones(high, bool)):
@@ -563,19 +584,20 @@ def solve_stages(
 ) -> StageSolution:
     """Chooses stages, submeshes, microbatches, schedule and recomputed layers.
 
-    The search space has every cut of the chain, every order of submeshes that fit next
-    to each other, and every set of layers to recompute. Interleaved schedules are
-    limited to uniform pipelines: every stage has the same option, and the parts have
-    equal numbers of layers or equal times. The number of stages of a uniform pipeline
-    divides the number of layers or is a power of two. Pipelines of one stage are in the
-    space, so the result is never worse than the best pipeline of one stage.
+    The search space has every cut of the chain, every order of submeshes that fit on
+    the devices together, and every set of layers to recompute. Interleaved schedules
+    are limited to uniform pipelines: every stage has the same option, and the parts
+    have equal numbers of layers or equal times. The number of stages of a uniform
+    pipeline divides the number of layers or is a power of two. Pipelines of one stage
+    are in the space, so the result is never worse than the best pipeline of one stage.
 
     Args:
         problem: the problem to solve.
         seconds: wall-clock limit; None to stop only when the search is done.
-        gap: the difference of step and bound, relative to the step, at which the
-            pipeline is called optimal.
-        below_s: only shorter steps are searched. If no shorter step exists, the status
+        gap: the largest difference of step and bound, divided by the step, at which the
+            pipeline counts as optimal.
+        below_s: only steps shorter than this are searched. If no shorter step exists,
+            the status
             is unknown, and the bound is about ``below_s``.
     """
     clock = Clock(time.monotonic(), seconds)
@@ -608,7 +630,7 @@ def solve_stages(
 def _search(
     problem: StageProblem, incumbent: PipelineIncumbent, gap: float, clock: Clock
 ) -> float:
-    """Searches all schedules except the interleaved ones; returns their bound."""
+    """Searches all schedules that are not interleaved; returns their lower bound."""
     spaces = list[Bounded]()
     for costs, schedule in itertools.product(problem.costs, problem.schedules):
         if schedule.kind is ScheduleKind.INTERLEAVED:
@@ -621,7 +643,10 @@ def _search(
             spaces.append(space)
 
     def turn(number: int) -> tuple[bool, float]:
-        """Sorts schedules with split backwards last: their weak bounds take longest."""
+        """A sort key: schedules with split backward passes come last.
+
+        Their bounds are weak, so their search takes longest.
+        """
         space = spaces[number]
         return space.space.schedule.splits_backward, space.bound_s
 

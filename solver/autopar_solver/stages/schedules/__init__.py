@@ -1,1 +1,1 @@
-"""Pipeline schedules as tables of tasks: made, checked and simulated."""
+"""Pipeline schedules as tables of tasks: builds, checks and simulates them."""

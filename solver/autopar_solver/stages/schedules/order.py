@@ -5,11 +5,12 @@
   ``S - i - 1`` forward passes, and then alternates between forward and backward. At
   most ``S - i`` microbatches are alive.
 - Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): each stage has several chunks,
-  which divides the time to fill the pipeline by the number of chunks.
+  which divides the time until all stages have work by the number of chunks.
 - ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): the backward pass is split.
   Gradients of weights wait while gradients of inputs are sent to the previous stage.
 
-A schedule's table lists the tasks of each stage in their order.
+A schedule's table lists the tasks of each stage in the order in which the stage runs
+them.
 
 Each stage runs on its own devices. With ``chunks`` chunks per stage, the chain of
 layers is cut into ``chunks * stages`` *parts*: part ``k`` is chunk ``k // stages`` of
@@ -98,7 +99,8 @@ class ScheduleTable:
         stages: the number of stages.
         microbatches: the number of microbatches of a step.
         chunks: the number of parts of the model that each stage has.
-        orders: by stage, int64 ``[tasks, 3]``: kind, microbatch and chunk.
+        orders: for each stage, int64 ``[tasks, 3]``: kind, microbatch and chunk of each
+            task.
     """
 
     stages: int
@@ -169,7 +171,7 @@ def _tasks(kind: TaskKind, microbatches: np.ndarray, chunks: np.ndarray) -> np.n
 def _alternating(
     forwards: np.ndarray, backwards: np.ndarray, warm_up: int
 ) -> np.ndarray:
-    """``warm_up`` forwards, then forwards and backwards alternately, then the rest."""
+    """``warm_up`` forwards, then forwards and backwards in turns, then the rest."""
     late = len(forwards) - warm_up
     pairs = np.stack([forwards[warm_up:], backwards[:late]], axis=1)
     return np.concatenate([forwards[:warm_up], pairs.reshape(-1, 3), backwards[late:]])
@@ -191,7 +193,7 @@ def _one_f_one_b(stages: int, microbatches: int, chunks: int, stage: int) -> np.
 
 
 def _interleave(stages: int, microbatches: int, chunks: int, stage: int) -> np.ndarray:
-    """Rounds of ``stages`` microbatches, each through all chunks.
+    """The interleaved order: rounds of ``stages`` microbatches through all chunks.
 
     Megatron's order requires that ``microbatches`` is a multiple of ``stages``. For
     other numbers, the order is built for the next multiple, and the tasks of
@@ -214,9 +216,9 @@ def _interleave(stages: int, microbatches: int, chunks: int, stage: int) -> np.n
 def _zero_bubble(stages: int, microbatches: int, chunks: int, stage: int) -> np.ndarray:
     """1F1B in which stage ``i`` delays gradients of weights by ``i`` microbatches.
 
-    Each stage then has at most ``stages`` live microbatches, as the first stage has in
-    1F1B. Gradients of activations reach each stage without waiting for gradients of
-    weights.
+    Each stage then has at most ``stages`` live microbatches, as many as the first stage
+    has in 1F1B. Gradients of activations reach each stage without waiting for gradients
+    of weights.
     """
     order = _one_f_one_b(stages, microbatches, chunks, stage)
     numbers = np.arange(microbatches)

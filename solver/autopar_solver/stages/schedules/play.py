@@ -2,8 +2,8 @@
 
 Each stage runs its tasks in order. A task begins as soon as the stage is free and the
 task's input has arrived. Links are queues, first in first out, with one link from each
-stage to each other stage. A message leaves when its link is free, occupies the link for
-its seconds, and arrives one latency later.
+stage to each other stage. A message starts when its link is free, occupies the link for
+its transfer seconds, and arrives one latency after that.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Alive:
     """The microbatches that one stage keeps after each of its tasks has begun.
 
     A chunk *holds* a microbatch from the microbatch's forward pass until its backward
-    pass ends. A microbatch is *pending* from the gradient of its input until the
-    gradient of the weights is done.
+    pass ends. A microbatch is *pending* from the end of its gradient of inputs until
+    the end of its gradient of weights.
 
     Attributes:
         held: int64 ``[tasks, chunks]``: microbatches held while each task runs.
@@ -66,7 +66,7 @@ def check_table(table: ScheduleTable) -> None:
 
     Every part must run each microbatch's forward pass once. It must run either the
     whole backward pass once, or both halves of it. If all stages run their tasks in
-    order, they must never wait for each other in a circle.
+    order, no stages may wait for each other in a circle.
 
     Raises:
         InputError: a task is missing, repeated, unknown, or waits forever; the message
@@ -123,7 +123,7 @@ def _run(table: ScheduleTable) -> None:
                 need in done for need in _needs(table.parts, kind, number, part)
             ):
                 break
-            # Both kinds of backward task that send gradients count as one kind.
+            # The two kinds of backward tasks that send gradients count as one kind.
             sent = TaskKind.BACKWARD if kind == TaskKind.BACKWARD_INPUT else kind
             done.add((sent, number, part))
             at[stage] += 1
@@ -159,13 +159,15 @@ class TaskSeconds:
             schedule does not have tasks of its kind.
         forward_link_s: ``[parts - 1]``, seconds for which the activations of a
             microbatch occupy the link from part ``k`` to ``k + 1``.
-        backward_link_s: the same for gradients of activations, from part ``k + 1`` to
-            ``k``.
+        backward_link_s: like ``forward_link_s``, for gradients of activations from part
+            ``k + 1`` to ``k``.
         latency_s: ``[parts - 1]``, the latency between parts ``k`` and ``k + 1``.
-        step_s: ``[stages]``, seconds of each stage's work once per step, after its last
-            task.
-        held_bytes: ``[parts]``, activations of one microbatch while it is held.
-        pending_bytes: ``[parts]``, bytes of one microbatch while it is pending.
+        step_s: ``[stages]``, seconds of each stage's work that runs once per step,
+            after its last task.
+        held_bytes: ``[parts]``, bytes of one microbatch's activations while it is held
+            (`Alive`).
+        pending_bytes: ``[parts]``, bytes of one microbatch while it is pending
+            (`Alive`).
         blocking: whether a stage cannot compute while it sends.
     """
 
@@ -184,12 +186,12 @@ class TaskTimes:
     """The times at which the tasks of a table run.
 
     Attributes:
-        starts_s: by stage, the start of each task in the stage's order.
-        ends_s: by stage, the end of each task, without its sending.
-        makespan_s: when the last stage has finished its tasks and its work once per
-            step.
-        busy_s: ``[stages]``, seconds for which each stage computes, sends while
-            blocked, or works once per step.
+        starts_s: for each stage, the start of each of its tasks, in seconds.
+        ends_s: for each stage, the end of each of its tasks, before its result is sent.
+        makespan_s: the time at which all stages have finished their tasks and their
+            work that runs once per step.
+        busy_s: ``[stages]``, seconds for which each stage computes, including its work
+            once per step, or sends if sending blocks it.
         peak_microbatches: ``[stages]``, the largest number of live activations.
         peak_bytes: ``[stages]``, the largest number of bytes of live activations.
     """
@@ -212,13 +214,13 @@ class TaskTimes:
 def equal_parts(
     table: ScheduleTable, forward_s: float, backward_s: float, weight_s: float = 0.0
 ) -> TaskSeconds:
-    """Seconds of equal parts, with free communication and one byte per microbatch.
+    """Seconds of equal parts. Communication takes no time, each microbatch one byte.
 
     Args:
         table: the table of the parts.
         forward_s: seconds of the forward pass of one microbatch on one part.
         backward_s: seconds of the gradients of inputs and weights together.
-        weight_s: the share of ``backward_s`` for the gradients of weights, in seconds.
+        weight_s: the seconds of ``backward_s`` that the gradients of weights take.
     """
     row = np.zeros(len(TaskKind))
     row[TaskKind.FORWARD], row[TaskKind.BACKWARD] = forward_s, backward_s
@@ -303,12 +305,12 @@ class _Player:
     """The state of a simulation: clocks of stages and links, and arrival times."""
 
     def __init__(self, table: ScheduleTable, seconds: TaskSeconds) -> None:
-        """Starts when only the input of the first part has arrived."""
+        """Starts at the time at which only the input of the first part has arrived."""
         self.table = table
         self.blocking = seconds.blocking
         self.task_s: list[list[float]] = seconds.task_s.tolist()
-        # By direction and sending part: direction 0 is to the next part, 1 to the
-        # previous one.
+        # Indexed by direction and sending part. Direction 0 is to the next part,
+        # direction 1 to the previous part.
         self.link_s: list[list[float]] = [
             [*seconds.forward_link_s.tolist(), 0.0],
             [0.0, *seconds.backward_link_s.tolist()],
@@ -345,7 +347,10 @@ class _Player:
     def _advance(
         self, stage: int, order: list[list[int]], times: list[tuple[float, float]]
     ) -> set[int]:
-        """Runs a stage until an input is missing; returns the receivers of messages."""
+        """Runs a stage until an input is missing.
+
+        Returns the stages that it sent messages to.
+        """
         told = set[int]()
         for place in range(len(times), len(order)):
             kind, number, chunk = order[place]
