@@ -122,7 +122,7 @@ def build_entries(
 def kept_microbatches(
     schedule: Schedule, microbatches: int, later: int, stages: int
 ) -> list[tuple[int, int]]:
-    """Finds how many microbatches a stage holds, and how many of them are pending.
+    """Finds how many microbatches a stage holds, and how many are pending.
 
     Args:
         schedule: a schedule with one chunk per stage.
@@ -131,8 +131,9 @@ def kept_microbatches(
         stages: the number of all stages.
 
     Returns:
-        Pairs of the numbers of microbatches that are held and pending at the same time.
-        At any time, the stage needs at most the memory that one of the pairs needs.
+        Pairs of two numbers: of microbatches that are held, and of microbatches that
+        are pending at the same time. At any time, the stage needs at most the memory
+        that one of the pairs needs.
     """
     if schedule.kind is ScheduleKind.GPIPE:
         return [(microbatches, 0)]

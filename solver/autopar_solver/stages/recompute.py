@@ -75,8 +75,8 @@ def least_recompute_s(
     Args:
         entries: the stages.
         prices: the prices of the problem's layers.
-        kept: pairs of the numbers of microbatches that are held and pending
-            (`schedules.play.Alive`).
+        kept: pairs of two numbers: of microbatches that are held, and of microbatches
+            that are pending (`autopar_solver.stages.schedules.play.Alive`).
     """
     needs = _needs(entries, entries.running_bytes, kept)
     over = np.flatnonzero(needs > 0)

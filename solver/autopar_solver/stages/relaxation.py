@@ -287,8 +287,9 @@ def terms_at(
         schedule: a schedule with one chunk per stage.
         microbatches: the number of microbatches of a step.
         place: the position of the stages.
-        kept: pairs of the number of microbatches that a stage holds and the number of
-            those that are pending (`schedules.play.Alive`).
+        kept: pairs of two numbers: of microbatches that a stage holds, and of
+            microbatches that are pending
+            (`autopar_solver.stages.schedules.play.Alive`).
     """
     again = least_recompute_s(entries, prices, kept)
     return StageTerms(

@@ -618,7 +618,7 @@ class _Places:
     """The costs that stages add at each position of the pipeline."""
 
     def __init__(self, programme: _Programme, stages: int | None) -> None:
-        """Prepares terms for ``stages`` stages, or lower bounds for any number if None."""
+        """Prepares terms for ``stages`` stages; None for bounds for any number."""
         self.programme = programme
         self.space = programme.space
         self.stages = stages

@@ -597,8 +597,7 @@ def solve_stages(
         gap: the largest difference of step and bound, divided by the step, at which the
             pipeline counts as optimal.
         below_s: only steps shorter than this are searched. If no shorter step exists,
-            the status
-            is unknown, and the bound is about ``below_s``.
+            the status is unknown, and the bound is about ``below_s``.
     """
     clock = Clock(time.monotonic(), seconds)
     incumbent = PipelineIncumbent(problem, below_s)
