@@ -138,7 +138,7 @@ def cheapest(chain: Chain, add: np.ndarray) -> Paths:
 def cheapest_before(chain: Chain, add: np.ndarray) -> np.ndarray:
     """``[layers + 1, links]``: the cost of the cheapest chain before each layer.
 
-    The crossing to the next stage is included. The second index is the link of that
+    The crossing to the next stage is included. The second index is the link of the next
     stage.
     """
     order = np.argsort(chain.end, kind="stable")

@@ -499,10 +499,10 @@ def _proportional(work: np.ndarray) -> tuple[int, ...]:
 def binding_memory(problem: StageProblem) -> BindingMemory | None:
     """The stage whose memory every pipeline exceeds by the smallest factor.
 
-    In every pipeline some stage exceeds its memory by at least the same factor, even if
-    the stage holds one microbatch and recomputes everything. The result is None if
-    memory does not explain the failure. Then layers are forbidden, or too few devices
-    are available.
+    In every pipeline some stage exceeds its memory by at least the factor of the
+    returned stage, even if the stage holds one microbatch and recomputes everything.
+    The result is None if memory does not explain the failure. Then layers are
+    forbidden, or too few devices are available.
     """
     found = [
         binding

@@ -64,9 +64,10 @@ def count_alive(table: ScheduleTable, stage: int) -> Alive:
 def check_table(table: ScheduleTable) -> None:
     """Verifies that a table computes a whole step and cannot deadlock.
 
-    Every part must run each microbatch's forward pass once. It must run either the
-    whole backward pass once, or both halves of it. If all stages run their tasks in
-    order, no stages may wait for each other in a circle.
+    Every part must run each microbatch's forward pass once. Every part must also run
+    either the whole backward pass once, or both of its halves: gradients of inputs, and
+    gradients of weights. If all stages run their tasks in order, no stages may wait for
+    each other in a circle.
 
     Raises:
         InputError: a task is missing, repeated, unknown, or waits forever; the message
@@ -214,7 +215,9 @@ class TaskTimes:
 def equal_parts(
     table: ScheduleTable, forward_s: float, backward_s: float, weight_s: float = 0.0
 ) -> TaskSeconds:
-    """Seconds of equal parts. Communication takes no time, each microbatch one byte.
+    """Seconds and bytes of equal parts.
+
+    Communication takes no time, and a live microbatch takes one byte.
 
     Args:
         table: the table of the parts.
