@@ -7,9 +7,9 @@ planned batch size and for any other. `StepEstimate` adds the rows up. Reports, 
 and stages read its totals.
 
 Sums over replicas run once per step, after the loop over microbatches
-(`autopar_passes.replay.replicas.Replicas.add_up`). Each sum is an all-reduce over the
-mesh axis of the replicas. It sums a device's shard of one result of the loop. No work
-overlaps with these sums: the loop has ended and the update waits for them.
+(`autopar_passes.replay.replicas.Replicas.add_up`). Gradients are partial over the mesh
+axis of the replicas, and their sums are those of any deferral. Each other result of the
+loop is summed by an all-reduce over this axis.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from autopar.cost.reassociation import compiled_traffic
 from autopar.cost.traffic import Collective, join_messages
 from autopar.cost.work import beside_ring_s
 from autopar.layouts.assignment import Assignment
-from autopar.layouts.layout import Axes, Layout, ReshardStep, shards
+from autopar.layouts.layout import Axes, ReshardStep, shards
 from autopar.layouts.stacking import partial_along, without
 from autopar.steps.positions import PASSES
 from autopar.steps.work import WorkTable, first_splits
-from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.replay.replicas import AXIS
 
@@ -707,19 +706,20 @@ def all_collectives(
     """The collectives of one step with their messages, also those between replicas.
 
     Args:
-      assignment: strategies as layouts; for one replica if its analysis has ``turns``.
+      assignment: strategies as layouts.
       pricer: the mesh and cluster.
       rounds: as for `compiled_traffic`.
     """
     found = join_messages(pricer, compiled_traffic(assignment, pricer, rounds=rounds))
-    if assignment.analysis.turns is None:
+    if not assignment.replicas:
         return found
     between = _pack_sums(pricer, list(_between(assignment)))
     return sorted([*found, *between], key=lambda c: c.operator)
 
 
 def _between(assignment: Assignment) -> Iterator[Collective]:
-    """Yields the sum over replicas of each result of the loop over microbatches.
+    """Yields the sum over replicas of each result of the loop over microbatches that is
+    whole in a replica.
 
     The sums are not grouped into messages yet.
     """
@@ -727,23 +727,17 @@ def _between(assignment: Assignment) -> Iterator[Collective]:
     for op in assignment.graph.operators:
         if op.equation != loop or op.kind not in ("carry", "stack_step"):
             continue
-        value = op.outputs[1 if op.kind == "carry" else 0]
-        layout = _layout(assignment, op, value)
+        slot = 1 if op.kind == "carry" else 0
+        value = op.outputs[slot]
+        partial, own = assignment.partial_layout(value), assignment.results(op, slot)
+        if partial is not None and AXIS in partial[0]:
+            continue
+        layout = partial[1] if partial is not None else own[0] if own else ()
         parts = math.prod(assignment.sizes[a] for axes in layout for a in axes)
         of = assignment.graph.values[value]
         nbytes = max(of.nbytes, _WIDE_BYTES * of.size)
         step = ReshardStep("all_reduce", (AXIS,), 1.0 / parts, layout)
         yield Collective(step, nbytes, 1.0, value, op.index)
-
-
-def _layout(assignment: Assignment, op: Operator, value: int) -> Layout:
-    """The layout in which a result of the loop is summed over replicas."""
-    partial = assignment.partial_layout(value)
-    if partial is not None:
-        due = assignment.due(value)
-        return partial[1] if due is None else due[-1]
-    own = assignment.results(op, 1 if op.kind == "carry" else 0)
-    return own[0] if own else ()
 
 
 def _pack_sums(pricer: Pricer, found: list[Collective]) -> list[Collective]:

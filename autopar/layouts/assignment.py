@@ -21,7 +21,13 @@ from typing import Any
 
 from autopar.cluster.specs import DeviceSpec
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
-from autopar.layouts.stacking import SCATTER, Stacking, stacking_of, whole_rows
+from autopar.layouts.stacking import (
+    SCATTER,
+    Stacking,
+    stack_between,
+    stacking_of,
+    whole_rows,
+)
 from autopar.layouts.strategies import Copy, Mode, Strategy, layout_of, partial_axes
 from autopar.steps.analysis import Analysis
 from autopar.steps.independence import Independent
@@ -32,6 +38,7 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.replay.layout_plan import LayoutRoute
 from autopar_passes.rules.factor_rule import Dims
 from autopar_passes.sums.finish import Sum
+from autopar_passes.sums.stacked import Deferral
 
 # Sums over devices that a planned program writes as explicit collectives.
 
@@ -145,6 +152,8 @@ class Assignment:
         be postponed are summed once a step.
       apart_bytes: arrays of at most this many bytes are gathered over all devices axis
         by axis (`autopar.layouts.assignment`).
+      replicas: the mesh axes of the replicas that share the microbatches; they split no
+        array. (): every device runs all microbatches.
       graph: the graph of the analysis.
       contraction: the contraction of the analysis.
     """
@@ -158,6 +167,7 @@ class Assignment:
     settled: frozenset[int] = frozenset()
     sums_each_microbatch: bool = False
     apart_bytes: float = 0.0
+    replicas: Axes = ()
     # Copies of fields of the analysis, because they are read for every operator.
     graph: OperatorGraph = dataclasses.field(init=False, repr=False)
     contraction: Contraction = dataclasses.field(init=False, repr=False)
@@ -289,15 +299,31 @@ class Assignment:
     def _stackings(self) -> dict[int, Stacking]:
         # While the deferrals are checked, no value counts as partial.
         self._known["stackings",] = {}
-        found = [
-            stacking
-            for d in self.analysis.deferrals
-            if (d.hoisted and not self.sums_each_microbatch)
-            or any(v in self.codecs or v in self.waiting for v in d.ends)
-            if (stacking := stacking_of(self, d)) is not None
-        ]
+        found: dict[int, Stacking] = {}
+        for d in self.analysis.deferrals:
+            sent = any(v in self.codecs or v in self.waiting for v in d.ends)
+            waits = sent or (d.hoisted and not self.sums_each_microbatch)
+            found |= self.stack(d, waits=waits)
         self._known.clear()
-        return {v: s for s in found for v in s.deferral.members}
+        return found
+
+    def stack(self, deferral: Deferral, *, waits: bool = True) -> dict[int, Stacking]:
+        """The values of a deferral that stay partial, each with its stacking.
+
+        Args:
+          deferral: a deferral of the analysis.
+          waits: whether its sum over devices may wait if the layouts allow it. Sums
+            over replicas always wait for the end of the loop over microbatches.
+        """
+        each = bool(self.replicas) and deferral.hoisted and self.sums_each_microbatch
+        within = stacking_of(self, deferral) if waits and not each else None
+        found = {} if within is None else within.whole
+        if not self.replicas:
+            return found
+        loop, inside = self.analysis.loop, self.analysis.repeated
+        return found | stack_between(
+            self, deferral, within, self.replicas, loop.outputs, inside
+        )
 
     def partial_layout(self, value: int) -> tuple[Axes, Layout] | None:
         """See `LayoutPlan`."""

@@ -5,11 +5,16 @@ operators that contribute to the deferral must have results that are partial ove
 same mesh axes. Second, apart from these axes, every value of the deferral must have the
 layout that the operators around it use. The stacked value then needs no communication
 until the sum.
+
+If replicas share the microbatches of a step, each replica has its own part of the sums
+over microbatches. A gradient is then also partial over the mesh axis of the replicas,
+from the end of the loop over microbatches on (`stack_between`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Protocol
 
 from autopar.layouts.layout import Axes, Layout, axes_of, reshard_steps
@@ -68,6 +73,11 @@ class Stacking:
     deferral: Deferral
     axes: Axes
 
+    @property
+    def whole(self) -> dict[int, Stacking]:
+        """Each value of the deferral with this stacking."""
+        return dict.fromkeys(self.deferral.members, self)
+
     def strip(self, layout: Layout) -> Layout:
         """A layout without the partial axes: the layout of a value during the
         deferral.
@@ -109,6 +119,45 @@ def stacking_of(assignment: Layouts, deferral: Deferral) -> Stacking | None:
         and all(_ends(assignment, stacking, v) for v in deferral.ends)
     )
     return stacking if fits else None
+
+
+def stack_between(
+    assignment: Layouts,
+    deferral: Deferral,
+    within: Stacking | None,
+    replicas: Axes,
+    results: Collection[int],
+    repeated: frozenset[int],
+) -> dict[int, Stacking]:
+    """The values of a deferral that are partial over replicas, with their stackings.
+
+    These are the results of the loop over microbatches, and the values that are
+    computed from them until the sum is due. The result is empty if an operator outside
+    of the loop contributes, or if the layouts do not allow the sum to wait.
+
+    Args:
+      assignment: the layouts.
+      deferral: the deferral.
+      within: its stacking over the devices of each replica; None: its values are whole
+        in a replica.
+      replicas: the mesh axes of the replicas.
+      results: the results of the loop over microbatches.
+      repeated: the equations of the loop's body.
+    """
+    operators, producer = assignment.graph.operators, assignment.contraction.producer
+    made = {c: operators[c].equation for c in deferral.contributions}
+    ends = [v for v in deferral.ends if producer[v].equation not in repeated]
+    if not ends or not repeated.issuperset(made.values()):
+        return {}
+    first = deferral.members.intersection(results)
+    outside = {producer[v].equation for v in first} | repeated
+    later = {v for v in deferral.members if producer[v].equation not in outside}
+    stacking = Stacking(deferral, (*replicas, *(within.axes if within else ())))
+    fits = within is not None or (
+        all(_passes(assignment, stacking, producer[v]) for v in later)
+        and all(_ends(assignment, stacking, v) for v in ends)
+    )
+    return dict.fromkeys(first | later, stacking) if fits else {}
 
 
 def _starts(assignment: Layouts, stacking: Stacking, op: Operator) -> bool:

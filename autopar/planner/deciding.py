@@ -133,7 +133,7 @@ def _replicas(search: Programs) -> None:
     remat = None if asked.remat == "auto" else asked.remat
     alone = dataclasses.replace(asked, stages=1, schedule=None, remat=remat)
     make = functools.partial(plan_replicas, search.analysis, search.cluster, alone)
-    search.judge("replicas", make, 0.0)
+    search.judge("replicas", lambda: make(search.codecs), 0.0)
 
 
 def _rewritten(search: Programs) -> None:

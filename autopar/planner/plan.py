@@ -50,7 +50,7 @@ from autopar.planner.record import (
     restore,
     split_as,
 )
-from autopar.planner.replicas import plan_replicas
+from autopar.planner.replicas import keep_replicas, plan_replicas
 from autopar.planner.search import (
     candidate_meshes,
     meshes_for_manual,
@@ -273,7 +273,8 @@ def _check_program(analysis: Analysis, kept: Plan, options: PlanOptions) -> None
             f"stages={options.stages}: the plan given as layouts= has one stage, whose "
             "layouts are no stage's. Leave layouts= out, or plan with stages=1."
         )
-    if asked not in (None, "auto", kept.microbatches):
+    count = sum(asked) if isinstance(asked, tuple) else asked
+    if count not in (None, "auto", kept.microbatches):
         raise PlanError(
             f"microbatches={asked}: the plan given as layouts= has "
             f"{kept.microbatches}; leave microbatches out."
@@ -319,7 +320,9 @@ def plan_beside(
       PlanError: the cluster has no such mesh as the running plan.
     """
     if running.replicas:
-        return _replicas_beside(analysis, cluster, options, running)
+        return _replicas_beside(
+            analysis, cluster, options, running, request_of(options, sent)
+        )
     try:
         kept = dataclasses.replace(options, layouts=running, microbatches=None)
         return plan_analysis(analysis, cluster, kept, sent)
@@ -340,7 +343,11 @@ def plan_beside(
 
 
 def _replicas_beside(
-    analysis: Analysis, cluster: Cluster, options: PlanOptions, running: Plan
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    running: Plan,
+    codecs: CodecRequest,
 ) -> Plan:
     """As `plan_beside`, on replicas of unequal devices.
 
@@ -356,7 +363,7 @@ def _replicas_beside(
         microbatches="auto",
         layouts=None,
     )
-    found = plan_replicas(analysis, cluster, kept)
+    found = plan_replicas(analysis, cluster, kept, codecs)
     if found.axis_sizes != running.axis_sizes:
         raise PlanError(
             "a batch of this size is planned on another mesh than the running one; "
@@ -378,7 +385,9 @@ def _state_pins(analysis: Analysis, plan: Plan) -> dict[str, PartitionSpec]:
 
 def _check_axes_of(layouts: Plan, options: PlanOptions) -> None:
     """Checks that the options about mesh axes agree with the layouts to keep."""
-    kept, names = layouts.axis_names, options.axis_names
+    # The options are about the mesh of a replica.
+    kept = layouts.axis_names[1 if layouts.replicas else 0 :]
+    names = options.axis_names
     said = {
         f"axis_names={tuple(names or ())}": names is not None and tuple(names) != kept,
         f"max_axes={options.max_axes}": (options.max_axes or len(kept)) < len(kept),
@@ -435,10 +444,12 @@ def _with_layouts(
     """Keeps the layouts of a plan, which may be for another batch size, and chooses
     codecs.
     """
-    if cluster.groups:
+    if bool(cluster.groups) is not bool(layouts.replicas):
+        has = "has replicas" if layouts.replicas else "has no replicas"
         raise PlanError(
-            "layouts=: replicas of unequal devices are planned anew. Leave layouts "
-            "out, or run the plan as it is with plan=."
+            f"layouts=: the plan {has}, which are for groups of unequal devices, and "
+            f"{cluster} is {'of groups' if cluster.groups else 'of equal devices'}. "
+            "Leave layouts out."
         )
     _check_program(analysis, layouts, options)
     _check_axes_of(layouts, options)
@@ -448,6 +459,8 @@ def _with_layouts(
     kept = carried_out(
         analysis, rebatch_plan(analysis, layouts), cluster, seconds=seconds
     )
+    if kept.replicas:
+        return keep_replicas(analysis, cluster, kept, options, codecs)
     result = search_of_one(analysis, cluster, restore(analysis, kept), kept.axis_names)
     best = result.best
     check_fits(best)

@@ -49,6 +49,7 @@ from autopar.steps.update_batches import in_update_batches
 from autopar.units import seconds_text
 from autopar.version import __version__
 from autopar_passes.graph.roles import InputRole
+from autopar_passes.replay.replicas import AXIS
 
 # The solver status that is recorded for a plan whose layouts the user gave.
 GIVEN = "layouts as they were given"
@@ -330,6 +331,7 @@ def assignment_of(analysis: Analysis, plan: Plan) -> Assignment:
         {g.value: g.codec for g in plan.gradients if g.codec},
         sums_each_microbatch=plan.stages[0].sums_each_microbatch,
         apart_bytes=apart_bytes(device, math.prod(plan.axis_sizes)),
+        replicas=(AXIS,) if plan.replicas else (),
     )
 
 

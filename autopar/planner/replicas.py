@@ -33,6 +33,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import Assignment, CopyChoice
 from autopar.layouts.layout import Layout
 from autopar.planner.candidate import Candidate, SearchResult
+from autopar.planner.codecs.choose import CodecRequest, sent_alike, sent_as_asked
 from autopar.planner.hints import (
     check_pinned,
     fitting_meshes,
@@ -42,13 +43,19 @@ from autopar.planner.hints import (
 from autopar.planner.options import PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.programs import as_asked
-from autopar.planner.record import make_plan
-from autopar.planner.search import candidate_meshes, plan_mesh, search
+from autopar.planner.record import GIVEN, make_plan, restore
+from autopar.planner.search import (
+    candidate_meshes,
+    plan_mesh,
+    search,
+    search_of_one,
+)
 from autopar.plans import ClusterData, Plan, ReplicaPlan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
 from autopar.steps.microbatches import check_can_be_dealt_out, with_turns
+from autopar_passes.replay.replicas import AXIS
 from autopar_solver import deal_out
 
 # Names for the mesh axis of the replicas: the first name that no other axis has.
@@ -134,17 +141,9 @@ def price_replica(view: Analysis, found: Candidate, site: ReplicaDevices) -> Can
       found: layouts on the mesh of a single replica.
       site: the devices of the replica.
     """
-    own = found.assignment
-    copies = {
-        key: CopyChoice(_shift_axes(choice.layout), choice.reuse)
-        for key, choice in own.copies.items()
-    }
-    assignment = Assignment(
-        view,
-        (site.count, *own.sizes),
-        tuple(map(_shift_axes, own.strategies)),
-        copies,
-        sums_each_microbatch=own.sums_each_microbatch,
+    sizes = (site.count, *found.assignment.sizes)
+    assignment = dataclasses.replace(
+        _shift_axes(found.assignment, 1), analysis=view, sizes=sizes, replicas=(AXIS,)
     )
     pricer = Pricer(site.whole, site.mesh(_mesh_on(site, found)))
     return dataclasses.replace(
@@ -155,6 +154,8 @@ def price_replica(view: Analysis, found: Candidate, site: ReplicaDevices) -> Can
         peak_memory_bytes=live(assignment, site.part.device).peak_bytes(),
         weights=None,
         lower_s=None,
+        before_s=None,
+        free_s=None,
     )
 
 
@@ -167,9 +168,18 @@ def _mesh_on(site: ReplicaDevices, found: Candidate) -> MeshShape:
     )
 
 
-def _shift_axes(layout: Layout) -> Layout:
-    """A layout on the mesh with one more axis prepended."""
-    return tuple(tuple(axis + 1 for axis in axes) for axes in layout)
+def _shift_axes(found: Assignment, by: int) -> Assignment:
+    """An assignment with other numbers of the mesh axes; ``sizes`` stay the same."""
+
+    def shift(layout: Layout) -> Layout:
+        return tuple(tuple(axis + by for axis in axes) for axes in layout)
+
+    copies = {
+        key: CopyChoice(shift(choice.layout), choice.reuse)
+        for key, choice in found.copies.items()
+    }
+    strategies = tuple(map(shift, found.strategies))
+    return dataclasses.replace(found, strategies=strategies, copies=copies)
 
 
 def slowest_of(plan: Plan) -> int:
@@ -177,13 +187,10 @@ def slowest_of(plan: Plan) -> int:
     return max(range(len(plan.replicas)), key=lambda k: plan.replicas[k].step_s)
 
 
-def on_replica(
-    analysis: Analysis, plan: Plan, cluster: Cluster, number: int
-) -> tuple[Analysis, Pricer]:
-    """The step that one replica of a plan runs, and the replica's prices.
+def replica_pricer(plan: Plan, cluster: Cluster, number: int) -> Pricer:
+    """The prices of one replica of a plan.
 
     Args:
-      analysis: the step in the plan's microbatches.
       plan: a plan with replicas.
       cluster: the cluster of the plan.
       number: number of the replica.
@@ -191,17 +198,32 @@ def on_replica(
     Raises:
       PlanError: the cluster has other replicas, or no such mesh.
     """
-    sites = sites_of(cluster)
+    site = _sites_for(plan, cluster)[number]
+    inner = plan_mesh(site.part, plan.axis_names[1:], plan.axis_sizes[1:])
+    return Pricer(site.whole, site.mesh(inner))
+
+
+def check_mesh(plan: Plan, cluster: Cluster) -> None:
+    """Checks that a cluster has the mesh of a plan of one stage.
+
+    Raises:
+      PlanError: the cluster has other replicas, or no such mesh.
+    """
+    part, first = cluster, 0
+    if plan.replicas or cluster.groups:
+        part, first = _sites_for(plan, cluster)[0].part, 1
+    plan_mesh(part, plan.axis_names[first:], plan.axis_sizes[first:])
+
+
+def _sites_for(plan: Plan, cluster: Cluster) -> tuple[ReplicaDevices, ...]:
+    """The replicas of a cluster, for a plan with as many."""
+    sites = sites_of(cluster) if cluster.groups else ()
     if len(sites) != len(plan.replicas):
         raise PlanError(
             f"the plan has {len(plan.replicas)} replicas, and {cluster} has room for "
-            f"{len(sites)}."
+            f"{len(sites)}: make another plan for it with autopar.plan."
         )
-    site = sites[number]
-    inner = plan_mesh(site.part, plan.axis_names[1:], plan.axis_sizes[1:])
-    pricer = Pricer(site.whole, site.mesh(inner))
-    turns = plan.replicas[number].microbatches
-    return with_turns(analysis, turns), pricer
+    return sites
 
 
 # Status of a plan with replicas.
@@ -229,9 +251,14 @@ class Dealt:
     replicas: tuple[Candidate, ...]
 
     @property
+    def slowest(self) -> Candidate:
+        """The slowest replica."""
+        return max(self.replicas, key=lambda c: c.step_s)
+
+    @property
     def step_s(self) -> float:
         """Seconds of a step: those of the slowest replica."""
-        return max(c.step_s for c in self.replicas)
+        return self.slowest.step_s
 
     def expected_s(self, count: int) -> float:
         """An estimate of the least seconds of a step with another number of
@@ -249,20 +276,22 @@ class Dealt:
         return max(s * n for s, n in zip(each, shares, strict=True))
 
 
-def plan_replicas(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> Plan:
+def plan_replicas(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, codecs: CodecRequest
+) -> Plan:
     """Plans a step as replicas, one or more on each group of a cluster.
 
     Args:
       analysis: the step on the whole batch.
       cluster: of groups of unequal devices.
       options: hints and limits; axes and pins refer to the mesh of a replica.
+      codecs: the user's request about codecs.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
       PlanError: the groups have no replicas of equal shape, the batch cannot be split,
         or an option is not supported for replicas.
     """
-    _check_options(options)
     started = time.perf_counter()
     sites = sites_of(cluster)
     whole = analysis.whole or analysis
@@ -277,7 +306,7 @@ def plan_replicas(analysis: Analysis, cluster: Cluster, options: PlanOptions) ->
         left.remove(count)
         say(f"dealing {count} microbatches out to {len(sites)} replicas")
         try:
-            found = _deal_best(whole, options, sites, count)
+            found = _deal_best(whole, options, sites, count, codecs)
         except InfeasibleError as error:
             failed = error
             continue
@@ -291,21 +320,45 @@ def plan_replicas(analysis: Analysis, cluster: Cluster, options: PlanOptions) ->
     if best is None:
         assert failed is not None
         raise failed
-    return _write_plan(best, cluster, sites, time.perf_counter() - started)
+    return _write_plan(best, cluster, sites, time.perf_counter() - started, codecs)
 
 
-def _check_options(options: PlanOptions) -> None:
-    """Raises `PlanError` for options that are not supported for replicas."""
-    if options.compression != "none":
-        raise PlanError(
-            f"compression={options.compression!r}: replicas of unequal devices send "
-            "gradients as they are. Leave compression out, or plan with stages='auto'."
-        )
-    if options.layouts is not None:
-        raise PlanError(
-            "layouts=: replicas of unequal devices are planned anew. Leave layouts "
-            "out, or run the plan as it is with plan=."
-        )
+def keep_replicas(
+    analysis: Analysis,
+    cluster: Cluster,
+    plan: Plan,
+    options: PlanOptions,
+    codecs: CodecRequest,
+) -> Plan:
+    """Keeps the layouts and the shares of a plan with replicas, and chooses codecs.
+
+    Args:
+      analysis: the step as the plan runs it (`autopar.planner.record.split_as`).
+      cluster: of groups of unequal devices.
+      plan: the plan.
+      options: hints and limits; the microbatches may give other shares.
+      codecs: the user's request about codecs.
+
+    Raises:
+      InfeasibleError: a replica does not fit the memory of its devices.
+      PlanError: the cluster has other replicas, the plan is for another step, or a
+        codec that was asked for cannot be used.
+    """
+    started = time.perf_counter()
+    sites = _sites_for(plan, cluster)
+    counts = tuple(r.microbatches for r in plan.replicas)
+    if isinstance(options.microbatches, tuple):
+        counts = options.microbatches
+    view = functools.cache(functools.partial(with_turns, analysis))
+    own = _shift_axes(restore(analysis, plan), -1)
+    alone = dataclasses.replace(own, sizes=own.sizes[1:], replicas=(), codecs={})
+    found = search_of_one(view(1), sites[0].part, alone, plan.axis_names[1:]).best
+    mesh = found.pricer.mesh
+    check_pinned(options.pins or {}, analysis, found.assignment, mesh)
+    asked = dataclasses.replace(options, microbatches=counts)
+    dealt = _best_shares(view, found, sites, asked, codecs)
+    spent_s = time.perf_counter() - started
+    return _write_plan(dealt, cluster, sites, spent_s, codecs, GIVEN)
 
 
 def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]:
@@ -351,7 +404,11 @@ def _most_promising(best: Dealt, counts: Sequence[int]) -> int | None:
 
 
 def _deal_best(
-    whole: Analysis, options: PlanOptions, sites: Sequence[ReplicaDevices], count: int
+    whole: Analysis,
+    options: PlanOptions,
+    sites: Sequence[ReplicaDevices],
+    count: int,
+    codecs: CodecRequest,
 ) -> Dealt:
     """The best layouts and shares for a number of microbatches.
 
@@ -373,7 +430,7 @@ def _deal_best(
             key = axes, own.strategies, own.copies, own.sums_each_microbatch
             if key not in known:
                 known.append(key)
-                found.append(_best_shares(view, layouts, sites, options))
+                found.append(_best_shares(view, layouts, sites, options, codecs))
         except InfeasibleError as error:
             failed = error
     if not found:
@@ -396,15 +453,14 @@ def _search_alone(
 
     # The search leaves out the sums over replicas; `price_replica` adds them
     # afterwards.
-    alone = dataclasses.replace(view, turns=None)
     result = search(
-        alone,
+        view,
         site.part,
         meshes=meshes,
         seconds=options.seconds,
         restriction=restrict if pins else None,
     )
-    check_pinned(pins, alone, result.best.assignment, result.best.pricer.mesh)
+    check_pinned(pins, view, result.best.assignment, result.best.pricer.mesh)
     return result.best
 
 
@@ -413,14 +469,54 @@ def _best_shares(
     layouts: Candidate,
     sites: Sequence[ReplicaDevices],
     options: PlanOptions,
+    codecs: CodecRequest,
 ) -> Dealt:
-    """The best shares for given layouts.
+    """The best shares for given layouts, with the codecs that were asked for.
+
+    All replicas send a gradient by the same codec. The codecs are chosen on the replica
+    that is the slowest without codecs, and the shares are then chosen again.
 
     Args:
       view: the number of microbatches of a replica -> the step that the replica runs.
       layouts: layouts on the mesh of a single replica.
       sites: the devices of each replica.
       options: options, which may fix the shares.
+      codecs: the user's request about codecs.
+
+    Raises:
+      InfeasibleError: a replica does not fit the memory of its devices.
+      PlanError: no gradient can use the codec that was asked for.
+    """
+    plain = _shares_at(view, layouts, sites, options)
+    if codecs.mode == "none":
+        return plain
+    last = plain.slowest
+    sent = sent_as_asked(last.assignment.analysis, last, codecs).sending
+
+    def send(candidate: Candidate) -> Candidate:
+        assert sent is not None
+        own = candidate.assignment.analysis
+        return sent_alike(own, candidate, sent, codecs.errors)
+
+    return _shares_at(view, layouts, sites, options, send)
+
+
+def _shares_at(
+    view: Callable[[int], Analysis],
+    layouts: Candidate,
+    sites: Sequence[ReplicaDevices],
+    options: PlanOptions,
+    send: Callable[[Candidate], Candidate] = lambda candidate: candidate,
+) -> Dealt:
+    """The best shares for given layouts and codecs; for the arguments see
+    `_best_shares`.
+
+    Args:
+      view: a number of microbatches -> the step of a replica.
+      layouts: layouts on the mesh of a single replica.
+      sites: the devices of each replica.
+      options: options, which may fix the shares.
+      send: adds the codecs to a priced replica.
 
     Raises:
       InfeasibleError: a replica does not fit the memory of its devices.
@@ -432,7 +528,7 @@ def _best_shares(
     def at(site: ReplicaDevices, turns: int) -> Candidate:
         key = site.kind, turns
         if key not in known:
-            known[key] = price_replica(view(turns), layouts, site)
+            known[key] = send(price_replica(view(turns), layouts, site))
             _check_fits(known[key], site)
         return known[key]
 
@@ -490,7 +586,7 @@ def _between(known: dict[int, float], most: int) -> list[float]:
 
 def _check_fits(found: Candidate, site: ReplicaDevices) -> None:
     """Raises `InfeasibleError` if a replica does not fit its devices."""
-    need, have = found.peak_memory_bytes, site.part.memory_bytes
+    need, have = found.held_bytes, site.part.memory_bytes
     if need > have:
         raise InfeasibleError(
             f"a replica on {site.part} needs {need / 1e9:.3g} GB on each device, which "
@@ -500,25 +596,30 @@ def _check_fits(found: Candidate, site: ReplicaDevices) -> None:
 
 
 def _write_plan(
-    dealt: Dealt, cluster: Cluster, sites: Sequence[ReplicaDevices], seconds: float
+    dealt: Dealt,
+    cluster: Cluster,
+    sites: Sequence[ReplicaDevices],
+    seconds: float,
+    codecs: CodecRequest,
+    status: str = STATUS,
 ) -> Plan:
     """The plan of the slowest replica, with the shares of all replicas."""
-    last = max(dealt.replicas, key=lambda c: c.step_s)
+    last = dealt.slowest
     view = last.assignment.analysis
-    tried = ((last.pricer.mesh, last),)
-    made = make_plan(view, SearchResult(last, tried, seconds, searched=False))
+    found = SearchResult(last, ((last.pricer.mesh, last),), seconds, searched=False)
+    made = make_plan(view, found, None if codecs.mode == "none" else codecs)
     replicas = tuple(
         ReplicaPlan(
             devices=str(site.part),
             microbatches=n,
             step_s=c.step_s,
-            peak_memory_bytes=float(c.peak_memory_bytes),
+            peak_memory_bytes=float(c.held_bytes),
         )
         for site, n, c in zip(sites, dealt.counts, dealt.replicas, strict=True)
     )
     most = max(r.peak_memory_bytes for r in replicas)
     # The step time of other shares and layouts has no proved bound.
-    solver = msgspec.structs.replace(made.solver, status=STATUS, gap=1.0, bound=0.0)
+    solver = msgspec.structs.replace(made.solver, status=status, gap=1.0, bound=0.0)
     return msgspec.structs.replace(
         made,
         cluster=ClusterData.of(cluster),

@@ -332,10 +332,6 @@ def check_replicas(
                 f"'{owner}' is split over '{name}', the axis of the replicas, each of "
                 "which needs all of it."
             )
-    if any(g.codec for g in stage.gradients):
-        raise PlanError(
-            "a plan with replicas sends gradients as they are, and this one has codecs."
-        )
 
 
 def _layouts(stage: StagePlan) -> Iterator[tuple[str, set[str]]]:

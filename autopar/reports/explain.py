@@ -23,13 +23,14 @@ from autopar.planner.hints import pin_restriction
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.proposals import Proposal
 from autopar.planner.record import assignment_of, restore
-from autopar.planner.replicas import on_replica, slowest_of
+from autopar.planner.replicas import replica_pricer, slowest_of
 from autopar.planner.search import plan_mesh
 from autopar.planner.solving import solve_mesh
 from autopar.plans import Plan, Spec
 from autopar.plans.specs import spec_text
 from autopar.reports.table import CollectiveRow, template
 from autopar.steps.analysis import Analysis
+from autopar.steps.microbatches import with_turns
 from autopar.steps.names import array_name
 from autopar.terminal import columns
 from autopar.units import bytes_text, seconds_text
@@ -127,8 +128,8 @@ def bind_plan(
         collectives = tuple(all_collectives(assignment, pricer))
         return BoundPlan(assignment.analysis, plan, assignment, pricer, collectives)
     number = slowest_of(plan) if replica is None else replica
-    view, pricer = on_replica(assignment.analysis, plan, cluster, number)
-    own = plan.replicas[number]
+    own, pricer = plan.replicas[number], replica_pricer(plan, cluster, number)
+    view = with_turns(assignment.analysis, own.microbatches)
     return bind_part(
         plan, assignment_of(view, plan), pricer, own.step_s, own.peak_memory_bytes
     )

@@ -21,7 +21,7 @@ from autopar.planner.codecs.choose import EDITED, Errors
 from autopar.planner.edited import carried_out
 from autopar.planner.options import PlanOptions, as_cluster, as_plan
 from autopar.planner.record import check_plan
-from autopar.planner.search import plan_mesh
+from autopar.planner.replicas import check_mesh
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, placement
 from autopar.runtime.placement import device_mesh, home_meshes, stage_meshes
@@ -146,7 +146,7 @@ def fitting_layouts(options: PlanOptions, cluster: Cluster) -> PlanOptions:
     if kept is None:
         return options
     try:
-        plan_mesh(cluster, kept.axis_names, kept.axis_sizes)
+        check_mesh(kept, cluster)
     except PlanError as error:
         warnings.warn(
             f"layouts=: {error} New layouts are found for it, with the same codecs. "

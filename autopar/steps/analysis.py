@@ -69,7 +69,7 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.split import stacked_state
 from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.calls import NOT_NAMED, NamedRoles, StepCall
-from autopar_passes.program.equations import Program
+from autopar_passes.program.equations import Equation, Program, walk
 from autopar_passes.program.static_leaves import struct_of
 from autopar_passes.program.trace import (
     TracedStep,
@@ -251,6 +251,18 @@ class Analysis:
                 "this analysis is of a program alone: make it with analyse(step, args)."
             )
         return self.traced
+
+    @_untimed
+    def repeated(self) -> frozenset[int]:
+        """The equations inside of the loop over microbatches."""
+        inside = [e.index for r in self.loop.regions for e in walk(r)]
+        return frozenset(inside)
+
+    @_untimed
+    def loop(self) -> Equation:
+        """The loop over microbatches of a step that has one."""
+        index = self.pytrees.loop
+        return next(e for e in self.program.body.equations if e.index == index)
 
     @_untimed
     def carried_arguments(self) -> dict[int, int]:

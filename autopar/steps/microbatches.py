@@ -29,7 +29,7 @@ from autopar_passes.microbatches.accumulate import accumulate_step
 from autopar_passes.microbatches.facts import Combine, Microbatched, MicrobatchError
 from autopar_passes.microbatches.find import split_step, unsplit
 from autopar_passes.program.calls import StepCall
-from autopar_passes.program.equations import Equation, Program, walk
+from autopar_passes.program.equations import Program, walk
 from autopar_passes.program.trace import TracedStep, trace_call
 from autopar_passes.remat.copies import RematError, trace_without_checkpoints
 from autopar_passes.replay.replicas import can_add_up
@@ -318,7 +318,7 @@ def check_can_be_dealt_out(analysis: Analysis) -> None:
                 f"{name}: it returns random keys for each row ({dtype}), which "
                 "replicas of unequal devices cannot put together."
             )
-    repeated = walk(_loop(analysis).regions[0])
+    repeated = [*walk(analysis.loop.regions[0])]
     if any(is_ordered(e.source) for e in repeated):
         raise PlanError(
             f"{name}: it calls the host in order, and replicas of unequal devices run "
@@ -342,25 +342,18 @@ def with_turns(analysis: Analysis, turns: int) -> Analysis:
       analysis: the analysis of the step in microbatches.
       turns: the number of microbatches that the replica runs.
     """
-    count, loop = analysis.microbatches, _loop(analysis)
-    inside = {e.index for e in walk(loop.regions[0])}
+    count, loop = analysis.microbatches, analysis.loop.index
     operators = tuple(
         _scale_operator(op, turns / count)
-        if op.equation in inside
+        if op.equation in analysis.repeated
         else _at_boundary(op, count, turns)
-        if op.equation == loop.index
+        if op.equation == loop
         else op
         for op in analysis.graph.operators
     )
     graph = dataclasses.replace(analysis.graph, operators=operators)
     replica = analysis.with_operators(graph)
     return dataclasses.replace(replica, turns=turns, counted=analysis)
-
-
-def _loop(analysis: Analysis) -> Equation:
-    """The loop over the microbatches."""
-    index = analysis.pytrees.loop
-    return next(e for e in analysis.program.body.equations if e.index == index)
 
 
 def _scale_operator(op: Operator, factor: float) -> Operator:

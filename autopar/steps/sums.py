@@ -35,7 +35,8 @@ def times_due(graph: OperatorGraph, maker: Operator, value: int) -> float:
     if value in graph.accumulated:
         trips /= graph.microbatches
     if maker.kind == "stack_step":
-        trips /= graph.values[maker.outputs[0]].shape[0]
+        # A replica runs only some of the iterations of a loop over microbatches.
+        trips = max(1.0, trips / graph.values[maker.outputs[0]].shape[0])
     return trips
 
 

@@ -144,7 +144,9 @@ def sent_as_asked(
     mesh = candidate.pricer.mesh.axes
     found = sites(analysis, candidate.assignment, mesh, candidate.collectives)
     _check_codecs(found, request)
-    if candidate.assignment.sums_each_microbatch:
+    layouts = candidate.assignment
+    # Replicas sum once a step among each other, whatever is summed within each.
+    if layouts.sums_each_microbatch and not layouts.replicas:
         return dataclasses.replace(
             candidate, sending=_as_they_are(candidate, found, request)
         )
@@ -158,6 +160,29 @@ def sent_as_asked(
     else:
         sending = _choose_sending(candidate, found, request)
     return dataclasses.replace(candidate, sending=sending)
+
+
+def sent_alike(
+    analysis: Analysis, candidate: Candidate, sending: Sending, errors: Errors
+) -> Candidate:
+    """Returns a candidate whose gradients are sent as in another candidate.
+
+    Args:
+      analysis: the step.
+      candidate: layouts, on other devices.
+      sending: how the gradients of the same layouts are sent elsewhere.
+      errors: measured relative errors, by gradient and codec.
+    """
+    mesh = candidate.pricer.mesh.axes
+    found = sites(analysis, candidate.assignment, mesh, candidate.collectives)
+    same = [
+        dataclasses.replace(site, summations=(summation,)) if text else site
+        for site, text, summation in zip(
+            found, sending.codecs, sending.summations, strict=True
+        )
+    ]
+    made = judge_codecs(candidate, same, sending.codecs, errors)
+    return dataclasses.replace(candidate, sending=made)
 
 
 def _as_they_are(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 
 import msgspec
 
@@ -24,7 +24,6 @@ from autopar.cost.combining import SUMS
 from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
-from autopar.layouts.stacking import stacking_of
 from autopar.layouts.summation import Summation, summations
 from autopar.plans import GradientDecision
 from autopar.steps.analysis import Analysis
@@ -149,40 +148,42 @@ def sites(
     for deferral in analysis.deferrals:
         if not deferral.gradients:
             continue
-        summation = stacking_of(assignment, deferral)
-        if summation is None:
-            continue
-        itemsize = _summed_itemsize(analysis.graph, deferral, summed)
+        held = assignment.stack(deferral)
+        itemsize = _summed_itemsize(analysis.graph, deferral, held, summed)
         out += [
             Site(
                 value=value,
                 name=names[value],
                 shape=(shape := tuple(analysis.graph.values[value].shape)),
-                axes=summation.axes,
+                axes=held[value].axes,
                 summations=summations(
-                    shape, assignment.home_layout(value), summation.axes, mesh
+                    shape, assignment.home_layout(value), held[value].axes, mesh
                 ),
                 ready=analysis.contraction.producer[value].index,
                 itemsize=itemsize,
             )
             for value in deferral.ends
-            if value in deferral.gradients
+            if value in deferral.gradients and value in held
         ]
     return out
 
 
 def _summed_itemsize(
-    graph: OperatorGraph, deferral: Deferral, summed: Mapping[int, float]
+    graph: OperatorGraph,
+    deferral: Deferral,
+    held: Collection[int],
+    summed: Mapping[int, float],
 ) -> float:
     """Bytes that are summed for each element of the final values of a deferral.
 
     Args:
       graph: the operators.
       deferral: the postponed sum of the gradients.
+      held: the values of the deferral that stay partial.
       summed: bytes that the sum of each value moves in a step without codecs.
     """
     ends = [graph.values[v] for v in deferral.ends]
-    nbytes = sum(summed.get(v, 0.0) for v in deferral.members)
+    nbytes = sum(summed.get(v, 0.0) for v in held)
     # If another operator takes the sums, the bytes of the final values are counted
     # instead.
     return (nbytes or sum(v.nbytes for v in ends)) / max(1, sum(v.size for v in ends))
@@ -340,7 +341,7 @@ def left_to_compiler(
     out: dict[str, list[str]] = {UNSUMMED: [], EARLY: []}
     for deferral in analysis.deferrals:
         makers = [analysis.graph.operators[c] for c in deferral.contributions]
-        summed = any(assignment.partial_of(op) for op in makers)
+        summed = assignment.replicas or any(map(assignment.partial_of, makers))
         for value in deferral.ends:
             if value in deferral.gradients and value not in known:
                 out[EARLY if summed else UNSUMMED].append(names[value])

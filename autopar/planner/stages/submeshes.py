@@ -36,6 +36,7 @@ from autopar.planner.problem import (
     small_state,
 )
 from autopar.planner.recipes import most_split
+from autopar.planner.replicas import replica_pricer, slowest_of
 from autopar.planner.search import candidate_meshes, plan_mesh
 from autopar.planner.solving import Limit
 from autopar.planner.weights import Weights
@@ -601,6 +602,8 @@ def stage_cluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
 def stage_pricers(plan: Plan, cluster: Cluster | None = None) -> tuple[Pricer, ...]:
     """The pricer of each stage of a plan; works for plans of one stage, too.
 
+    The pricer of a plan with replicas is that of the slowest replica.
+
     Args:
       plan: the plan.
       cluster: all devices; None: the devices that the plan was made for.
@@ -609,6 +612,8 @@ def stage_pricers(plan: Plan, cluster: Cluster | None = None) -> tuple[Pricer, .
       PlanError: the cluster does not have the meshes of the stages.
     """
     whole = plan.cluster.read() if cluster is None else cluster
+    if plan.replicas:
+        return (replica_pricer(plan, whole, slowest_of(plan)),)
     if len(plan.stages) == 1:
         parts = (whole,)
     else:

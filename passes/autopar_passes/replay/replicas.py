@@ -25,7 +25,6 @@ from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import constrain
 from autopar_passes.replay.values import Values
-from autopar_passes.sums.finish import Sum, behind, run_and_sum
 from autopar_passes.sums.stacked import sum_partials
 
 # Constants, carry and slices of one iteration -> new carry and stacked values.
@@ -135,8 +134,8 @@ class Replicas:
     def add_up(self, values: Values, op: Operator, array: Any) -> Any:
         """Adds one result of `run` over the replicas, in the layouts of the plan.
 
-        If a sum over the devices of each replica must be computed here, it is computed
-        first. A device then sends to other replicas at most its own part of the result.
+        A result that the plan holds as partial over the replicas is a stacked array
+        from here on, like any partial value.
 
         Args:
           values: the values of the program, outside of the loop.
@@ -151,23 +150,16 @@ class Replicas:
             first = layouts[0] if layouts else ((),) * (array.ndim - 1)
             array = constrain(array, mesh, ((AXIS,), *first))
             return values.pin(_total(array), layouts)
-        if op.kind == "stack_step":
-            array = jnp.moveaxis(array, 2, 1)
         axes, layout = partial
-        array = constrain(array, mesh, ((AXIS,), axes, *layout))
-        due = plan.due(value)
-        if due is None:
-            return values.defer(value, _total(array))
-        if sums := plan.sums(value):
-            lies, steps = ((AXIS,), axes, *layout), [_of_each(step) for step in sums]
-            array = run_and_sum(lambda shard: shard[:, 0], [array], [lies], steps, mesh)
-            due = behind(due, sums) or (sums[-1].layout,)
-        else:
-            zero = np.zeros((), array.dtype)
-            array = jax.lax.reduce(array, zero, jax.lax.add, (1,))
-        for stated in due:
-            array = constrain(array, mesh, ((AXIS,), *stated))
-        return values.pin(_total(array), due[-1:])
+        within = tuple(a for a in axes if a != AXIS)
+        if within:
+            if op.kind == "stack_step":
+                array = jnp.moveaxis(array, 2, 1)
+            array = constrain(array, mesh, ((AXIS,), within, *layout))
+            if AXIS not in axes:
+                return values.defer(value, _total(array))
+            array = array.reshape(-1, *array.shape[2:])
+        return values.defer(value, array)
 
 
 @contextlib.contextmanager
@@ -193,12 +185,6 @@ def _stacked_shapes(
         return turn(held, carried, [x[0] for x in arrays])[1][0]
 
     return jax.eval_shape(make, constants, carry, slices)
-
-
-def _of_each(step: Sum) -> Sum:
-    """A collective on each replica's part of an array ``(replicas, ...)``."""
-    dim = None if step.dim is None else step.dim + 1
-    return dataclasses.replace(step, dim=dim, layout=((AXIS,), *step.layout))
 
 
 def _total(array: Any) -> Any:

@@ -254,7 +254,6 @@ def test_layers_may_be_computed_again() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"compression": "int8"}, "send gradients as they are"),
         ({"microbatches": 1}, "runs one or more"),
         ({"microbatches": [1, 2, 3]}, "has 2 replicas, and 3 are given"),
         ({"microbatches": [8, 3]}, "11 does not divide"),
