@@ -291,7 +291,7 @@ def planned_step(
     if noise is not None:
         assignment = with_waiting(assignment)
     analysis = assignment.analysis
-    dealt = _replicas(analysis, plan, noise, wait, turns)
+    dealt = _replicas(analysis, plan, wait, turns)
     run = replay(analysis.program, analysis.graph, assignment, mesh, dealt)
     run = _give_name(run, analysis)
     carried = tuple(sorted(analysis.carried_arguments)) if donate else ()
@@ -353,22 +353,12 @@ def planned_step(
 def _replicas(
     analysis: Analysis,
     plan: Plan,
-    noise: NoiseOptions | None,
     wait: Wait | None,
     turns: int | None,
 ) -> Replicas | None:
-    """Returns the microbatches of each replica; None for a plan without replicas.
-
-    Raises:
-      PlanError: the noise scale is asked for, which replicas do not support.
-    """
+    """Returns the microbatches of each replica; None for a plan without replicas."""
     if not plan.replicas:
         return None
-    if noise is not None:
-        raise PlanError(
-            "noise_scale: the replicas of this plan have unequal numbers of "
-            "microbatches, whose gradients are not compared. Leave noise_scale out."
-        )
     loop = analysis.pytrees.loop
     assert loop is not None
     counts = tuple(r.microbatches for r in plan.replicas)

@@ -321,15 +321,15 @@ class NoiseMeter:
 
     # Methods of a `Watch`.
 
-    def inside(self, equation: int, read: Read) -> Any:
+    def inside(self, equation: int, read: Read, mesh: Any) -> Any:
         """See `autopar_passes.replay.layout_plan.Watch`."""
         sources = self._of_loop(equation)
         if not sources:
             return ()
-        wanted = [self._read(source, read) for source in sources]
-        return device_norms(self.noise.mesh, wanted)
+        wanted = [self._read(source, read, mesh) for source in sources]
+        return device_norms(mesh, wanted)
 
-    def _read(self, source: GradientSource, read: Read) -> Norm:
+    def _read(self, source: GradientSource, read: Read, mesh: Any) -> Norm:
         """The norm of the partial gradients of all groups."""
         moment = self._moment(source)
         value = source.bare if moment is None else source.parts
@@ -338,7 +338,7 @@ class NoiseMeter:
         if isinstance(array, Stacked):
             return self._parts_of(source, array)
         layout = self.noise.assignment.home_layout(value)
-        return Norm(constrain(array, self.noise.mesh, layout), layout, (), moment)
+        return Norm(constrain(array, mesh, layout), layout, (), moment)
 
     def after(self, equation: int, seen: Any) -> None:
         """See `autopar_passes.replay.layout_plan.Watch`."""
@@ -359,7 +359,8 @@ class NoiseMeter:
             self._whole[source.value] = whole = self._as_kept(source, array)
             self._values[source.value] = whole.array
             if source.loop < 0 and source.groups > 1:
-                self._parts[source.value] = self._read(source, read)
+                parts = self._read(source, read, self.noise.mesh)
+                self._parts[source.value] = parts
 
     # After the step.
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.layouts.layout import Axes, Layout, axes_of
 from autopar.runtime.gradients.synchroniser import Arrays, CodecSynchroniser, Measure
-from autopar_passes.layouts import constrain, partition_spec
+from autopar_passes.layouts import automatic_axes, constrain, partition_spec
 from autopar_passes.sums.stacked import Stacked
 
 # The default of `optax.adam`.
@@ -58,7 +58,8 @@ def device_norms(mesh: Any, wanted: Sequence[Norm]) -> jax.Array:
     The sum of the parts over all devices is the squared norm.
 
     Args:
-      mesh: the mesh.
+      mesh: the mesh. Within a loop over the microbatches of a replica, the devices are
+        those of the replica.
       wanted: k arrays.
 
     Returns:
@@ -78,11 +79,13 @@ def device_norms(mesh: Any, wanted: Sequence[Norm]) -> jax.Array:
             mesh, [dataclasses.replace(n, array=x, moment=m) for n, x, m in each]
         )
 
+    free = automatic_axes(mesh)
     return jax.shard_map(
         rows,
         mesh=mesh,
         in_specs=(specs, inner),
-        out_specs=PartitionSpec(mesh.axis_names),
+        out_specs=PartitionSpec(tuple(n for n in mesh.axis_names if n in free)),
+        axis_names=free,
         check_vma=False,
     )([n.array for n in wanted], moments)
 
@@ -91,7 +94,7 @@ def own_norms(mesh: Any, blocks: Sequence[Norm]) -> jax.Array:
     """One device's part of k squared norms, float32 (1, k).
 
     Args:
-      mesh: the mesh. The caller's `jax.shard_map` is manual over all its axes.
+      mesh: the mesh. The caller's `jax.shard_map` is manual over its automatic axes.
       blocks: for each of the k arrays the shard on this device, with the shard of the
         second moment.
     """
@@ -102,8 +105,11 @@ def own_norms(mesh: Any, blocks: Sequence[Norm]) -> jax.Array:
 def _own_part(mesh: Any, norm: Norm) -> jax.Array:
     """One device's part of a squared norm, from its shard of the array."""
     names, used = mesh.axis_names, axes_of(norm.layout)
+    free = automatic_axes(mesh)
     copies = math.prod(
-        mesh.shape[name] for a, name in enumerate(names) if a not in used
+        mesh.shape[name]
+        for a, name in enumerate(names)
+        if a not in used and name in free
     )
     block = norm.array.astype(jnp.float32)
     if norm.moment is not None:

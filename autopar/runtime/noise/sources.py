@@ -3,6 +3,12 @@
 A *group* is the rows of one microbatch that one data replica works on. With K replicas
 and A microbatches there are n = K * A groups of equal size. The gradient of a parameter
 is the sum of the partial gradients of all groups.
+
+Replicas of unequal devices share the A microbatches of a step. Each microbatch belongs
+to one of them, so K counts the data replicas within such a replica. The groups have
+equal sizes even though the replicas have unequal numbers of rows. A gradient without
+partial gradients of single microbatches has K groups, each with rows of all
+microbatches.
 """
 
 from __future__ import annotations

@@ -86,17 +86,22 @@ Read = Callable[[int], Any]
 class Watch(Protocol):
     """Observes the values of a step, in loops and at its end."""
 
-    def inside(self, equation: int, read: Read) -> Any:
+    def inside(self, equation: int, read: Read, mesh: Any) -> Any:
         """Returns the values that an iteration adds to the loop's own results.
 
         Args:
           equation: the loop.
           read: reads a value of the iteration.
+          mesh: the mesh on which the iteration runs. The axis of replicas is manual.
         """
         ...
 
     def after(self, equation: int, seen: Any) -> None:
-        """Receives the added values of all iterations of a loop, stacked."""
+        """Receives the added values of all iterations of a loop, stacked.
+
+        If replicas run the iterations, arrays ``(devices, ...)`` of an iteration are
+        zero for the devices of other replicas.
+        """
         ...
 
     def end(self, read: Read) -> None:

@@ -62,7 +62,7 @@ class Replicas:
         constants: Sequence[Any],
         carry: Sequence[Any],
         slices: Sequence[Any],
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], Any]:
         """Runs the loop on all replicas.
 
         Args:
@@ -72,8 +72,8 @@ class Replicas:
           carry: the sums over iterations, zero at the beginning.
           slices: arrays with an entry for each microbatch, ``(count, ...)``.
 
-        Returns the sums of each replica, ``(replicas, ...)``, and its stacked values,
-        ``(replicas, count, ...)``, which are zero for the microbatches of other
+        Returns the sums of each replica, ``(replicas, ...)``, and a tree of its stacked
+        values, ``(replicas, count, ...)``, which are zero for the microbatches of other
         replicas.
         """
         mesh, axis = values.mesh, values.mesh.axis_names[AXIS]
@@ -95,15 +95,15 @@ class Replicas:
 
     def _turns(
         self, turn: Turn, position: Any, constants: Any, carry: Any, slices: Any
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], Any]:
         """Runs the iterations of one replica."""
         starts = [0, *itertools.accumulate(self.counts)]
         start = jnp.asarray(starts[:-1], jnp.int32)[position]
         end = jnp.asarray(starts[1:], jnp.int32)[position]
-        buffers = [
-            jnp.zeros((starts[-1], *x.shape), x.dtype)
-            for x in _stacked_shapes(turn, constants, carry, slices)
-        ]
+        buffers = jax.tree.map(
+            lambda x: jnp.zeros((starts[-1], *x.shape), x.dtype),
+            _stacked_shapes(turn, constants, carry, slices),
+        )
 
         def body(state: Any) -> Any:
             number, carried, stacks = state
@@ -113,13 +113,14 @@ class Replicas:
             # reshard the constants in each iteration, to the last layout that the body
             # states.
             held = [jax.lax.optimization_barrier(x) for x in constants]
-            carried, (made, _) = turn(
-                held, carried, [_entry(x, number) for x in slices]
+            carried, made = turn(held, carried, [_entry(x, number) for x in slices])
+            stacks = jax.tree.map(
+                lambda stack, x: jax.lax.dynamic_update_index_in_dim(
+                    stack, x, number, 0
+                ),
+                stacks,
+                made,
             )
-            stacks = [
-                jax.lax.dynamic_update_index_in_dim(stack, x, number, 0)
-                for stack, x in zip(stacks, made, strict=True)
-            ]
             return number + 1, list(carried), stacks
 
         state = (start, list(carry), buffers)
@@ -172,17 +173,28 @@ def _inside(values: Values) -> Generator[None]:
         values.mesh = mesh
 
 
+def side_by_side(stacks: Any) -> Any:
+    """Stacked arrays of all replicas, ``(count, devices of all replicas, ...)``.
+
+    Args:
+      stacks: a tree of stacked arrays ``(replicas, count, devices of a replica, ...)``.
+    """
+
+    def join(x: Any) -> Any:
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+    return jax.tree.map(join, stacks)
+
+
 def _entry(array: Any, number: Any) -> Any:
     return jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
 
 
-def _stacked_shapes(
-    turn: Turn, constants: Any, carry: Any, slices: Any
-) -> Sequence[Any]:
+def _stacked_shapes(turn: Turn, constants: Any, carry: Any, slices: Any) -> Any:
     """The shapes and dtypes of the values that an iteration stacks."""
 
     def make(held: Any, carried: Any, arrays: Any) -> Any:
-        return turn(held, carried, [x[0] for x in arrays])[1][0]
+        return turn(held, carried, [x[0] for x in arrays])[1]
 
     return jax.eval_shape(make, constants, carry, slices)
 

@@ -25,7 +25,7 @@ from autopar_passes.program.equations import (
 )
 from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser, Watch
 from autopar_passes.replay.primitives import run_barrier, run_primitive
-from autopar_passes.replay.replicas import Replicas
+from autopar_passes.replay.replicas import Replicas, side_by_side
 from autopar_passes.replay.values import Values
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
@@ -77,9 +77,11 @@ class ControlFlow:
             return _as_arrays(ends, carried), (ys, seen)
 
         if self._replicas is not None and self._replicas.loop == eqn.index:
-            ends, ys = self._replicas.run(
+            ends, (ys, seen) = self._replicas.run(
                 self._values, step, outer[:consts], outer[consts:first], outer[first:]
             )
+            if self._values.watch is not None:
+                self._values.watch.after(eqn.index, side_by_side(seen))
             left = [*zip(carries, ends, strict=True), *zip(stacks, ys, strict=True)]
             return [self._replicas.add_up(self._values, op, x) for op, x in left]
 
@@ -103,7 +105,9 @@ class ControlFlow:
     def _watch(self, eqn: Equation) -> Any:
         """Returns what the watch observes in an iteration; () without a watch."""
         watch = self._values.watch
-        return () if watch is None else watch.inside(eqn.index, self._values.as_held)
+        if watch is None:
+            return ()
+        return watch.inside(eqn.index, self._values.as_held, self._values.mesh)
 
     def loop(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
         """Runs a ``while``; returns its results."""

@@ -269,12 +269,6 @@ def test_what_is_not_carried_out_is_refused(options: Any, says: str) -> None:
         autopar.plan(step, *SHAPES, **asked)
 
 
-def test_the_noise_of_unequal_shares_is_not_measured() -> None:
-    run = parallel([8, 4], noise_scale=True)
-    with pytest.raises(PlanError, match="noise_scale: the replicas"):
-        run(state(), batch())
-
-
 def test_plans_that_contradict_themselves_are_refused() -> None:
     plan = autopar.plan(step, *SHAPES, cluster=MIXED, microbatches=[8, 4])
     first, second = plan.replicas

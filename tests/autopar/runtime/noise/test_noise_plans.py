@@ -50,6 +50,41 @@ PLANS: dict[str, tuple[int, int, dict[str, Any]]] = {
             "compression": "powersgd:rank=2",
         },
     ),
+    # The microbatches of replicas of unequal devices are groups of equal size.
+    **{
+        f"replicas {name} {shares}": (
+            replicas,
+            sum(shares),
+            {
+                "cluster": "1x4:cpu+1x4:cpu,efficiency=0.2",
+                "microbatches": list(shares),
+                **options,
+            },
+        )
+        for shares, name, replicas, options in (
+            ((3, 1), "data", 4, {"axis_names": ("data",), "pins": REPLICATED}),
+            ((1, 1), "fsdp", 4, {"axis_names": ("data",), "pins": SPLIT}),
+            (
+                (2, 6),
+                "tensor",
+                1,
+                {
+                    "axis_names": ("model",),
+                    "pins": {"batch": PartitionSpec(), **MODEL},
+                },
+            ),
+            (
+                (3, 1),
+                "int8",
+                4,
+                {
+                    "axis_names": ("data",),
+                    "pins": REPLICATED,
+                    "compression": "int8",
+                },
+            ),
+        )
+    },
 }
 
 
@@ -68,9 +103,10 @@ def test_norms_are_those_of_the_plans_groups(name: str) -> None:
     assert found.total == pytest.approx(wanted.total, rel=1e-5)
 
 
-def test_the_noise_scale_is_that_of_the_rows() -> None:
+@pytest.mark.parametrize("name", ["accumulated", "replicas data (3, 1)"])
+def test_the_noise_scale_is_that_of_the_rows(name: str) -> None:
     """The estimate is unbiased: its mean over batches is what rows have."""
-    options = PLANS["accumulated"][2]
+    options = PLANS[name][2]
     run = cases.parallel(**options)
     w = cases.state()
     sqr, var = [], []
