@@ -150,7 +150,7 @@ class Adjusted:
 
 
 def room_for(gradients: Sequence[Adjusted], limit: Codec) -> float:
-    """The smallest room for gradients that are sent together by codecs of one family."""
+    """The smallest room for gradients sent together by codecs of one family."""
     used = _sums([g.nbytes(g.codec) for g in gradients])
     whole = _sums([g.nbytes(limit) for g in gradients])
     need = max((u / w for u, w in zip(used, whole, strict=True) if w), default=1.0)
@@ -176,7 +176,7 @@ def _sums(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _rounded_up(value: float) -> Any:
-    """The smallest power of two that is not less; at most 1 if the value is a fraction."""
+    """The smallest power of two that is not less; at most 1 for a fraction."""
     if isinstance(value, int):
         return 1 << (value - 1).bit_length()
     return min(1.0, 2.0 ** math.ceil(math.log2(value) - 1e-9))

@@ -217,7 +217,7 @@ def hadamard(blocks: jax.Array) -> jax.Array:
 
 
 def _butterfly(values: jax.Array) -> jax.Array:
-    """The Walsh-Hadamard transform of the middle dim of (m, r, w), by additions only."""
+    """The Walsh-Hadamard transform of the middle dim of (m, r, w), by additions."""
     parts = [values[:, k] for k in range(values.shape[1])]
     step = 1
     while step < len(parts):

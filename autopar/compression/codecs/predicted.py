@@ -224,7 +224,7 @@ class PredictedTopK(Codec):
         return lax.switch(kind, (in_turn, most_probable, lambda: state.indices))
 
     def _slice(self, size: int, seen: jax.Array) -> tuple[jax.Array, int]:
-        """First element and length of the slice in a step; the last slice is shorter."""
+        """First element and length of a step's slice; the last slice is shorter."""
         window = self.slice_elements(size)
         if not window:
             return jnp.zeros((), jnp.int32), 0
@@ -239,7 +239,7 @@ class PredictedTopK(Codec):
         window: int,
         total: jax.Array,
     ) -> PredictedState:
-        """The new state after a step whose sum over the workers is ``total``, f32 (D,)."""
+        """The new state after a step with the sum ``total`` over workers, f32 (D,)."""
         size = state.score.size
         square = jnp.square(total)
         if self.score == "previous":
