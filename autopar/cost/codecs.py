@@ -322,7 +322,7 @@ TELEMETRY_BYTES, SQUARES_BYTES = 4 * (NON_FINITE + 1), 4
 def collectives_s(
     pricer: Pricer, taken: Sequence[Summation], codecs: Sequence[str]
 ) -> float:
-    """Seconds of the collectives of all gradients, in a step that measures none.
+    """Seconds of all gradients' collectives in a step that measures no gradients.
 
     The collectives also carry statistics of the gradients: squared norms, or all
     statistics (`squares_of`).

@@ -2,7 +2,7 @@
 
 A step that does not donate its state holds the old and the new state at the same time.
 A run that must survive the loss of processes also keeps the states of earlier steps. If
-only one process has an array, the next process also keeps a copy of it.
+only one process has an array, neighbouring processes also keep copies of it.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class HomeValue:
 
     @property
     def foreign(self) -> tuple[Use, ...]:
-        """The uses that may need another layout than the home's."""
+        """The uses that may need another layout than that of the home."""
         return tuple(
             u for u in self.uses if (u.node, u.dims) != (self.home.node, self.home.dims)
         )

@@ -195,7 +195,8 @@ def crossing(flow: Flow, owner: dict[int, int]) -> frozenset[int]:
 
 FULL, DOTS = "full", "dots"
 # The levels besides lists of names: `FULL` keeps no value inside a recomputed layer,
-# `DOTS` keeps the results of matrix products.
+# `DOTS` keeps the results of convolutions, and of matrix products without batch
+# dimensions.
 LEVELS = (FULL, DOTS)
 # Prefix of a level that keeps named values; the names follow, separated by commas.
 NAMES = "names="
