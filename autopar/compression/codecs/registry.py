@@ -1,4 +1,4 @@
-"""Converts codecs to text and back, as in ``int4:block=64,hadamard=false``.
+"""Converts codecs to texts such as ``int4:block=64,hadamard=false``, and back.
 
 The text of a codec is its name, followed by a colon and the fields that differ from
 their defaults. The decorator `register_codec` adds a class. The package
@@ -29,15 +29,15 @@ C = TypeVar("C", bound=Codec)
 
 
 def register_codec(cls: type[C]) -> type[C]:
-    """Adds a codec class under its ``name``; a class decorator.
+    """A class decorator that makes a codec known under its ``name``.
 
-    `register_codec` stands above the dataclass decorator. The fields must have
-    defaults. The types of the fields must be ``int``, ``float``, ``bool``, ``str``, a
-    ``Literal`` of strings, or one of these types ``| None``.
+    Write `register_codec` above the dataclass decorator. All fields must have defaults.
+    The types of the fields must be ``int``, ``float``, ``bool``, ``str``, a ``Literal``
+    of strings, or one of these types ``| None``.
 
     Raises:
       InputTypeError: the class or one of its fields cannot be written as text.
-      InputError: the name is taken.
+      InputError: another codec has this name.
     """
     check_type("register_codec", cls, type, "a class")
     name = getattr(cls, "name", "")
@@ -68,13 +68,15 @@ def codec_names() -> tuple[str, ...]:
 
 
 def offered_codecs() -> tuple[str, ...]:
-    """The codecs that ``compression="auto"`` chooses from (`Codec.choices`), sorted."""
+    """The codecs from which ``compression="auto"`` chooses (`Codec.choices`),
+    sorted.
+    """
     every = (codec for cls in _CODECS.values() for codec in cls.choices())
     return tuple(sorted(map(format_codec, every)))
 
 
 def codec_class(name: str) -> type[Codec]:
-    """The class of a codec's name.
+    """The codec class with this name.
 
     Raises:
       InputError: no codec has that name.
@@ -150,7 +152,9 @@ def format_codec(codec: Codec) -> str:
 
 
 def _check_fields(cls: type[Codec]) -> None:
-    """Raises `InputTypeError` for a field without a default or a readable type."""
+    """Raises `InputTypeError` for a field without a default, or whose type cannot be
+    parsed from text.
+    """
     kinds = _field_kinds(cls)
     for field in dataclasses.fields(cls):
         where = f"{cls.__qualname__}.{field.name}"
@@ -210,7 +214,7 @@ def _format(value: Any) -> str:
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """Parses a value; the error states the expected type, without the field's name."""
+    """Parses the value of a field; the error message says which type is expected."""
     origin = typing.get_origin(kind)
     if origin in _UNIONS:
         kinds = typing.get_args(kind)

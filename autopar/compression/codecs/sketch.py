@@ -1,12 +1,12 @@
 """A codec that sends a count sketch and recovers the largest elements of the sum.
 
 Count sketch: Charikar, Chen and Farach-Colton, ICALP 2002; for gradients, Sketched-SGD,
-arXiv 1903.04488, and FetchSGD, arXiv 2007.07682. Buckets are not drawn for each element
-separately. The vector is cut into pieces of the sketch's length. Each piece is
-multiplied by random signs, rotated by a random number, and added to the sketch. Two
-elements of one piece never share a bucket. Two elements of different pieces share a
-bucket with probability 1 / C, as with independent buckets. But no scatter operation is
-needed.
+arXiv 1903.04488, and FetchSGD, arXiv 2007.07682. A usual count sketch draws a random
+bucket for each element. Here the vector is cut into pieces as long as a row of the
+sketch. Each piece is multiplied by random signs, rotated by a random offset, and added
+to the row. So two elements of the same piece never share a bucket. Two elements of
+different pieces share a bucket with probability 1 / C, as with independent buckets. The
+advantage is that no scatter operation is needed.
 
 Legend of shapes: R rows and C columns of the sketch, p pieces of C elements.
 """
@@ -43,20 +43,20 @@ from autopar_errors import InputError
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class Sketch(Codec):
-    """Count sketch with recovery of the largest elements.
+    """Sends a count sketch, and recovers the largest elements of the sum from it.
 
-    An element's estimate is the median of its R buckets in the summed sketch. The
-    largest estimates are kept, all other elements are set to zero. A worker's
-    contribution is the value of its own sketch in the bucket of the median. So the
-    contributions add up to the sum. Signs and rotations are new in every step. A worker
-    sends ``8 (n - 1) / n * R C`` bytes.
+    An element's estimate is the median of its R buckets in the summed sketch. The codec
+    decodes the largest estimates, and sets all other elements to zero. What a worker
+    contributes to an element is the value of the worker's own sketch in the bucket of
+    the median. So the workers' contributions add up to the decoded sum. Signs and
+    rotations are new in every step. A worker sends ``8 (n - 1) / n * R C`` bytes.
 
     Attributes:
-      ratio: numbers in the sketch per element, R C / D.
+      ratio: numbers in the sketch divided by elements of the gradient, R C / D.
       rows: R; 1, 3 or 5.
-      heavy: fraction of the elements that is recovered.
-      exact: whether the smallest recovered magnitude is found among all
-        estimates rather than in a sample.
+      heavy: fraction of the elements that are recovered.
+      exact: whether the threshold above which estimates are recovered is computed from
+        all estimates. Otherwise it is computed from a sample.
     """
 
     name: ClassVar[str] = "sketch"
@@ -83,7 +83,7 @@ class Sketch(Codec):
         return 10.6 * self.rows
 
     def columns(self, elements: int) -> int:
-        """C, the length of a row for a given number of elements."""
+        """The length of a row, C, for a gradient with this number of elements."""
         return max(1, round(self.ratio * elements / self.rows))
 
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
@@ -115,7 +115,7 @@ class Sketch(Codec):
 
 
 def sketch(flat: jax.Array, rows: int, columns: int, salt: jax.Array) -> jax.Array:
-    """The count sketch of a vector: (D,) -> (R, C). Linear in the vector."""
+    """The count sketch (R, C) of a vector (D,); a linear function of the vector."""
     pieces = _pieces(flat, columns)
     hashes = _hashes(columns, salt)
 
@@ -135,7 +135,8 @@ def sketch(flat: jax.Array, rows: int, columns: int, salt: jax.Array) -> jax.Arr
 def unsketch(
     summed: jax.Array, own: jax.Array, size: int, salt: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Estimates of the summed vector, and this worker's part of them, both (D,).
+    """Estimates of the summed vector, and this worker's contribution to them, both
+    (D,).
 
     Args:
       summed: the sum of all workers' sketches, (R, C).
@@ -144,8 +145,8 @@ def unsketch(
       salt: as in `sketch`.
     """
     rows, columns = summed.shape
-    # The inverse of a rotation by s is a slice that starts at s. The array is repeated
-    # twice in a row, so that the slice never wraps around.
+    # To undo a rotation by s, take a slice that starts at s. The array is written twice
+    # in a row, so that the slice need not wrap around.
     twice = jnp.concatenate([summed, summed], axis=1)
     own_twice = jnp.concatenate([own, own], axis=1)
     hashes = _hashes(columns, salt)
@@ -176,7 +177,8 @@ def median(values: list[jax.Array]) -> jax.Array:
     if len(values) == 3:
         a, b, c = values
         return high(low(a, b), low(high(a, b), c))
-    # The smallest and the largest of four values cannot be the median of five.
+    # Of any four of the five values, the smallest and the largest cannot be the median
+    # of five.
     a, b, c, d, e = values
     first = high(low(a, b), low(c, d))
     second = low(high(a, b), high(c, d))
@@ -209,11 +211,11 @@ def _shifts(
 def _apply_signs(
     piece: jax.Array, hashes: jax.Array, number: jax.Array, row: int, salt: jax.Array
 ) -> jax.Array:
-    """A piece (C,) with the random signs that it has in one row.
+    """Multiplies a piece (C,) by its random signs in one row of the sketch.
 
-    The sign is the top bit of a product: the hash of the index times an odd number that
-    belongs to the piece and row. The method is multiply-shift hashing (Dietzfelbinger
-    et al., 1997), which needs one product per element.
+    The sign is the top bit of a product: the hash of the element's index times an odd
+    number that is different for each piece and row. The method is multiply-shift
+    hashing (Dietzfelbinger et al., 1997), which needs one product per element.
     """
     odd = mix(mix(number * 8 + jnp.uint32(row)) + salt) | jnp.uint32(1)
     flips = (hashes * odd) & jnp.uint32(0x80000000)

@@ -1,9 +1,11 @@
-"""Codecs that send a few elements: the largest, a random set, the largest per block.
+"""Codecs that send few elements: the largest, random ones, or the largest of each
+block.
 
 Legend of shapes: n workers, c elements of a chunk, g groups of m elements, k kept
-elements, B elements of a block. Elements are selected from each group separately. If
-the sum is not scattered, the whole gradient is one group. If the sum is scattered, each
-chunk is a group, because a chunk is then sent only to its owner.
+elements, B elements of a block. Elements to send are selected from each group
+separately. If every worker needs the whole sum, the whole gradient is one group. If the
+sum is scattered, each chunk is a group, because a chunk is then sent only to the worker
+that owns it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from autopar_errors import InputError
 
 Values = Literal["bf16", "f32"]
 
-# The dtypes in which an element can be sent.
+# Names of the dtypes in which the values of elements can be sent.
 VALUE_TYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 
 
@@ -56,7 +58,7 @@ def from_bytes(payload: jax.Array, dtype: Any) -> jax.Array:
 
 
 def shared_salt(step: jax.Array, seed: int, stream: int = 0) -> jax.Array:
-    """A uint32 that is the same on all workers and new in every step."""
+    """A uint32 that all workers share and that is different in every step."""
     first = mix(jnp.uint32((seed * 0x9E3779B1 + stream) & 0xFFFFFFFF))
     return mix(first ^ jnp.asarray(step).astype(jnp.uint32))
 
@@ -70,23 +72,25 @@ def elements_in_share(ratio: float, elements: int) -> int:
     return min(elements, max(1, round(ratio * elements)))
 
 
-# Fractions of the largest elements, and their fraction of the squared norm, for 1e7
-# heavy-tailed samples (Student's t with four degrees of freedom). In gradients of large
-# batches, few elements have far more of the squared norm: 1 % of the elements have .78,
-# and 5 % have .92.
+# For fractions of the elements, the largest ones, which fraction of the squared norm
+# they have. The values hold for 1e7 heavy-tailed samples (Student's t with four degrees
+# of freedom). In gradients of large batches, the largest elements have far more of the
+# squared norm: 1 % of the elements have .78 of it, and 5 % have .92.
 _PARTS = 1e-4, 1e-3, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0
 _ENERGIES = 0.024, 0.075, 0.228, 0.465, 0.612, 0.826, 0.958, 1.0
 
 
 def error_without(ratio: float) -> float:
-    """The error if only a fraction of the elements is sent, the largest elements."""
+    """The relative error if only a fraction of the elements is sent, namely the largest
+    ones.
+    """
     x = math.log(min(1.0, max(ratio, _PARTS[0])))
     energy = float(np.interp(x, np.log(_PARTS), _ENERGIES))
     return math.sqrt(1.0 - energy)
 
 
 def group_size(shape: tuple[int, ...], workers: int, *, scatter: bool) -> int:
-    """Elements of each group, without padding."""
+    """Number of elements of each group, without padding."""
     return math.prod(shape) // (workers if scatter else 1)
 
 
@@ -112,7 +116,7 @@ def share(
     Args:
       payload: the messages.
       context: the step.
-      used: number of used bytes of each message; default: all bytes.
+      used: number of bytes at the start of each message that are sent; default: all.
     """
     part = None if used is None else context.part(used)
     if context.scatter:
@@ -121,25 +125,25 @@ def share(
 
 
 def spread(indices: jax.Array, values: jax.Array, elements: int) -> jax.Array:
-    """Values at their indices, zero elsewhere: (g, k), (g, k) -> (g, m).
+    """Writes values (g, k) at their indices (g, k) into zeros (g, m).
 
-    An index of m or more means that the slot is empty.
+    A value with an index of m or more (an empty slot) is dropped.
     """
 
     def row(index: jax.Array, value: jax.Array) -> jax.Array:
         out = jnp.zeros(elements, jnp.float32)
         return out.at[index].set(value, mode="drop", unique_indices=True)
 
-    # Empty slots share an index, but writes out of range are dropped and cannot
-    # collide.
+    # All empty slots have the same index. It is out of range, so the writes are dropped
+    # and cannot collide.
     return jax.vmap(row)(indices, values)
 
 
 def add_all(indices: jax.Array, values: jax.Array, elements: int) -> jax.Array:
-    """Sums the elements that n workers sent: (n, k), (n, k) -> (m,).
+    """Sums the elements that n workers sent, indices (n, k) and values (n, k), to (m,).
 
-    The workers are added one after the other, and the indices of one worker are
-    distinct. So the sum does not depend on the order in which a device writes.
+    The function adds one worker after the other, and the indices of a worker are all
+    different. So the sum does not depend on the order in which a device writes.
     """
 
     def add(total: jax.Array, sent: tuple[jax.Array, jax.Array]) -> Any:
@@ -157,13 +161,14 @@ def send_selected(
     context: CodecContext,
     dtype: Any,
 ) -> Rounds:
-    """Sends selected elements with their indices, as int32, and sums them.
+    """Sends selected elements with their int32 indices, and sums them over workers.
 
     Args:
-      indices: int32 (g, k), distinct in each row; m or more for an empty slot.
+      indices: int32 (g, k), different in each row; m or more for an empty slot.
       values: float32 (g, k).
       chunks: the partial gradient, (n, c).
-      context: the step; its amount ``kept`` is the number of slots that are sent.
+      context: facts of the step. Its amount ``kept`` is the number of slots that are
+        sent.
       dtype: dtype of the sent values.
     """
     elements = groups(chunks, context).shape[1]
@@ -183,7 +188,9 @@ def send_selected(
 
 
 def _kept_slots(indices: jax.Array, used: int | jax.Array, elements: int) -> jax.Array:
-    """Indices (g, k), with slots that are not sent marked as empty."""
+    """Indices (g, k), with the index of an empty slot in all slots that are not
+    sent.
+    """
     if isinstance(used, int):
         return indices
     slot = lax.iota(jnp.int32, indices.shape[1])
@@ -193,7 +200,9 @@ def _kept_slots(indices: jax.Array, used: int | jax.Array, elements: int) -> jax
 def _payload(
     coded: jax.Array, indices: jax.Array, used: int | jax.Array
 ) -> tuple[jax.Array, int]:
-    """Bytes of the sent slots, all values first; and the number of bytes of a slot."""
+    """The bytes to send, first all values and then all indices; and the bytes of a
+    slot.
+    """
     values, places = to_bytes(coded), to_bytes(indices.astype(jnp.int32))
     width = (values.shape[1] + places.shape[1]) // coded.shape[1]
     if isinstance(used, int):
@@ -206,8 +215,8 @@ def _payload(
 def _taken_apart(
     answer: jax.Array, dtype: Any, slots: int, used: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Values and indices from a `_payload`; entries after the sent slots are
-    arbitrary.
+    """Splits the bytes of `_payload` into values and indices. Entries after the sent
+    slots are arbitrary.
     """
     item, end = jnp.dtype(dtype).itemsize, answer.shape[1]
     values = from_bytes(answer[:, : slots * item], dtype)
@@ -219,11 +228,11 @@ def _taken_apart(
 
 
 def blocks_of(rows: jax.Array, block: int) -> jax.Array:
-    """Blocks as columns, padded with zeros: (n, c) -> (n, B, c' / B).
+    """Arranges chunks (n, c) as blocks in columns (n, B, c' / B), padded with zeros.
 
-    Element j of block b is element ``j * c' / B + b`` of the chunk. So a reduction over
-    a block works on whole vectors. Neighbouring elements, which are often large
-    together, are in different blocks.
+    c' is c with padding. Element j of block b is element ``j * c' / B + b`` of the
+    chunk. So a reduction over blocks can use vector instructions. Neighbouring
+    elements, which are often large together, are in different blocks.
     """
     count = -(-rows.shape[1] // block)
     padding = count * block - rows.shape[1]
@@ -245,12 +254,12 @@ def _next_multiple(number: int, of: int) -> int:
 class TopK(Codec):
     """Sends the largest elements by magnitude, with their indices.
 
-    The selection is exact over the whole gradient, or over each chunk if the sum is
-    scattered. Each worker sends ``(n - 1) * k * (value + 4)`` bytes, or ``(n - 1) * k /
-    n * (value + 4)`` when scattered.
+    The codec selects exactly the largest elements of the whole gradient, or of each
+    chunk if the sum is scattered. With v bytes for a value, each worker sends ``(n - 1)
+    * k * (v + 4)`` bytes, or ``(n - 1) * k / n * (v + 4)`` if the sum is scattered.
 
     Attributes:
-      ratio: fraction of the elements that is sent.
+      ratio: fraction of the elements that are sent.
       values: dtype of the sent values.
     """
 
@@ -280,7 +289,7 @@ class TopK(Codec):
     def amounts(
         self, shape: tuple[int, ...], workers: int, *, scatter: bool
     ) -> dict[str, int]:
-        """See `Codec`: the number of sent elements."""
+        """See `Codec`; the amount is the number of sent elements."""
         return {
             "kept": elements_in_share(
                 self.ratio, group_size(shape, workers, scatter=scatter)
@@ -303,16 +312,17 @@ class TopK(Codec):
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class RandK(Codec):
-    """One element of each block, chosen by a hash that all workers share.
+    """Sends one random element of each block, the same on all workers.
 
-    No indices are sent, so an all-reduce sums the values and sends ``8 (n - 1) / n *
-    k`` bytes. A block has ``round(1 / ratio)`` elements. Each element is chosen with
-    the same probability, with a new draw in every step.
+    All workers compute the index of the element by the same hash, so no indices are
+    sent. An all-reduce sums the values; a worker sends ``8 (n - 1) / n * k`` bytes. A
+    block has ``round(1 / ratio)`` elements, each of which is chosen with the same
+    probability, anew in every step.
 
     Attributes:
-      ratio: fraction of the elements that is sent.
+      ratio: fraction of the elements that are sent.
       unbiased: whether the values are multiplied by the size of a block. The expected
-        sum is then the exact sum, and no error is fed back.
+        value of the sum is then the exact sum, and no error feedback is used.
     """
 
     name: ClassVar[str] = "randk"
@@ -326,8 +336,8 @@ class RandK(Codec):
         check_ratio(self, self.ratio)
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: the error of the elements that are not drawn or, with
-        ``unbiased``, the noise of the draw.
+        """See `Codec`. It is the error of leaving out the other elements or, with
+        ``unbiased``, the noise of the random choice.
         """
         return math.sqrt(1 / self.ratio - 1 if self.unbiased else 1 - self.ratio)
 
@@ -337,7 +347,7 @@ class RandK(Codec):
 
     @property
     def block(self) -> int:
-        """Elements of a block, B."""
+        """Number of elements of a block, B."""
         return round(1 / self.ratio)
 
     def chunk(self, elements: int) -> int:
@@ -372,13 +382,13 @@ class RandK(Codec):
 class BlockTopK(Codec):
     """Sends the k largest elements of each block, with one-byte indices.
 
-    The selection works on whole vectors without a sort, and the decoding works without
-    a scatter. Each worker sends ``(n - 1) * ceil(D / B) * k * (value + 1)`` bytes, or 1
-    / n of these bytes if the sum is scattered.
+    The selection uses vector instructions and no sort, and the decoding no scatter
+    operation. With v bytes for a value, each worker sends ``(n - 1) * ceil(D / B) * k *
+    (v + 1)`` bytes, or 1 / n of these bytes if the sum is scattered.
 
     Attributes:
-      k: elements kept of a block.
-      block: elements of a block, B, at most 256.
+      k: number of elements that are sent of each block.
+      block: number of elements of a block, B, at most 256.
       values: dtype of the sent values.
     """
 
@@ -401,8 +411,8 @@ class BlockTopK(Codec):
             )
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`: the error is larger than that of `TopK`, because the largest
-        elements of each block are not the largest elements of the gradient.
+        """See `Codec`. The error is larger than that of `TopK`, because the largest
+        elements of each block are not the largest elements of the whole gradient.
         """
         return min(0.99, 1.1 * error_without(self.k / self.block))
 
@@ -427,8 +437,7 @@ class BlockTopK(Codec):
         )
         whole = payload if context.scatter else payload.reshape(1, -1)
         answer = yield share(whole, context)
-        # The answer holds the messages of all workers for the chunks that are summed
-        # here.
+        # The answer holds all workers' messages, for the chunks that this worker sums.
         answer = answer.reshape(n, -1, payload.shape[1])
         split = coded.size // n * jnp.dtype(dtype).itemsize
         rows = answer.shape[:2] + coded.shape[1:]
@@ -445,7 +454,7 @@ class BlockTopK(Codec):
 
 
 def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Indices, uint8, and values of each block's largest elements, both (n, k,
+    """Indices (uint8) and values of the largest elements of each block, both (n, k,
     blocks).
     """
     size = jnp.abs(x)
@@ -460,7 +469,7 @@ def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _expand(places: jax.Array, values: jax.Array, block: int) -> jax.Array:
-    """Values at their indices, zero elsewhere: (n, k, blocks) -> (n, B, blocks)."""
+    """Writes values (n, k, blocks) at their indices into zeros (n, B, blocks)."""
     n, k, count = places.shape
     row = lax.broadcasted_iota(jnp.uint8, (n, block, count), 1)
     out = jnp.zeros((n, block, count), jnp.float32)

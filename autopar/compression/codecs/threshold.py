@@ -1,13 +1,15 @@
-"""A codec that sends all elements above a threshold, which it updates only rarely.
+"""A codec that sends all elements above a threshold that changes little over steps.
 
 Dynamic communication thresholding, arXiv 2010.08899: the threshold is the k-th largest
-magnitude of one step and is kept for many steps. The other steps only compare the
-elements with the threshold and compact the result. The compaction works on bits. 32
-comparisons make one word, and the bit counts of the words are summed cumulatively. Each
-output slot finds its word by bisection, and its bit within the word by five more
-bisection steps. This selection takes a tenth of the time of a selection by sorting.
+magnitude of one step, and is used for many steps. In all other steps, the codec only
+compares the elements with the threshold, and collects the indices of the larger ones.
+For this, the results of 32 comparisons become the bits of one word, and the numbers of
+set bits of the words are summed cumulatively. Bisection then finds, for each of the k
+outputs, the word of its element, and five more bisection steps find the bit in the
+word. This takes a tenth of the time of a selection by sorting.
 
-Legend of shapes: g groups of m elements, k slots of a group, W = ceil(m / 32).
+Legend of shapes: g groups of m elements, of each of which at most k are sent (k slots),
+W = ceil(m / 32) words of bits.
 """
 
 from __future__ import annotations
@@ -36,26 +38,27 @@ from autopar.compression.codecs.sparse import (
 from autopar_errors import InputError
 
 _WORD = 32
-# Number of words whose bit counts are summed in one product.
+# Number of words whose numbers of set bits are summed in one row of a matrix product.
 _ROW = 64
-# Elements of the sample from which a threshold is estimated. With a fraction of 1 %,
-# about 655 elements of the sample exceed the threshold, so that this number has an
-# error of about 4 %.
+# Number of elements of the sample from which a threshold is estimated. If 1 % of all
+# elements are to be sent, about 655 elements of the sample exceed the threshold. The
+# number of sent elements then has an error of about 4 %.
 _SAMPLE = 1 << 16
-# The exponent with which the threshold follows the count of larger elements. If 1 % of
-# normally distributed elements exceed the threshold, raising the threshold by 1 %
-# lowers the count by 7 %. If 0.01 % exceed it, the count falls by 16 %. With an
-# exponent above 2 / 16, the threshold would overshoot more and more.
+# In each step the threshold is multiplied by a power of the ratio of elements above it
+# to elements that can be sent. This is the exponent. Assume that elements are normally
+# distributed. If 1 % of them exceed the threshold, a threshold 1 % higher lowers their
+# number by 7 %. If 0.01 % exceed it, their number falls by 16 %. With an exponent above
+# 2 / 16, the threshold would therefore oscillate more and more.
 _POWER = 0.1
-# The largest factor by which the threshold changes between two steps, up or down.
+# From one step to the next, the threshold is multiplied or divided by at most this
+# factor.
 _STEEPEST = 2.0
 
 
 def exceeding(x: jax.Array, threshold: jax.Array) -> jax.Array:
-    """The mask of sent elements: elements that are not zero and not below the
-    threshold.
+    """Whether each element must be sent: it is not zero, and not below the threshold.
 
-    NaN is sent, too, so that it appears in the sum instead of staying in the error.
+    NaN is sent, too, so that it shows in the sum and does not stay in the residual.
     """
     return ~(jnp.abs(x) < threshold) & (x != 0)
 
@@ -63,31 +66,31 @@ def exceeding(x: jax.Array, threshold: jax.Array) -> jax.Array:
 def compact(
     mask: jax.Array, slots: int, first_word: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices of the True elements of ``mask``, up to ``slots`` of them.
+    """Indices of at most ``slots`` True elements of ``mask``.
 
     Args:
       mask: bool (m,).
-      slots: the most indices that are wanted, k.
-      first_word: uint32, the word to start from. This word decides which elements are
-        left out if more than ``slots`` elements are True.
+      slots: largest number of indices to return, k.
+      first_word: uint32, the word from which the search starts. It decides which
+        elements are left out if more than ``slots`` elements are True.
 
     Returns:
-      The indices, int32 (k,), distinct, with m or more in unused slots; and the number
-      of True elements, int32 ().
+      The indices, int32 (k,), all different, with m or more in unused slots; and the
+      number of True elements, int32 ().
     """
     elements = mask.shape[0]
     count = -(-elements // _WORD)
     bits = jnp.pad(mask, (0, count * _WORD - elements)).reshape(_WORD, count)
     words = jnp.zeros(count, jnp.uint32)
-    for j in range(_WORD):  # Bit j of word w is element j * W + w.
+    for j in range(_WORD):  # Bit j of word w stands for element j * W + w.
         words = words | (bits[j].astype(jnp.uint32) << j)
     first = (first_word % jnp.uint32(count)).astype(jnp.int32)
     words = jnp.roll(words, -first)
     counts = lax.population_count(words).astype(jnp.int32)
     ends = _cumulative_sums(counts)
     starts = ends - counts
-    # Each word with a set bit marks its first slot, and the marks are extended to its
-    # other slots.
+    # The number of each word with set bits is written into the word's first slot, and
+    # then copied to the word's other slots.
     marked = jnp.where(counts > 0, starts, slots)
     at = (
         jnp.zeros(slots, jnp.int32)
@@ -102,14 +105,14 @@ def compact(
 
 
 def _cumulative_sums(counts: jax.Array) -> jax.Array:
-    """Inclusive cumulative sums of int32 (W,), each at most 32: first within rows, then
-    over rows.
+    """Inclusive cumulative sums of int32 (W,), each at most 32. They are computed first
+    within rows, then over rows.
     """
     rows = -(-counts.size // _ROW)
     table = jnp.pad(counts, (0, rows * _ROW - counts.size)).reshape(rows, _ROW)
-    # A product with a matrix of ones on and above the diagonal is many times faster
-    # than a scan. The product is exact, because sums of at most 2 ** 11 are exact in
-    # float32 and TF32.
+    # A product with a matrix that has ones on and above the diagonal is many times
+    # faster than a scan. It is exact, because sums up to 2 ** 11 are exact in float32
+    # and TF32.
     upper = jnp.triu(jnp.ones((_ROW, _ROW), jnp.float32))
     within = jnp.dot(table.astype(jnp.float32), upper).astype(jnp.int32)
     before = jnp.cumsum(within[:, -1]) - within[:, -1]
@@ -117,7 +120,7 @@ def _cumulative_sums(counts: jax.Array) -> jax.Array:
 
 
 def _nth_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
-    """Index of the set bit of a word that has ``rank`` set bits below it."""
+    """Index of the set bit of a word below which there are ``rank`` other set bits."""
     place = jnp.zeros_like(rank)
     for width in (16, 8, 4, 2, 1):
         half = (word >> place.astype(jnp.uint32)) & jnp.uint32((1 << width) - 1)
@@ -132,8 +135,9 @@ def kth_largest(x: jax.Array, k: int | jax.Array) -> jax.Array:
     """The k-th largest magnitude of a vector, exactly; NaN counts as the largest.
 
     The bit patterns of non-negative floats have the same order as the floats. So
-    bisection finds the bits one by one with 31 counts. Bisection is faster than a sort,
-    especially in a branch, where XLA does not recognise a partial sort.
+    bisection finds the bits of the result one by one: it counts the elements above a
+    value 31 times. This is faster than a sort, especially in a branch, where XLA does
+    not recognise a partial sort.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
 
@@ -148,17 +152,17 @@ def kth_largest(x: jax.Array, k: int | jax.Array) -> jax.Array:
 def quantile(
     x: jax.Array, share: float, key: jax.Array, count: int | jax.Array | None = None
 ) -> jax.Array:
-    """Estimates the magnitude that a ``share`` of the elements of ``x`` exceeds.
+    """Estimates the magnitude that the fraction ``share`` of the elements exceeds.
 
-    The estimate comes from a regular sample of at most 65536 elements, whose offset
-    depends on ``key``.
+    It is estimated from at most 65536 elements at regular distances. ``key`` decides at
+    which element they start.
 
     Args:
       x: the elements.
-      share: the fraction of the elements.
-      key: uint32.
-      count: number of elements of the sample that exceed the magnitude; default:
-        ``share`` of `sample_size`.
+      share: the fraction of the elements that exceed the result.
+      key: uint32, for the choice of the sample.
+      count: number of elements of the sample that exceed the result; default: the
+        fraction ``share`` of `sample_size`.
     """
     flat = x.reshape(-1)
     stride = -(-flat.size // _SAMPLE)
@@ -180,17 +184,19 @@ def sample_size(elements: int) -> int:
 @register_codec
 @dataclasses.dataclass(frozen=True)
 class Threshold(Codec):
-    """Sends all elements above a threshold that is updated every ``every`` steps.
+    """Sends all elements above a threshold that is computed anew in every ``every``-th
+    step.
 
-    The message has room for the fraction ``ratio`` of the elements. Elements that do
-    not fit are left for the next step. The threshold follows the count of the elements
-    that exceed it: ``threshold *= (count / room) ** 0.1``. The codec sends the same
-    bytes as `TopK`. Each worker has its own threshold.
+    A message has room for the fraction ``ratio`` of the elements. Elements above the
+    threshold that do not fit stay in the residual for the next step. In the other steps
+    the threshold is corrected by the number of elements that exceed it: ``threshold *=
+    (count / room) ** 0.1``. The codec sends as many bytes as `TopK`. Each worker has
+    its own threshold.
 
     Attributes:
       ratio: fraction of the elements that is sent.
-      every: steps between two updates of the threshold.
-      exact: whether an update reads all elements rather than a sample.
+      every: number of steps after which the threshold is computed anew.
+      exact: whether the threshold is computed from all elements, and not from a sample.
       values: dtype of the sent values.
     """
 
@@ -225,7 +231,7 @@ class Threshold(Codec):
         return 8.6
 
     def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
-        """The threshold, f32 (); zero asks for an update."""
+        """The threshold, f32 (); with zero it is computed in the next step."""
         del shape, size, workers
         return jnp.zeros((), jnp.float32)
 
@@ -236,8 +242,8 @@ class Threshold(Codec):
     def amounts(
         self, shape: tuple[int, ...], workers: int, *, scatter: bool
     ) -> dict[str, int]:
-        """See `Codec`: the numbers of elements that are sent of a group, and that
-        exceed the threshold in an update.
+        """See `Codec`. The amounts are the number of elements that are sent of a group,
+        and the number that exceed a newly computed threshold.
         """
         whole = math.prod(shape)
         seen = whole if self.exact else sample_size(whole)
@@ -256,7 +262,7 @@ class Threshold(Codec):
         slots = elements_in_share(self.ratio, elements)
         used = context.amount("kept", slots)
         key = shared_salt(context.step, context.seed, stream=2)
-        # A threshold of zero or NaN counts as no threshold.
+        # If the threshold is zero or NaN, it is computed anew.
         stale = (context.step % context.amount("every", self.every) == 0) | ~(state > 0)
         threshold = lax.cond(
             stale, lambda: self._new_threshold(chunks, context, key), lambda: state

@@ -1,4 +1,6 @@
-"""Tries a codec on simulated workers: `jax.vmap` with a named axis of workers."""
+"""Tries a codec on workers that one device simulates by `jax.vmap` with a named
+axis.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,15 @@ _AXIS = "workers"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The results of a codec on samples.
+    """Errors and bytes of a codec, measured on samples.
 
     Attributes:
-      error: relative error of one worker's gradient plus its residual, in the L2 norm;
-        a root mean square over steps and workers.
-      sum_error: relative error of the sum over all steps; elements that error feedback
-        sends later count as sent.
-      total_error: relative error of a step's total, compared with the sum of the
-        workers' sent values; 0 if nothing is rounded after the sum.
+      error: L2 norm of the error of sending one worker's gradient plus residual,
+        relative to their norm; root mean square over steps and workers.
+      sum_error: relative error of the sum over all workers and steps. In it, elements
+        count as sent if error feedback sends them in a later step.
+      total_error: relative difference between a step's decoded total and the exact sum
+        of the values that workers report as sent; 0 if the sum is not rounded again.
       wire_bytes: bytes that a worker sends in a step.
       dense_bytes: bytes that a worker sends in a step with the codec ``dense``.
     """
@@ -61,19 +63,19 @@ def try_codec(
 
     Args:
       codec: the codec or its text.
-      shape: of the gradient on one device.
+      shape: shape of the gradient on one device.
       workers: number of workers.
       steps: number of steps, each with new samples.
-      scatter: whether each worker needs only its part of the sum, as for a parameter
-        that is split over the workers. The parts are rows of the gradient.
+      scatter: whether each worker needs only its own part of the sum (some rows of the
+        gradient), as for a parameter that is split over the workers.
 
     Returns:
       The bytes and errors.
 
     Raises:
       InputError: the codec refuses the shape; or a request or the result of the codec
-        does not fit; or the total is not bit-identical on all workers; or the total is
-        far from the sum of the sent values.
+        has a wrong form; or the total is not bit-identical on all workers; or the total
+        differs too much from the sum of the sent values.
     """
     codec, shape = parse_codec(codec) if isinstance(codec, str) else codec, (*shape,)
     where = f"codec {codec.name!r}, a sample of shape {shape}"
@@ -129,9 +131,9 @@ def try_codec(
     )
 
 
-# A total that is rounded again after the sum may differ from the sum of the sent
-# values. The difference may be at most this factor times the error of a worker's
-# gradient, plus the second number.
+# If a total is rounded again after the sum, it differs from the sum of the sent values.
+# The relative difference may be at most `_ROUNDED_AGAIN` times the relative error of a
+# worker's gradient, plus `_LEAST`.
 _ROUNDED_AGAIN, _LEAST = 2.0, 0.01
 
 
@@ -142,9 +144,7 @@ def _relative(found: Any, wanted: Any) -> float:
 
 
 def _check_scattered(codec: Codec, shape: tuple[int, ...], workers: int) -> None:
-    """Checks the codec with a scattered sum, because a run may use the codec in this
-    way.
-    """
+    """Checks the codec with a scattered sum, too, because a run may use it so."""
     try:
         check_codec(codec, shape, workers, scatter=True, name="")
     except InputError as error:
@@ -171,7 +171,7 @@ def _check_same(totals: np.ndarray, where: str, step: int) -> None:
 def simulated_step(
     codec: Codec, shape: tuple[int, ...], workers: int, seed: int, scatter: bool
 ) -> Callable[..., Any]:
-    """A compiled step of all workers.
+    """Compiles a step in which all simulated workers sum a gradient.
 
     Returns:
       A function of chunks (workers, n, c), states, worker numbers, and the step. The
@@ -198,7 +198,7 @@ def initial_states(
 
 
 def as_chunks(codec: Codec, gradients: Any, scatter: bool = False) -> np.ndarray:
-    """The workers' gradients, (n, *shape), as chunks (n, n, c)."""
+    """Arranges the workers' gradients, (n, *shape), as chunks (n, n, c)."""
     gradients = np.asarray(gradients, np.float32)
     workers = gradients.shape[0]
     flat = gradients.reshape(workers, -1)
