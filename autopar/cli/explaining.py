@@ -16,21 +16,23 @@ from autopar.cost.live import Live, live
 from autopar.errors import PlanError
 from autopar.planner.candidate import WORTHWHILE
 from autopar.planner.options import PlanOptions
-from autopar.planner.search import search_of_one as layouts_alone
-from autopar.plans import GradientDecision
+from autopar.plans import GradientDecision, Plan
 from autopar.plans.specs import spec_text
+from autopar.reports.alternatives import (
+    Alternative,
+    alternatives,
+    stage_trials,
+    trials_of,
+)
 from autopar.reports.attribution import (
     WAYS,
     AttributedTime,
     attribute,
     part_lines,
-    step_of,
 )
 from autopar.reports.explain import (
-    Alternative,
     BoundPlan,
     LayoutDecision,
-    alternatives,
     bind_plan,
     group_collectives,
     input_decisions,
@@ -59,6 +61,7 @@ from autopar.reports.table import (
 )
 from autopar.steps.sums import worth_a_codec
 from autopar.terminal import columns, cut_name, names_text
+from autopar_passes.layer_loops.operators import whole_path
 
 # Functions for the part of ``autopar explain`` about the codecs of gradients.
 
@@ -178,7 +181,22 @@ def _option(option: CodecPrice) -> dict[str, Any]:
 # The largest number of layout decisions that are shown for one pattern of inputs.
 _MOST_DECISIONS = 8
 
-Explained = tuple[LayoutDecision, list[Alternative]]
+
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """A decision about a layout, and other layouts.
+
+    Attributes:
+      stage: number of the stage; None for a plan of one stage.
+      bound: the stage as a plan.
+      decision: the decision.
+      others: other layouts.
+    """
+
+    stage: int | None
+    bound: BoundPlan
+    decision: LayoutDecision
+    others: list[Alternative]
 
 
 def explain(
@@ -203,25 +221,63 @@ def explain(
     _check_way(by, tensor)
     with common.progress() as say:
         found = common.subject(source, words, cluster, limits, say)
-        if len(found.plan.stages) > 1:
-            return explain_stages(found, tensor=tensor, by=by, top=top, as_json=as_json)
-        bound = bind_plan(found.analysis, found.plan, found.cluster)
-        if tensor is not None and bound.plan.replicas:
-            raise PlanError(
-                f"--tensor {tensor}: other layouts are not tried in plans with "
-                "replicas. Leave --tensor out, or give --by layer."
+        bound, staged = _bind(found)
+        if tensor is not None:
+            matched = input_decisions(bound, tensor)
+            matched.sort(key=lambda pair: -pair[1].nbytes)
+            trials = (
+                stage_trials(staged, found.cluster, seconds)
+                if staged is not None
+                else [trials_of(bound[0], found.cluster)]
             )
-        matched = [] if tensor is None else input_decisions(bound, tensor)
-        matched.sort(key=lambda d: -d.nbytes)
-        explained = [
-            (d, alternatives(bound, d, limit=limit, seconds=seconds, say=say))
-            for d in matched[:_MOST_DECISIONS]
-        ]
-    if by is not None:
-        return _attribution(bound, by, top, as_json)
-    if tensor is None:
-        return _overview(bound, top, as_json)
-    return _inputs(bound, explained, len(matched) - len(explained), limit, as_json)
+            explained = [
+                Explained(
+                    number if staged is not None else None,
+                    bound[number],
+                    decision,
+                    alternatives(
+                        trials[number], decision, limit=limit, seconds=seconds, say=say
+                    ),
+                )
+                for number, decision in matched[:_MOST_DECISIONS]
+            ]
+            left, step_s = len(matched) - len(explained), trials[0].step_s
+            return _inputs(explained, step_s, left, limit, as_json)
+    parts = _parts(bound, staged, by)
+    if as_json:
+        return Result.of(_data(found.plan, bound, staged, by, parts))
+    lines = summary_lines(found.plan)
+    for number, own in enumerate(bound):
+        lines.append("")
+        if staged is not None:
+            lines.append(stage_text(number, found.plan.stages[number]))
+        lines += (
+            overview_lines(own, top)
+            if parts is None
+            else part_lines(parts[number], top)
+        )
+    if staged is not None:
+        lines += ["", *link_lines(links(staged))]
+    return Result("\n".join(lines))
+
+
+def _bind(found: common.Subject) -> tuple[Sequence[BoundPlan], BoundStages | None]:
+    """Returns the stages of a plan as plans, and the pipeline if there are several."""
+    if len(found.plan.stages) == 1:
+        return (bind_plan(found.analysis, found.plan, found.cluster),), None
+    staged = bind_stages(found.analysis, found.plan, found.cluster)
+    return staged.stages, staged
+
+
+def _parts(
+    bound: Sequence[BoundPlan], staged: BoundStages | None, by: str | None
+) -> list[list[AttributedTime]] | None:
+    """Returns the parts of a step, by stage; None if none were asked for."""
+    if by is None:
+        return None
+    if staged is not None:
+        return staged_parts(staged, by)
+    return [attribute(own, by) for own in bound]
 
 
 def _check_way(by: str | None, tensor: str | None) -> None:
@@ -231,24 +287,14 @@ def _check_way(by: str | None, tensor: str | None) -> None:
         raise PlanError("--by is about the whole step and --tensor is not: give one.")
 
 
-def _attribution(bound: BoundPlan, by: str, top: int, as_json: bool) -> Result:
-    parts = attribute(bound, by)
-    if not as_json:
-        lines = [*summary_lines(bound.plan), "", *part_lines(parts, top)]
-        return Result("\n".join(lines))
-    found = [dataclasses.asdict(part) for part in parts]
-    return Result.of({"step_s": step_of(parts), "by": by, "parts": found})
-
-
 def _inputs(
-    bound: BoundPlan, explained: list[Explained], left: int, limit: int, as_json: bool
+    explained: list[Explained], step_s: float, left: int, limit: int, as_json: bool
 ) -> Result:
-    step_s = _plain_step_s(bound)
     if as_json:
-        inputs = [_data(bound, e) for e in explained]
+        inputs = [_input_data(e) for e in explained]
         return Result.of({"step_s": step_s, "inputs": inputs})
     texts = [
-        [*_lines(bound, e, step_s), *gradient_lines(bound, _paths(e[0]), limit)]
+        [*_lines(e, step_s), *gradient_lines(e.bound, _paths(e.decision), limit)]
         for e in explained
     ]
     if left:
@@ -256,31 +302,8 @@ def _inputs(
     return Result("\n\n".join(map("\n".join, texts)))
 
 
-def _plain_step_s(bound: BoundPlan) -> float:
-    """Returns the seconds of a step if no gradient had a codec.
-
-    The times of other layouts leave out codecs, so they are compared with this time.
-    """
-    plan = bound.plan
-    if not any(g.codec for g in plan.gradients):
-        return plan.predicted.step_s
-    names = plan.axis_names
-    cluster = bound.pricer.cluster
-    found = layouts_alone(bound.analysis, cluster, bound.assignment, names)
-    return found.best.step_s
-
-
 def _paths(decision: LayoutDecision) -> list[str]:
     return [i.path for i in decision.inputs]
-
-
-def _overview(bound: BoundPlan, top: int, as_json: bool) -> Result:
-    if as_json:
-        return Result.of(
-            {"predicted": bound.plan.to_json()["predicted"], **overview_data(bound)}
-        )
-    lines = [*summary_lines(bound.plan), "", *overview_lines(bound, top)]
-    return Result("\n".join(lines))
 
 
 def _rows(bound: BoundPlan) -> list[CollectiveRow]:
@@ -337,9 +360,11 @@ def _row_data(row: CollectiveRow) -> dict[str, Any]:
     }
 
 
-def _data(bound: BoundPlan, explained: Explained) -> dict[str, Any]:
-    decision, others = explained
+def _input_data(explained: Explained) -> dict[str, Any]:
+    bound, decision = explained.bound, explained.decision
+    stage = {} if explained.stage is None else {"stage": explained.stage}
     return {
+        **stage,
         "paths": _paths(decision),
         "role": decision.inputs[0].role.value,
         "layout": decision.spec,
@@ -355,18 +380,19 @@ def _data(bound: BoundPlan, explained: Explained) -> dict[str, Any]:
                 "peak_memory_bytes": a.peak_memory_bytes,
                 "proved": a.proved,
             }
-            for a in others
+            for a in explained.others
         ],
         "gradients": gradient_data(bound, _paths(decision)),
     }
 
 
-def _lines(bound: BoundPlan, explained: Explained, step_s: float) -> list[str]:
-    decision, others = explained
+def _lines(explained: Explained, step_s: float) -> list[str]:
+    bound, decision = explained.bound, explained.decision
     first = decision.inputs[0]
     shape = shape_text(bound.analysis.graph.values[first.value].shape)
     lines = _title(decision)
-    lines.append(f"  {first.role.value} {shape}, {bytes_text(decision.nbytes)}")
+    where = "" if explained.stage is None else f", on stage {explained.stage}"
+    lines.append(f"  {first.role.value} {shape}, {bytes_text(decision.nbytes)}{where}")
     if decision.node is None:
         return [*lines, "  a scalar: there is no layout to choose"]
     lines.append(
@@ -375,10 +401,12 @@ def _lines(bound: BoundPlan, explained: Explained, step_s: float) -> list[str]:
     )
     if decision.shared > len(decision.inputs):
         lines.append(f"  the decision is shared by {decision.shared} inputs")
+    if whole_path(first.path):
+        lines.append("  the pieces on other stages have the same layout")
     return [
         *lines,
         *_communication(bound, decision),
-        *_comparison(bound, decision, others, step_s),
+        *_comparison(bound, decision, explained.others, step_s),
     ]
 
 
@@ -432,47 +460,21 @@ def _alternative_cells(other: Alternative, step_s: float) -> tuple[str, str, str
     return (spec_text(other.spec), f"{mark}{seconds_text(other.step_s)}", change, part)
 
 
-def explain_stages(
-    found: common.Subject,
-    *,
-    tensor: str | None,
+def _data(
+    plan: Plan,
+    bound: Sequence[BoundPlan],
+    staged: BoundStages | None,
     by: str | None,
-    top: int,
-    as_json: bool,
-) -> Result:
-    """Explains a plan of several stages, stage by stage.
-
-    Raises:
-      PlanError: ``--tensor`` is given.
-    """
-    plan = found.plan
-    if tensor is not None:
-        raise PlanError(
-            f"--tensor {tensor}: other layouts are tried in plans of one stage, and "
-            f"this plan has {len(plan.stages)}. Leave --tensor out, or give --by layer."
-        )
-    bound = bind_stages(found.analysis, plan, found.cluster)
-    parts = None if by is None else staged_parts(bound, by)
-    if as_json:
-        return Result.of(_staged_data(bound, by, parts))
-    lines = summary_lines(plan)
-    for number, stage in enumerate(plan.stages):
-        own = overview_lines(bound.stages[number], top)
-        lines += ["", stage_text(number, stage)]
-        lines += own if parts is None else part_lines(parts[number], top)
-    return Result("\n".join([*lines, "", *link_lines(links(bound))]))
-
-
-def _staged_data(
-    bound: BoundStages, by: str | None, parts: list[list[AttributedTime]] | None
+    parts: list[list[AttributedTime]] | None,
 ) -> dict[str, Any]:
-    """Returns a plan of several stages as JSON values."""
-    sent = [dataclasses.asdict(link) for link in links(bound)]
+    """Returns the explanation of a plan as JSON values."""
     if parts is None:
-        predicted = bound.plan.to_json()["predicted"]
-        stages = [overview_data(stage) for stage in bound.stages]
-        return {"predicted": predicted, "stages": stages, "links": sent}
-    step_s = bound.plan.predicted.step_s
-    every = [[dataclasses.asdict(part) for part in own] for own in parts]
-    stages = [{"parts": own} for own in every]
-    return {"step_s": step_s, "by": by, "stages": stages, "links": sent}
+        about: dict[str, Any] = {"predicted": plan.to_json()["predicted"]}
+        stages = [overview_data(own) for own in bound]
+    else:
+        about = {"step_s": plan.predicted.step_s, "by": by}
+        stages = [{"parts": list(map(dataclasses.asdict, own))} for own in parts]
+    if staged is None:
+        return {**about, **stages[0]}
+    sent = [dataclasses.asdict(link) for link in links(staged)]
+    return {**about, "stages": stages, "links": sent}

@@ -159,6 +159,7 @@ def _several_stages(
     made = kept_plan(cut, cluster, wanted, request, found)
     made = _with_reason_of(made, plan)
     _check_homes(plan, made)
+    _check_pieces(made)
     rest = [part for part in parts if part != "inputs" or not said]
     said += [f"{', '.join(rest)} changed by hand"] if rest else []
     solver = msgspec.structs.replace(made.solver, status=GIVEN)
@@ -308,8 +309,8 @@ def _check_pieces(plan: Plan) -> None:
         for path in pieces[1:]:
             if known[path] != known[pieces[0]]:
                 raise PlanError(
-                    f"'{pieces[0]}' and '{path}' are pieces of one array, and were "
-                    f"edited to differ. Give them the same layout, as "
+                    f"'{pieces[0]}' and '{path}' are pieces of one array, and have "
+                    "different layouts after the edit. Give them the same layout, as "
                     f"plan.edit({{'{whole}': ...}}) does."
                 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import importlib
 import math
 import pathlib
@@ -28,10 +27,10 @@ from autopar.plans.records import (
     Worth,
     check_replicas,
 )
-from autopar.plans.specs import Entries, Spec, spec_of
+from autopar.plans.specs import Entries, Spec, matches_path, spec_of
 from autopar.whole_files import export_whole
 from autopar_errors import check_path
-from autopar_passes.layer_loops.operators import piece_holders, piece_paths, whole_path
+from autopar_passes.layer_loops.operators import piece_holders, piece_paths
 from autopar_solver.status import Status
 
 # A smaller gap counts as no gap, because two decimal places would show 0.00%.
@@ -92,19 +91,12 @@ def with_layouts(
     out = dict(inputs)
     for pattern, entries in layouts.items():
         for path in inputs:
-            if _matches(path, pattern):
+            if matches_path(path, pattern):
                 # A plan may have no shapes. The number of entries is then that of its
                 # layout.
                 shape = shapes.get(path, (0,) * len(inputs[path]))
                 out[path] = spec_of(entries, shape, axes, f"edit: '{path}'")
     return out
-
-
-def _matches(path: str, pattern: str) -> bool:
-    """Whether a pattern names an input, or the array of which the input is a piece."""
-    return fnmatch.fnmatchcase(whole_path(path) or path, pattern) or (
-        fnmatch.fnmatchcase(path, pattern)
-    )
 
 
 # Orders in which the stages of a pipeline may run their microbatches; a plan of one
@@ -511,7 +503,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         stages: list[StagePlan] = []
         paths = [path for stage in self.stages for path in stage.inputs]
         for pattern in layouts:
-            if not any(_matches(path, pattern) for path in paths):
+            if not any(matches_path(path, pattern) for path in paths):
                 raise PlanError(
                     f"edit: '{pattern}' matches no input; inputs are named like "
                     f"{', '.join(paths[:3])}."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.errors import PlanError
+from autopar_passes.layer_loops.operators import whole_path
 
 # For each dimension, the names of the mesh axes that split it, major to minor.
 Spec = tuple[tuple[str, ...], ...]
@@ -49,6 +51,16 @@ def spec_of(
     for size, names in zip(shape, spec, strict=True):
         check_divides(size, names, axes, owner)
     return tuple(spec)
+
+
+def matches_path(path: str, pattern: str) -> bool:
+    """Whether a pattern names an input, or the array of which the input is a piece.
+
+    >>> matches_path("params/kernel@0:2", "params/ker*l")
+    True
+    """
+    whole = whole_path(path) or path
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (path, whole))
 
 
 def check_divides(

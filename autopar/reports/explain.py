@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,18 +15,13 @@ from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
-from autopar.layouts.layout import Layout, shards, to_spec
-from autopar.layouts.strategies import layout_of
-from autopar.planner.candidate import Candidate, candidate_of, choices_of
-from autopar.planner.hints import pin_restriction
-from autopar.planner.problem import Formulation, Restriction, formulate
+from autopar.layouts.layout import shards, to_spec
 from autopar.planner.proposals import Proposal
 from autopar.planner.record import assignment_of, restore
 from autopar.planner.replicas import replica_pricer, slowest_of
 from autopar.planner.search import plan_mesh
-from autopar.planner.solving import solve_mesh
 from autopar.plans import Plan, Spec
-from autopar.plans.specs import spec_text
+from autopar.plans.specs import matches_path
 from autopar.reports.table import CollectiveRow, template
 from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import with_turns
@@ -36,7 +30,7 @@ from autopar.terminal import columns
 from autopar.units import bytes_text, seconds_text
 from autopar_passes.graph.operators import GraphInput
 from autopar_passes.graph.roles import Role
-from autopar_solver import Solution, Status
+from autopar_passes.layer_loops.operators import whole_path
 
 Say = Callable[[str], None]
 
@@ -86,25 +80,6 @@ class LayoutDecision:
     nbytes: int
     shard_bytes: float
     collectives: tuple[CollectiveRow, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Alternative:
-    """Another layout of an input, and the best plan that has this layout.
-
-    Attributes:
-      spec: the layout.
-      step_s: predicted seconds of one step; infinite if no plan fits.
-      shard_bytes: bytes of an array's shard on one device.
-      peak_memory_bytes: peak memory of one device.
-      proved: whether the solver proved that no plan with this layout is faster.
-    """
-
-    spec: Spec
-    step_s: float
-    shard_bytes: float
-    peak_memory_bytes: float
-    proved: bool
 
 
 def bind_plan(
@@ -207,21 +182,40 @@ def group_collectives(
     return tuple(sorted(rows, key=lambda r: -r.seconds))
 
 
-def input_decisions(bound: BoundPlan, pattern: str) -> list[LayoutDecision]:
+def input_decisions(
+    stages: Sequence[BoundPlan], pattern: str
+) -> list[tuple[int, LayoutDecision]]:
     """The layouts of the inputs that a pattern matches, grouped by decision.
+
+    Pieces of one array on several stages have one layout, and are returned once.
+
+    Args:
+      stages: the stages as plans.
+      pattern: a pattern of paths. An array of stacked layers matches by its own path.
+
+    Returns:
+      The number of a stage, and a decision of it.
 
     Raises:
       PlanError: the pattern matches no input.
     """
-    every = bound.analysis.graph.inputs
-    matched = [i for i in every if fnmatch.fnmatchcase(i.path, pattern)]
-    if not matched:
-        some = ", ".join(i.path for i in every[:3])
-        raise PlanError(f"'{pattern}' matches no input; they are named like {some}.")
-    groups: dict[int | None, list[GraphInput]] = {}
-    for given in matched:
-        groups.setdefault(_node_of(bound, given), []).append(given)
-    return [_decision(bound, node, inputs) for node, inputs in groups.items()]
+    out: list[tuple[int, LayoutDecision]] = []
+    seen: set[str] = set()
+    for number, bound in enumerate(stages):
+        groups: dict[int | None, list[GraphInput]] = {}
+        for given in bound.analysis.graph.inputs:
+            whole = whole_path(given.path)
+            if matches_path(given.path, pattern) and whole not in seen:
+                groups.setdefault(_node_of(bound, given), []).append(given)
+        for node, inputs in groups.items():
+            out.append((number, _decision(bound, node, inputs)))
+            seen.update(filter(None, (whole_path(i.path) for i in inputs)))
+    if not out:
+        paths = [i.path for bound in stages for i in bound.analysis.graph.inputs]
+        raise PlanError(
+            f"'{pattern}' matches no input; they are named like {', '.join(paths[:3])}."
+        )
+    return out
 
 
 def _node_of(bound: BoundPlan, given: GraphInput) -> int | None:
@@ -278,136 +272,6 @@ def _updates(analysis: Analysis, given: GraphInput) -> set[int]:
         if op.role is not Role.FORWARD and not op.rule.reduced_factors:
             waiting.extend(v for v in op.inputs if v is not None)
     return found
-
-
-def alternatives(
-    bound: BoundPlan, decision: LayoutDecision, *, limit: int, seconds: float, say: Say
-) -> list[Alternative]:
-    """Finds the best plan with each of the most promising other layouts of an input.
-
-    A layout is promising if the plan gets little slower when only this layout changes.
-
-    Args:
-      bound: the plan.
-      decision: the decision on the input's layout.
-      limit: number of layouts to try.
-      seconds: time limit of the solver for each layout.
-      say: shows progress.
-    """
-    if decision.node is None:
-        return []
-    formulation = formulate(bound.analysis, bound.pricer)
-    chosen = plan_choices(bound, formulation)
-    found: list[Alternative] = []
-    for strategy, layout in _promising(bound, decision, formulation, chosen)[:limit]:
-        spec = to_spec(layout, bound.plan.axis_names)
-        say(f"{decision.inputs[0].path}: planning again with {spec_text(spec)}")
-        patched = list(chosen)
-        patched[decision.node] = strategy
-        restriction = pin_restriction(
-            bound.analysis, {decision.inputs[0].value: layout}
-        )
-        best = _best(
-            _solve(bound, restriction, seconds),
-            _evaluate(bound, formulation, tuple(patched)),
-        )
-        shard_bytes = decision.nbytes / shards(layout, bound.pricer.sizes)
-        found.append(_alternative(spec, shard_bytes, best))
-    return sorted(found, key=lambda a: a.step_s)
-
-
-def _promising(
-    bound: BoundPlan,
-    decision: LayoutDecision,
-    formulation: Formulation,
-    chosen: Sequence[int],
-) -> list[tuple[int, Layout]]:
-    """A strategy for each other layout of an input, the cheapest first."""
-    value = decision.inputs[0].value
-    home = bound.analysis.contraction.homes[value]
-    strategies = formulation.spaces[home.node].strategies
-    alone = _costs_alone(formulation, chosen, home.node)
-    found: dict[Layout, int] = {}
-    for k in sorted(range(len(strategies)), key=lambda k: (alone[k], k)):
-        found.setdefault(layout_of(strategies[k], home.dims), k)
-    found.pop(bound.assignment.home_layout(value), None)
-    return [(k, layout) for layout, k in found.items()]
-
-
-def _best(*candidates: Candidate | None) -> Candidate | None:
-    """The fastest candidate; None if all are None."""
-    return min((c for c in candidates if c), key=lambda c: c.step_s, default=None)
-
-
-def _alternative(spec: Spec, shard_bytes: float, best: Candidate | None) -> Alternative:
-    if best is None:
-        return Alternative(spec, math.inf, shard_bytes, math.inf, False)
-    proved = best.report.status is Status.OPTIMAL
-    return Alternative(spec, best.step_s, shard_bytes, best.peak_memory_bytes, proved)
-
-
-def _solve(
-    bound: BoundPlan, restriction: Restriction, seconds: float
-) -> Candidate | None:
-    """The best plan under a restriction; None if no plan fits or is found."""
-    try:
-        return solve_mesh(bound.analysis, bound.pricer, restriction, seconds)
-    except PlanError:
-        return None
-
-
-def _evaluate(
-    bound: BoundPlan, formulation: Formulation, choices: tuple[int, ...]
-) -> Candidate | None:
-    """Prices the plan with one changed choice; None if it is infeasible."""
-    cost = _cost(formulation, choices)
-    if not math.isfinite(cost):
-        return None
-    solution = Solution(
-        choices=choices, cost=cost, bound=-math.inf, status=Status.FEASIBLE, seconds=0.0
-    )
-    made = candidate_of(bound.analysis, formulation, solution, bound.assignment)
-    fits = made.peak_memory_bytes <= bound.pricer.cluster.memory_bytes
-    return made if fits else None
-
-
-def _cost(formulation: Formulation, choices: Sequence[int]) -> float:
-    """The objective value of choices."""
-    problem = formulation.problem
-    nodes = (costs[choices[i]] for i, costs in enumerate(problem.node_costs))
-    edges = zip(problem.edges, problem.edge_costs, strict=True)
-    return float(sum(nodes) + sum(c[choices[i], choices[j]] for (i, j), c in edges))
-
-
-def _costs_alone(
-    formulation: Formulation, chosen: Sequence[int], node: int
-) -> list[float]:
-    """The cost of each strategy of a node, with unchanged choices of its neighbours."""
-    problem = formulation.problem
-    total = problem.node_costs[node].astype(float)
-    for (i, j), costs in zip(problem.edges, problem.edge_costs, strict=True):
-        if i == node and j == node:
-            total = total + costs.diagonal()
-        elif i == node:
-            total = total + costs[:, chosen[j]]
-        elif j == node:
-            total = total + costs[chosen[i]]
-    return [float(cost) for cost in total]
-
-
-def plan_choices(bound: BoundPlan, formulation: Formulation) -> tuple[int, ...]:
-    """The plan's choices as indices into the strategies of a problem.
-
-    Raises:
-      PlanError: the plan holds a layout that the planner does not consider.
-    """
-    found = choices_of(formulation, bound.assignment)
-    if found is None:
-        raise PlanError(
-            "the plan holds a layout that the planner does not consider; make the "
-            "plan again to compare it with others."
-        )
-    return tuple(found)
 
 
 _HEADING: tuple[str, ...] = (

@@ -152,7 +152,7 @@ class StageSearch:
         """
         site, analysis = self.sites[number], self.cut.stages[number]
         meshes = self._meshes(analysis, site, pins)
-        lies = {} if like is None else _like(analysis, like)
+        lies = {} if like is None else layouts_like(analysis, like)
         if like is not None and lies:
             meshes = [like.pricer.mesh]
         meshes = meshes_for_manual(analysis, site.cluster, meshes)
@@ -160,7 +160,7 @@ class StageSearch:
         device = dataclasses.replace(site.cluster.device, memory_bytes=math.floor(room))
         limited = dataclasses.replace(site.cluster, device=device)
         best = self._search_stage(analysis, limited, meshes, restriction)
-        if like is None and not _has_equal_pieces(analysis, best):
+        if like is None and not has_equal_pieces(analysis, best):
             return self.one(number, room, pins, best)
         check_pinned(pins, analysis, best.assignment, best.pricer.mesh)
         pricer = dataclasses.replace(best.pricer, cluster=site.cluster)
@@ -259,8 +259,16 @@ def check_matches(cut: CutStep, pins: Pins) -> None:
             )
 
 
-def _like(analysis: Analysis, other: Candidate) -> dict[int, Layout]:
-    """The layouts that another stage gives to its pieces of the same arrays."""
+def layouts_like(analysis: Analysis, other: Candidate) -> dict[int, Layout]:
+    """The layouts that another stage gives to its pieces of the same arrays.
+
+    Args:
+      analysis: the stage.
+      other: the layouts of the other stage.
+
+    Returns:
+      The value of each piece on the stage -> its layout on the other stage.
+    """
     given = {
         whole_path(i.path): i.value
         for i in other.assignment.analysis.graph.inputs
@@ -273,9 +281,14 @@ def _like(analysis: Analysis, other: Candidate) -> dict[int, Layout]:
     }
 
 
-def _has_equal_pieces(analysis: Analysis, found: Candidate) -> bool:
-    """Whether the pieces of each array have the same layout."""
-    layouts = _like(analysis, found)
+def has_equal_pieces(analysis: Analysis, found: Candidate) -> bool:
+    """Whether the pieces of each array have the same layout on a stage.
+
+    Args:
+      analysis: the stage.
+      found: its layouts.
+    """
+    layouts = layouts_like(analysis, found)
     own = found.assignment.home_layout
     return all(own(value) == layout for value, layout in layouts.items())
 

@@ -238,6 +238,25 @@ def rooms_left(
     ]
 
 
+def price_pipeline(
+    cut: CutStep,
+    cluster: Cluster,
+    wanted: WantedPipeline,
+    found: Sequence[Candidate],
+) -> tuple[float, list[float]]:
+    """The seconds of a step without codecs, and by stage the most bytes on a device.
+
+    Args:
+      cut: the step as stages, cut as wanted.
+      cluster: all devices.
+      wanted: the pipeline.
+      found: the layouts of each stage.
+    """
+    table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
+    laid = _price_stages(cut, cluster, wanted, table, found)
+    return play(table, laid.costs.tasks).makespan_s, laid.memory
+
+
 def _price_stages(
     cut: CutStep,
     cluster: Cluster,

@@ -13,7 +13,7 @@ from command_line import SMALL, TARGET, Run, assert_fails
 import autopar
 from autopar.cli import explaining
 from autopar.plans import SCHEMA, Plan
-from autopar.reports.explain import Alternative, alternatives
+from autopar.reports.alternatives import Alternative, alternatives
 from autopar.reports.table import render
 
 

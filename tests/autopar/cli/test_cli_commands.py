@@ -80,6 +80,10 @@ class TestStages:
             assert result.code == 0
             name = "_".join(word.strip("-") for word in asked)
             assert_golden(result.out.rstrip(), f"staged_{name}.txt")
+        words = ("--tensor", "params/1/kernel", "--alternatives", 1)
+        assert "on stage 1" in run("explain", staged, *words).out
+        data = run("explain", staged, *words, "--json").json
+        assert [given["stage"] for given in data["inputs"]] == [1]
 
 
 class TestCompareSaved:

@@ -13,15 +13,15 @@ from autopar.planner.plan import plan_analysis
 from autopar.planner.problem import formulate
 from autopar.planner.record import restore
 from autopar.plans import Plan
+from autopar.reports.alternatives import Trials, alternatives, plan_choices, trials_of
 from autopar.reports.explain import (
     BoundPlan,
-    alternatives,
+    LayoutDecision,
     array_name,
     bind_plan,
     group_collectives,
     input_decisions,
     mesh_of,
-    plan_choices,
 )
 from autopar.steps.analysis import Analysis, analyse
 
@@ -56,6 +56,15 @@ def bound(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundPlan:
     return bind_plan(analysis, plan, cluster)
 
 
+@pytest.fixture(scope="module")
+def trials(bound: BoundPlan, cluster: Cluster) -> Trials:
+    return trials_of(bound, cluster)
+
+
+def decisions(bound: BoundPlan, pattern: str) -> list[LayoutDecision]:
+    return [decision for _, decision in input_decisions([bound], pattern)]
+
+
 def test_groups_add_up_to_the_prediction(bound: BoundPlan, plan: Plan) -> None:
     rows = group_collectives(bound, bound.collectives)
     assert rows
@@ -78,7 +87,7 @@ def test_inputs_are_named_by_their_path(bound: BoundPlan) -> None:
 
 
 def test_a_decision_holds_all_inputs_that_share_it(bound: BoundPlan) -> None:
-    found = input_decisions(bound, KERNELS)
+    found = decisions(bound, KERNELS)
     paths = {i.path for d in found for i in d.inputs}
     assert paths == {"params/0/kernel", "params/1/kernel"}
     for decision in found:
@@ -91,25 +100,25 @@ def test_a_decision_holds_all_inputs_that_share_it(bound: BoundPlan) -> None:
 
 def test_the_gradient_belongs_to_its_parameter(bound: BoundPlan) -> None:
     """The plan is data parallel in part, so the gradients are reduced."""
-    phases = {r.phase for d in input_decisions(bound, KERNELS) for r in d.collectives}
+    phases = {r.phase for d in decisions(bound, KERNELS) for r in d.collectives}
     assert "backward" in phases
 
 
-def test_a_scalar_has_no_layout_to_choose(bound: BoundPlan) -> None:
-    (decision,) = input_decisions(bound, "opt_state/0/count")
+def test_a_scalar_has_no_layout_to_choose(bound: BoundPlan, trials: Trials) -> None:
+    (decision,) = decisions(bound, "opt_state/0/count")
     assert decision.node is None
-    assert alternatives(bound, decision, limit=3, seconds=1.0, say=silent) == []
+    assert alternatives(trials, decision, limit=3, seconds=1.0, say=silent) == []
 
 
 def test_a_pattern_that_matches_nothing_is_an_error(bound: BoundPlan) -> None:
     with pytest.raises(PlanError, match=r"'nothing\*' matches no input.*params/0/bias"):
-        input_decisions(bound, "nothing*")
+        decisions(bound, "nothing*")
 
 
 def test_the_plan_is_found_again_in_the_problem(bound: BoundPlan, plan: Plan) -> None:
     """The cost of the choices, added up here, is that of the plan's pairs."""
     formulation = formulate(bound.analysis, bound.pricer)
-    chosen = plan_choices(bound, formulation)
+    chosen = plan_choices(bound.assignment, formulation)
     problem = formulation.problem
     cost = sum(c[chosen[i]] for i, c in enumerate(problem.node_costs)) + sum(
         m[chosen[i], chosen[j]]
@@ -119,10 +128,12 @@ def test_the_plan_is_found_again_in_the_problem(bound: BoundPlan, plan: Plan) ->
     assert math.isclose(cost, pairwise_s(assignment, bound.pricer))
 
 
-def test_no_alternative_beats_a_proved_plan(bound: BoundPlan, plan: Plan) -> None:
-    decision = input_decisions(bound, KERNELS)[0]
+def test_no_alternative_beats_a_proved_plan(
+    bound: BoundPlan, trials: Trials, plan: Plan
+) -> None:
+    decision = decisions(bound, KERNELS)[0]
     said: list[str] = []
-    found = alternatives(bound, decision, limit=4, seconds=5.0, say=said.append)
+    found = alternatives(trials, decision, limit=4, seconds=5.0, say=said.append)
     assert len(found) == len(said) == 4
     specs = [decision.spec, *(a.spec for a in found)]
     assert len(set(specs)) == len(specs)
@@ -132,9 +143,9 @@ def test_no_alternative_beats_a_proved_plan(bound: BoundPlan, plan: Plan) -> Non
             assert other.step_s >= plan.predicted.step_s * (1 - 1e-3)
 
 
-def test_the_limit_is_kept(bound: BoundPlan) -> None:
-    decision = input_decisions(bound, KERNELS)[0]
-    assert alternatives(bound, decision, limit=0, seconds=1.0, say=silent) == []
+def test_the_limit_is_kept(bound: BoundPlan, trials: Trials) -> None:
+    decision = decisions(bound, KERNELS)[0]
+    assert alternatives(trials, decision, limit=0, seconds=1.0, say=silent) == []
 
 
 def test_the_mesh_must_be_one_of_the_cluster(plan: Plan) -> None:
@@ -170,4 +181,4 @@ def test_a_layout_that_the_planner_lacks_is_an_error(
     bound = bind_plan(analysis, plan.with_stage(nodes=nodes), cluster)
     formulation = formulate(analysis, bound.pricer)
     with pytest.raises(PlanError, match="that the planner does not consider"):
-        plan_choices(bound, formulation)
+        plan_choices(bound.assignment, formulation)

@@ -17,6 +17,9 @@ import autopar
 from autopar import audits
 from autopar.compilers.targets import CPU
 from autopar.errors import PlanError
+from autopar.planner.search import search_of_one
+from autopar.reports.alternatives import alternatives, trials_of
+from autopar.reports.explain import bind_plan, input_decisions
 from autopar.runtime.placement import device_mesh
 from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import analyse
@@ -307,3 +310,22 @@ def test_a_target_that_no_replica_runs_on_is_named() -> None:
     plan = autopar.plan(step, *SHAPES, cluster="1x4:h100+1x4:a100", microbatches=[8, 4])
     with pytest.raises(PlanError, match=r"no replica .* such devices; .*h100, a100"):
         autopar.audit(step, *SHAPES, plan=plan, target="v100")
+
+
+def test_other_layouts_are_judged_on_all_replicas() -> None:
+    options: Any = {"pins": DATA, "axis_names": ("data",)}
+    plan = autopar.plan(step, *SHAPES, cluster=MIXED, microbatches=[8, 4], **options)
+    cluster = plan.cluster.read()
+    bound = bind_plan(analyse(step, SHAPES), plan, cluster)
+    trials = trials_of(bound, cluster)
+    names = trials.pricer.mesh.names
+    stated = search_of_one(
+        trials.analysis, trials.pricer.cluster, trials.assignment, names
+    )
+    assert trials.judge(stated.best) == pytest.approx(
+        (plan.predicted.step_s, plan.predicted.peak_memory_bytes)
+    )
+    ((_, decision),) = input_decisions([bound], "w/up")
+    others = alternatives(trials, decision, limit=2, seconds=2.0, say=lambda _: None)
+    assert len({decision.spec, *(a.spec for a in others)}) == 3
+    assert all(a.step_s >= plan.predicted.step_s for a in others)

@@ -119,7 +119,7 @@ def test_pieces_of_one_array_are_edited_alike() -> None:
     for stage, pieces in zip(found.stages, ("0:2", "2:4"), strict=True):
         assert stage.inputs[f"params@{pieces}"] == ((), ("data",), ())
     check_trains(loop, edited)
-    with pytest.raises(PlanError, match="pieces of one array, and were edited to"):
+    with pytest.raises(PlanError, match="pieces of one array, and have different"):
         carried_out(analysis, plan.edit({"params@2:4": P(None, "data")}))
 
 

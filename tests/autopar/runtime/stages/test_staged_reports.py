@@ -16,8 +16,12 @@ from autopar.cluster import Cluster
 from autopar.compilers.targets import CPU
 from autopar.errors import PlanError
 from autopar.layouts.floating import kept_layout
+from autopar.planner.edited import carried_out
+from autopar.planner.search import search_of_one
+from autopar.reports.alternatives import alternatives, stage_trials
 from autopar.reports.attribution import WAYS, step_of
 from autopar.reports.audit import ACTIVATIONS, BATCH, COTANGENTS, ONCE
+from autopar.reports.explain import input_decisions
 from autopar.reports.schedule import play_plan
 from autopar.reports.staged import WAITS, bind_stages, busy_s, links, staged_parts
 from autopar.runtime.stages.held_bytes import held_bytes
@@ -257,3 +261,58 @@ def test_kept_layouts_split_what_they_can():
             spec = P(*("data" if axes else None for axes in layout))
             shape = tuple(graph.values[value].shape)
             NamedSharding(mesh, spec).shard_shape(shape)  # raises where it cannot
+
+
+def stated(trials):
+    """The layouts of a plan as a search finds them."""
+    names = trials.pricer.mesh.names
+    found = search_of_one(
+        trials.analysis, trials.pricer.cluster, trials.assignment, names
+    )
+    return found.best
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_other_layouts_of_a_stage_are_judged_by_the_whole_step(schedule):
+    found = bound(schedule=schedule)
+    cluster, predicted = found.plan.cluster.read(), found.plan.predicted
+    trials = stage_trials(found, cluster, 2.0)
+    for own in trials:
+        assert own.step_s == pytest.approx(predicted.step_s)
+        step_s, held = own.judge(stated(own))
+        assert step_s == pytest.approx(predicted.step_s)
+        assert held == pytest.approx(predicted.peak_memory_bytes)
+    (number, decision), *_ = input_decisions(found.stages, "state/*/3/w")
+    assert number == found.plan.home(decision.inputs[0].path)
+    others = alternatives(
+        trials[number], decision, limit=2, seconds=2.0, say=lambda _: None
+    )
+    assert len({decision.spec, *(a.spec for a in others)}) == 3
+    assert all(a.step_s > 0 and not a.proved for a in others)
+
+
+def test_pieces_of_an_array_get_another_layout_on_all_stages():
+    def loss(params, example):
+        x, _ = jax.lax.scan(
+            lambda x, w: (x + jax.numpy.tanh(x @ w), None), example["x"], params
+        )
+        return jax.numpy.mean((x - example["y"]) ** 2)
+
+    rows = np.ones((64, 64), np.float32)
+    step, args = sgd(loss), (np.ones((4, 64, 64), np.float32), {"x": rows, "y": rows})
+    plan = autopar.plan(
+        step, *args, cluster="4:cpu", stages=2, microbatches=4,
+        pins={"batch/*": P("data"), "params": P()}, axis_names=("data",),
+    )  # fmt: skip
+    found = bind_stages(analyse(step, args), plan, Cluster.parse("4:cpu"))
+    ((number, decision),) = input_decisions(found.stages, "params")
+    assert [i.path for i in decision.inputs] == ["params@0:2"]
+    trials = stage_trials(found, plan.cluster.read(), 2.0)
+    others = alternatives(
+        trials[number], decision, limit=2, seconds=2.0, say=lambda _: None
+    )
+    for other in others:
+        edited = plan.edit({"params": P(*(axes or None for axes in other.spec))})
+        again = carried_out(analyse(step, args), edited, seconds=2.0)
+        assert other.step_s == pytest.approx(again.predicted.step_s, rel=0.2)
+        assert other.step_s > plan.predicted.step_s
