@@ -35,6 +35,7 @@ from autopar.planner.record import (
     split_as,
     stated_assignment,
 )
+from autopar.planner.replicas import ReplicaDevices, in_layouts_of, one_replica
 from autopar.planner.search import plan_mesh, search, search_of_one
 from autopar.planner.stages.codecs import gradient_names, sending_of, without_codecs
 from autopar.planner.stages.entry import cut_as
@@ -96,12 +97,6 @@ def carried_out(
     parts = plan.changed_parts
     if not parts:
         return plan
-    if plan.replicas:
-        raise PlanError(
-            f"the plan's {', '.join(parts)} was edited, and edits of plans with "
-            "replicas are not carried out. Make another plan with autopar.plan(..., "
-            "pins=, microbatches=)."
-        )
     _check_parts(plan, parts)
     where = plan.cluster.read() if cluster is None else cluster
     if "cluster" in parts:
@@ -124,12 +119,41 @@ def _only_stage(
     if plan.fingerprint != analysis.fingerprint:
         raise another_step(analysis, plan)
     check_consistent(analysis, plan)
-    result, said = _edited_layouts(analysis, plan, cluster, plan.changed_parts, seconds)
-    if result is None:
-        result = _as_stated(analysis, plan, cluster)
-        check_fits(result.best)
-    made = _with_codecs_of(analysis, result, plan)
+    if plan.replicas:
+        made, said = _on_replicas(analysis, plan, cluster, seconds)
+    else:
+        parts = plan.changed_parts
+        result, said = _edited_layouts(analysis, plan, cluster, parts, seconds)
+        if result is None:
+            result = _as_stated(analysis, plan, cluster)
+            check_fits(result.best)
+        made = _with_codecs_of(analysis, result, plan)
     return made, said or f"{', '.join(plan.changed_parts)} changed by hand"
+
+
+def _on_replicas(
+    analysis: Analysis, plan: Plan, cluster: Cluster, seconds: float | None
+) -> tuple[Plan, str]:
+    """A plan with replicas to which its edits are applied, and the edited layouts."""
+    alone, said = one_replica(plan), ""
+
+    def search_alone(view: Analysis, site: ReplicaDevices) -> Candidate:
+        nonlocal said
+        parts, part = plan.changed_parts, site.part
+        result, said = _edited_layouts(view, alone, part, parts, seconds)
+        return (result or _as_stated(view, alone, part)).best
+
+    def check(found: Candidate) -> None:
+        _check_sites(found.assignment.analysis, plan, found)
+
+    asked = CodecRequest(EDITED if plan.gradients else "none", None, 0.0, plan, {})
+    made = in_layouts_of(analysis, cluster, plan, asked, search_alone, check=check)
+    if made.axis_names != plan.axis_names:
+        raise PlanError(
+            f"the plan's mesh was edited: the axis of replicas is named "
+            f"'{made.axis_names[0]}', not '{plan.axis_names[0]}'."
+        )
+    return _with_reason_of(made, plan), said
 
 
 def _several_stages(
@@ -251,7 +275,8 @@ def _check_parts(plan: Plan, parts: tuple[str, ...]) -> None:
             raise PlanError(
                 f"the plan's {part} was edited, and cannot be: there is one stage."
             )
-        if part not in EDITABLE and not (mesh and part == "outputs"):
+        also = (mesh and part == "outputs") or (plan.replicas and part == "replicas")
+        if part not in EDITABLE and not also:
             why = _WHY_NOT.get(part, "it is a fact of the step")
             raise PlanError(f"the plan's {part} was edited, and cannot be: {why}.")
     both = [part for part in ("nodes", "copies") if part in parts]
@@ -492,20 +517,16 @@ def _with_codecs_of(analysis: Analysis, result: SearchResult, plan: Plan) -> Pla
     """
     if not plan.gradients:
         return make_plan(analysis, result)
-    best = result.best
-    if "gradients" in plan.changed_parts:
-        mesh = best.pricer.mesh.axes
-        found = sites(analysis, best.assignment, mesh, best.collectives)
-        _check_given(plan.gradients, found, [site.name for site in found])
+    _check_sites(analysis, plan, result.best)
     asked = CodecRequest(EDITED, None, 0.0, plan, {})
-    best = sent_as_asked(analysis, best, asked)
+    best = sent_as_asked(analysis, result.best, asked)
     made = make_plan(analysis, dataclasses.replace(result, best=best), asked)
     return _with_reason_of(made, plan)
 
 
 def _with_reason_of(made: Plan, plan: Plan) -> Plan:
     """The plan with the reason for the codecs of a plan that has the same codecs."""
-    if "gradients" in plan.changed_parts:
+    if not plan.gradients or "gradients" in plan.changed_parts:
         return made
     compression = msgspec.structs.replace(
         plan.compression, error=made.compression.error
@@ -522,6 +543,14 @@ def check_fits(best: Candidate) -> None:
             f"of {best.pricer.cluster}, which has {have / 1e9:.3g} GB. Let "
             "autopar.plan choose the layouts, or plan for more devices."
         )
+
+
+def _check_sites(analysis: Analysis, plan: Plan, best: Candidate) -> None:
+    """Raises `PlanError` if codecs were edited and one cannot send its gradient."""
+    if "gradients" in plan.changed_parts:
+        mesh = best.pricer.mesh.axes
+        found = sites(analysis, best.assignment, mesh, best.collectives)
+        _check_given(plan.gradients, found, [site.name for site in found])
 
 
 def _check_given(

@@ -50,7 +50,7 @@ from autopar.planner.record import (
     restore,
     split_as,
 )
-from autopar.planner.replicas import keep_replicas, plan_replicas
+from autopar.planner.replicas import in_layouts_of, plan_replicas
 from autopar.planner.search import (
     candidate_meshes,
     meshes_for_manual,
@@ -460,7 +460,12 @@ def _with_layouts(
         analysis, rebatch_plan(analysis, layouts), cluster, seconds=seconds
     )
     if kept.replicas:
-        return keep_replicas(analysis, cluster, kept, options, codecs)
+        asked = options.microbatches
+        shares = asked if isinstance(asked, tuple) else ()
+        made = in_layouts_of(
+            analysis, cluster, kept, codecs, shares=shares, pins=options.pins
+        )
+        return with_status(made, kept.solver.status) if layouts.edited else made
     result = search_of_one(analysis, cluster, restore(analysis, kept), kept.axis_names)
     best = result.best
     check_fits(best)

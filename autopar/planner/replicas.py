@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ from autopar.planner.hints import (
 from autopar.planner.options import PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.programs import as_asked
-from autopar.planner.record import GIVEN, make_plan, restore
+from autopar.planner.record import GIVEN, check_plan, make_plan, stated_assignment
 from autopar.planner.search import (
     candidate_meshes,
     plan_mesh,
@@ -97,6 +98,10 @@ class ReplicaDevices:
         return MeshShape(axes=(outer, *inner))
 
 
+# Finds layouts on the devices of a single replica, for the step that it runs.
+SearchAlone = Callable[[Analysis, ReplicaDevices], Candidate]
+
+
 def axis_name(names: Sequence[str]) -> str:
     """A name for the axis of the replicas that is not among the given names."""
     return next(n for n in _NAMES if n not in names)
@@ -143,7 +148,7 @@ def price_replica(view: Analysis, found: Candidate, site: ReplicaDevices) -> Can
     """
     sizes = (site.count, *found.assignment.sizes)
     assignment = dataclasses.replace(
-        _shift_axes(found.assignment, 1), analysis=view, sizes=sizes, replicas=(AXIS,)
+        _shift_axes(found.assignment), analysis=view, sizes=sizes, replicas=(AXIS,)
     )
     pricer = Pricer(site.whole, site.mesh(_mesh_on(site, found)))
     return dataclasses.replace(
@@ -168,11 +173,11 @@ def _mesh_on(site: ReplicaDevices, found: Candidate) -> MeshShape:
     )
 
 
-def _shift_axes(found: Assignment, by: int) -> Assignment:
-    """An assignment with other numbers of the mesh axes; ``sizes`` stay the same."""
+def _shift_axes(found: Assignment) -> Assignment:
+    """An assignment whose layouts are on the mesh with one more axis prepended."""
 
     def shift(layout: Layout) -> Layout:
-        return tuple(tuple(axis + by for axis in axes) for axes in layout)
+        return tuple(tuple(axis + 1 for axis in axes) for axes in layout)
 
     copies = {
         key: CopyChoice(shift(choice.layout), choice.reuse)
@@ -198,7 +203,7 @@ def replica_pricer(plan: Plan, cluster: Cluster, number: int) -> Pricer:
     Raises:
       PlanError: the cluster has other replicas, or no such mesh.
     """
-    site = _sites_for(plan, cluster)[number]
+    site = sites_for(plan, cluster)[number]
     inner = plan_mesh(site.part, plan.axis_names[1:], plan.axis_sizes[1:])
     return Pricer(site.whole, site.mesh(inner))
 
@@ -211,11 +216,23 @@ def check_mesh(plan: Plan, cluster: Cluster) -> None:
     """
     part, first = cluster, 0
     if plan.replicas or cluster.groups:
-        part, first = _sites_for(plan, cluster)[0].part, 1
+        part, first = sites_for(plan, cluster)[0].part, 1
     plan_mesh(part, plan.axis_names[first:], plan.axis_sizes[first:])
 
 
-def _sites_for(plan: Plan, cluster: Cluster) -> tuple[ReplicaDevices, ...]:
+def one_replica(plan: Plan) -> Plan:
+    """A replica of a plan, as a plan without codecs on the mesh of this replica."""
+    axes = dict(itertools.islice(plan.mesh["axes"].items(), 1, None))
+    stage = msgspec.structs.replace(
+        plan.stage,
+        mesh={"axes": axes},
+        devices=tuple(range(math.prod(axes.values()))),
+        gradients=(),
+    )
+    return msgspec.structs.replace(plan, stages=(stage,), replicas=())
+
+
+def sites_for(plan: Plan, cluster: Cluster) -> tuple[ReplicaDevices, ...]:
     """The replicas of a cluster, for a plan with as many."""
     sites = sites_of(cluster) if cluster.groups else ()
     if len(sites) != len(plan.replicas):
@@ -295,6 +312,12 @@ def plan_replicas(
     started = time.perf_counter()
     sites = sites_of(cluster)
     whole = analysis.whole or analysis
+    asked = options.microbatches
+    shares = asked if isinstance(asked, tuple) else ()
+
+    def search_alone(view: Analysis, site: ReplicaDevices) -> Candidate:
+        return _search_alone(view, options, site)
+
     best: Dealt | None = None
     failed: InfeasibleError | None = None
     left = list(_numbers(whole, options, len(sites)))
@@ -306,7 +329,8 @@ def plan_replicas(
         left.remove(count)
         say(f"dealing {count} microbatches out to {len(sites)} replicas")
         try:
-            found = _deal_best(whole, options, sites, count, codecs)
+            base = as_asked(whole, dataclasses.replace(options, microbatches=count))
+            found = _deal_best(base, search_alone, sites, codecs, shares)
         except InfeasibleError as error:
             failed = error
             continue
@@ -323,21 +347,29 @@ def plan_replicas(
     return _write_plan(best, cluster, sites, time.perf_counter() - started, codecs)
 
 
-def keep_replicas(
+def in_layouts_of(
     analysis: Analysis,
     cluster: Cluster,
     plan: Plan,
-    options: PlanOptions,
     codecs: CodecRequest,
+    search_alone: SearchAlone | None = None,
+    *,
+    shares: Sequence[int] = (),
+    pins: Pins | None = None,
+    check: Callable[[Candidate], None] = lambda _: None,
 ) -> Plan:
-    """Keeps the layouts and the shares of a plan with replicas, and chooses codecs.
+    """Plans a step on the mesh of a plan with replicas, in the layouts of this plan.
 
     Args:
       analysis: the step as the plan runs it (`autopar.planner.record.split_as`).
       cluster: of groups of unequal devices.
       plan: the plan.
-      options: hints and limits; the microbatches may give other shares.
       codecs: the user's request about codecs.
+      search_alone: finds other layouts on the devices of a replica; None: the layouts
+        of the plan stay.
+      shares: the number of microbatches of each replica; empty: those of the plan.
+      pins: layouts of inputs that the result must have.
+      check: checks a replica before its codecs are chosen.
 
     Raises:
       InfeasibleError: a replica does not fit the memory of its devices.
@@ -345,18 +377,20 @@ def keep_replicas(
         codec that was asked for cannot be used.
     """
     started = time.perf_counter()
-    sites = _sites_for(plan, cluster)
-    counts = tuple(r.microbatches for r in plan.replicas)
-    if isinstance(options.microbatches, tuple):
-        counts = options.microbatches
-    view = functools.cache(functools.partial(with_turns, analysis))
-    own = _shift_axes(restore(analysis, plan), -1)
-    alone = dataclasses.replace(own, sizes=own.sizes[1:], replicas=(), codecs={})
-    found = search_of_one(view(1), sites[0].part, alone, plan.axis_names[1:]).best
-    mesh = found.pricer.mesh
-    check_pinned(options.pins or {}, analysis, found.assignment, mesh)
-    asked = dataclasses.replace(options, microbatches=counts)
-    dealt = _best_shares(view, found, sites, asked, codecs)
+    sites = sites_for(plan, cluster)
+    counts = tuple(shares) or tuple(r.microbatches for r in plan.replicas)
+    alone = one_replica(plan)
+
+    def as_stated(view: Analysis, site: ReplicaDevices) -> Candidate:
+        stated = stated_assignment(view, alone)
+        found = search_of_one(view, site.part, stated, alone.axis_names).best
+        check_pinned(pins or {}, view, found.assignment, found.pricer.mesh)
+        return found
+
+    if search_alone is None:
+        check_plan(analysis, plan)
+    search = search_alone or as_stated
+    dealt = _deal_best(analysis, search, sites, codecs, counts, check)
     spent_s = time.perf_counter() - started
     return _write_plan(dealt, cluster, sites, spent_s, codecs, GIVEN)
 
@@ -404,19 +438,26 @@ def _most_promising(best: Dealt, counts: Sequence[int]) -> int | None:
 
 
 def _deal_best(
-    whole: Analysis,
-    options: PlanOptions,
+    base: Analysis,
+    search_alone: SearchAlone,
     sites: Sequence[ReplicaDevices],
-    count: int,
     codecs: CodecRequest,
+    counts: Sequence[int] = (),
+    check: Callable[[Candidate], None] = lambda _: None,
 ) -> Dealt:
     """The best layouts and shares for a number of microbatches.
 
+    Args:
+      base: the step in its microbatches.
+      search_alone: finds layouts on the devices of a replica.
+      sites: the devices of each replica.
+      codecs: the user's request about codecs.
+      counts: the number of microbatches of each replica; empty: the best numbers.
+      check: checks a replica before its codecs are chosen.
+
     Raises:
       InfeasibleError: no layouts fit.
-      PlanError: the batch cannot be split into this number of microbatches.
     """
-    base = as_asked(whole, dataclasses.replace(options, microbatches=count))
     check_can_be_dealt_out(base)
     view = functools.cache(functools.partial(with_turns, base))
     found: list[Dealt] = []
@@ -424,13 +465,14 @@ def _deal_best(
     known: list[object] = []
     for site in {site.kind: site for site in sites}.values():
         try:
-            layouts = _search_alone(view(count // len(sites)), options, site)
+            layouts = search_alone(view(base.microbatches // len(sites)), site)
             own = layouts.assignment
             axes = [(axis.level, axis.size) for axis in layouts.pricer.mesh.axes]
             key = axes, own.strategies, own.copies, own.sums_each_microbatch
             if key not in known:
                 known.append(key)
-                found.append(_best_shares(view, layouts, sites, options, codecs))
+                shares = _Shares(base, view, layouts, sites, counts)
+                found.append(shares.send(codecs, check))
         except InfeasibleError as error:
             failed = error
     if not found:
@@ -464,85 +506,75 @@ def _search_alone(
     return result.best
 
 
-def _best_shares(
-    view: Callable[[int], Analysis],
-    layouts: Candidate,
-    sites: Sequence[ReplicaDevices],
-    options: PlanOptions,
-    codecs: CodecRequest,
-) -> Dealt:
-    """The best shares for given layouts, with the codecs that were asked for.
+@dataclasses.dataclass(frozen=True)
+class _Shares:
+    """Layouts whose microbatches are to be shared among replicas.
 
-    All replicas send a gradient by the same codec. The codecs are chosen on the replica
-    that is the slowest without codecs, and the shares are then chosen again.
-
-    Args:
+    Attributes:
+      base: the step in its microbatches.
       view: the number of microbatches of a replica -> the step that the replica runs.
       layouts: layouts on the mesh of a single replica.
       sites: the devices of each replica.
-      options: options, which may fix the shares.
-      codecs: the user's request about codecs.
-
-    Raises:
-      InfeasibleError: a replica does not fit the memory of its devices.
-      PlanError: no gradient can use the codec that was asked for.
+      counts: the number of microbatches of each replica; empty: the best numbers.
     """
-    plain = _shares_at(view, layouts, sites, options)
-    if codecs.mode == "none":
-        return plain
-    last = plain.slowest
-    sent = sent_as_asked(last.assignment.analysis, last, codecs).sending
 
-    def send(candidate: Candidate) -> Candidate:
+    base: Analysis
+    view: Callable[[int], Analysis]
+    layouts: Candidate
+    sites: Sequence[ReplicaDevices]
+    counts: Sequence[int]
+
+    def send(self, codecs: CodecRequest, check: Callable[[Candidate], None]) -> Dealt:
+        """The best shares with the codecs that were asked for.
+
+        All replicas send a gradient by the same codec. The codecs are chosen on the
+        replica that is the slowest without codecs, and the shares are then chosen
+        again.
+
+        Raises:
+          InfeasibleError: a replica does not fit the memory of its devices.
+          PlanError: no gradient can use the codec that was asked for.
+        """
+        plain = self.best(lambda candidate: candidate)
+        last = plain.slowest
+        check(last)
+        if codecs.mode == "none":
+            return plain
+        sent = sent_as_asked(last.assignment.analysis, last, codecs).sending
         assert sent is not None
-        own = candidate.assignment.analysis
-        return sent_alike(own, candidate, sent, codecs.errors)
 
-    return _shares_at(view, layouts, sites, options, send)
+        def send(candidate: Candidate) -> Candidate:
+            view = candidate.assignment.analysis
+            return sent_alike(view, candidate, sent, codecs.errors)
 
+        return self.best(send)
 
-def _shares_at(
-    view: Callable[[int], Analysis],
-    layouts: Candidate,
-    sites: Sequence[ReplicaDevices],
-    options: PlanOptions,
-    send: Callable[[Candidate], Candidate] = lambda candidate: candidate,
-) -> Dealt:
-    """The best shares for given layouts and codecs; for the arguments see
-    `_best_shares`.
+    def best(self, send: Callable[[Candidate], Candidate]) -> Dealt:
+        """The best shares with given codecs.
 
-    Args:
-      view: a number of microbatches -> the step of a replica.
-      layouts: layouts on the mesh of a single replica.
-      sites: the devices of each replica.
-      options: options, which may fix the shares.
-      send: adds the codecs to a priced replica.
+        Args:
+          send: adds the codecs to a priced replica.
 
-    Raises:
-      InfeasibleError: a replica does not fit the memory of its devices.
-    """
-    base = view(1).counted
-    assert base is not None
-    known: dict[tuple[object, int], Candidate] = {}
+        Raises:
+          InfeasibleError: a replica does not fit the memory of its devices.
+        """
+        known: dict[tuple[object, int], Candidate] = {}
 
-    def at(site: ReplicaDevices, turns: int) -> Candidate:
-        key = site.kind, turns
-        if key not in known:
-            known[key] = send(price_replica(view(turns), layouts, site))
-            _check_fits(known[key], site)
-        return known[key]
+        def at(site: ReplicaDevices, turns: int) -> Candidate:
+            key = site.kind, turns
+            if key not in known:
+                view = self.view(turns)
+                known[key] = send(price_replica(view, self.layouts, site))
+                _check_fits(known[key], site)
+            return known[key]
 
-    def deal_counts(counts: tuple[int, ...]) -> Dealt:
+        def price(k: int, turns: int) -> float:
+            return at(self.sites[k], turns).step_s
+
+        count, sites = self.base.microbatches, self.sites
+        counts = tuple(self.counts) or tuple(best_shares(price, len(sites), count))
         pairs = zip(sites, counts, strict=True)
-        return Dealt(base, counts, tuple(at(site, n) for site, n in pairs))
-
-    if isinstance(options.microbatches, tuple):
-        return deal_counts(options.microbatches)
-
-    def price(k: int, turns: int) -> float:
-        return at(sites[k], turns).step_s
-
-    return deal_counts(tuple(best_shares(price, len(sites), base.microbatches)))
+        return Dealt(self.base, counts, tuple(at(site, n) for site, n in pairs))
 
 
 def best_shares(
