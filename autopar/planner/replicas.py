@@ -36,6 +36,7 @@ from autopar.layouts.layout import Layout
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import CodecRequest, sent_alike, sent_as_asked
 from autopar.planner.hints import (
+    Pins,
     check_pinned,
     fitting_meshes,
     pin_restriction,

@@ -26,13 +26,12 @@ from autopar_passes.graph.operators import Operator, OperatorGraph, readers
 from autopar_passes.jax_effects import is_ordered
 from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.microbatches.accumulate import accumulate_step
-from autopar_passes.microbatches.facts import Combine, Microbatched, MicrobatchError
+from autopar_passes.microbatches.facts import Microbatched, MicrobatchError
 from autopar_passes.microbatches.find import split_step, unsplit
 from autopar_passes.program.calls import StepCall
 from autopar_passes.program.equations import Program, walk
 from autopar_passes.program.trace import TracedStep, trace_call
 from autopar_passes.remat.copies import RematError, trace_without_checkpoints
-from autopar_passes.replay.replicas import can_add_up
 from autopar_passes.rules import manual
 from autopar_passes.sums.stacked import Deferral
 
@@ -310,14 +309,6 @@ def check_can_be_dealt_out(analysis: Analysis) -> None:
             f"{name}: microbatches are dealt out to replicas of unequal devices, and "
             "the batch is not split. Say microbatches='auto', or a number."
         )
-    program = analysis.split.traced.program
-    for crossing in analysis.split.crossings:
-        dtype = program.values[crossing.value].dtype
-        if crossing.combine is Combine.ROWS and not can_add_up(dtype):
-            raise PlanError(
-                f"{name}: it returns random keys for each row ({dtype}), which "
-                "replicas of unequal devices cannot put together."
-            )
     repeated = [*walk(analysis.loop.regions[0])]
     if any(is_ordered(e.source) for e in repeated):
         raise PlanError(

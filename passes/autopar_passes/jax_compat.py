@@ -213,6 +213,21 @@ def is_extended(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.dtypes.extended)
 
 
+def wrap_keys(words: Any, dtype: Any) -> Any:
+    """Returns random keys of a dtype made of their raw words, ``(*shape, words)``.
+
+    The public function ``jax.random.key_impl`` needs keys. `jax.eval_shape` makes some.
+    """
+    found: list[Any] = []
+
+    def read(key: Any) -> Any:
+        found.append(jax.random.key_impl(key))
+        return key
+
+    jax.eval_shape(read, jax.ShapeDtypeStruct((), dtype))
+    return jax.random.wrap_key_data(words, impl=found[0])
+
+
 def itemsize(dtype: Any) -> int:
     """Returns the bytes of one element; for a PRNG key, the bytes of its raw words.
 

@@ -114,6 +114,7 @@ class Replicas:
             # states.
             held = [jax.lax.optimization_barrier(x) for x in constants]
             carried, made = turn(held, carried, [_entry(x, number) for x in slices])
+            made = jax.tree.map(_raw, made)
             stacks = jax.tree.map(
                 lambda stack, x: jax.lax.dynamic_update_index_in_dim(
                     stack, x, number, 0
@@ -132,7 +133,7 @@ class Replicas:
         _, ends, stacks = jax.lax.while_loop(lambda s: s[0] < end, body, state)
         return ends, stacks
 
-    def add_up(self, values: Values, op: Operator, array: Any) -> Any:
+    def add_up(self, values: Values, op: Operator, array: Any, dtype: Any) -> Any:
         """Adds one result of `run` over the replicas, in the layouts of the plan.
 
         A result that the plan holds as partial over the replicas is a stacked array
@@ -141,7 +142,9 @@ class Replicas:
         Args:
           values: the values of the program, outside of the loop.
           op: the operator that takes the result out of the loop.
-          array: the result of all replicas, ``(replicas, ...)``.
+          array: the result of all replicas, ``(replicas, ...)``; of random keys the raw
+            words.
+          dtype: the dtype of the result.
         """
         slot = 1 if op.kind == "carry" else 0
         value, plan, mesh = op.outputs[slot], values.plan, values.mesh
@@ -150,7 +153,10 @@ class Replicas:
             layouts = plan.results(op, slot)
             first = layouts[0] if layouts else ((),) * (array.ndim - 1)
             array = constrain(array, mesh, ((AXIS,), *first))
-            return values.pin(_total(array), layouts)
+            total = _total(array)
+            if jax_compat.is_extended(dtype):
+                return jax_compat.wrap_keys(total, dtype)
+            return values.pin(total, layouts)
         axes, layout = partial
         within = tuple(a for a in axes if a != AXIS)
         if within:
@@ -194,7 +200,7 @@ def _stacked_shapes(turn: Turn, constants: Any, carry: Any, slices: Any) -> Any:
     """The shapes and dtypes of the values that an iteration stacks."""
 
     def make(held: Any, carried: Any, arrays: Any) -> Any:
-        return turn(held, carried, [x[0] for x in arrays])[1]
+        return jax.tree.map(_raw, turn(held, carried, [x[0] for x in arrays])[1])
 
     return jax.eval_shape(make, constants, carry, slices)
 
@@ -208,6 +214,9 @@ def _total(array: Any) -> Any:
     return sum_partials(array.astype(wide)).astype(array.dtype)
 
 
-def can_add_up(dtype: Any) -> bool:
-    """Whether values of a dtype can be summed over replicas."""
-    return not jax_compat.is_extended(dtype)
+def _raw(array: Any) -> Any:
+    """The raw words of random keys, which are numbers that can be summed; other arrays
+    unchanged.
+    """
+    extended = jax_compat.is_extended(array.dtype)
+    return jax.random.key_data(array) if extended else array

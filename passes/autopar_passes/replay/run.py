@@ -83,7 +83,10 @@ class ControlFlow:
             if self._values.watch is not None:
                 self._values.watch.after(eqn.index, side_by_side(seen))
             left = [*zip(carries, ends, strict=True), *zip(stacks, ys, strict=True)]
-            return [self._replicas.add_up(self._values, op, x) for op, x in left]
+            return [
+                self._replicas.add_up(self._values, op, x, self._types[v].dtype)
+                for v, (op, x) in zip(eqn.outputs, left, strict=True)
+            ]
 
         def turn(carried: Any, sliced: Any) -> tuple[Any, Any]:
             after, (ends, left) = self._in_turn(

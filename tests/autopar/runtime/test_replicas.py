@@ -18,6 +18,7 @@ from autopar import audits
 from autopar.compilers.targets import CPU
 from autopar.errors import PlanError
 from autopar.planner.search import search_of_one
+from autopar.plans import StagePlan
 from autopar.reports.alternatives import alternatives, trials_of
 from autopar.reports.explain import bind_plan, input_decisions
 from autopar.runtime.placement import device_mesh
@@ -280,6 +281,16 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
         msgspec.structs.replace(plan, replicas=(first, more))
     with pytest.raises(PlanError, match="is split over 'replica'"):
         plan.edit({"w/up": PartitionSpec("replica")})
+
+
+def planned(**options: Any) -> autopar.Plan:
+    asked: dict[str, Any] = {"cluster": MIXED, "microbatches": [8, 4], **options}
+    return autopar.plan(step, *SHAPES, axis_names=("data",), **asked)
+
+
+def test_edited_shares_are_run() -> None:
+    plan = planned(pins=DATA)
+    first, second = plan.replicas
     swapped = msgspec.structs.replace(
         plan,
         replicas=(
@@ -287,8 +298,68 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
             msgspec.structs.replace(second, microbatches=8),
         ),
     )
-    with pytest.raises(PlanError, match="edits of plans with replicas"):
-        autopar.parallelize(step, plan=swapped)(state(), batch())
+    run = autopar.parallelize(step, plan=swapped)
+    check_same(run, 1)
+    assert [r.microbatches for r in run.plan.replicas] == [4, 8]
+    assert run.plan.predicted.step_s > plan.predicted.step_s
+    assert run.plan.solver.status.startswith("edited: replicas changed by hand")
+
+
+def test_edited_layouts_are_run() -> None:
+    plan = planned(pins=DATA)
+    run = autopar.parallelize(step, plan=plan.edit({"w/up": PartitionSpec("data")}))
+    check_same(run, 1)
+    assert run.plan.inputs["w/up"] == (("data",), ())
+    assert run.plan.inputs["w/down"] == plan.inputs["w/down"]
+    assert [r.microbatches for r in run.plan.replicas] == [8, 4]
+    assert autopar.audit(step, *SHAPES, plan=run.plan).agrees
+    fewer = tuple(
+        msgspec.structs.replace(r, microbatches=r.microbatches // 2)
+        for r in plan.replicas
+    )
+    other = msgspec.structs.replace(plan, microbatches=6, replicas=fewer)
+    run = autopar.parallelize(step, plan=other)
+    with pytest.raises(PlanError, match="microbatches"):
+        run(state(), batch())
+
+
+def test_edited_codecs_are_run() -> None:
+    plan = planned(pins=DATA, compression="int8")
+    coded = [msgspec.structs.replace(g, codec="dense") for g in plan.gradients]
+    run = autopar.parallelize(step, plan=plan.with_gradients(coded))
+    check_same(run, 1)
+    assert {g.codec for g in run.plan.gradients} == {"dense"}
+
+
+def test_layouts_are_kept() -> None:
+    kept = planned(pins=FSDP)
+    plan = planned(layouts=kept, microbatches=[5, 7])
+    assert plan.inputs == kept.inputs
+    assert [r.microbatches for r in plan.replicas] == [5, 7]
+    check_same(autopar.parallelize(step, plan=plan), 1)
+    assert planned(layouts=kept, microbatches=None).replicas == kept.replicas
+    with pytest.raises(PlanError, match="has 12"):
+        planned(layouts=kept, microbatches=[5, 6])
+    with pytest.raises(PlanError, match="the plan has 2 replicas"):
+        planned(layouts=kept, cluster="2x2:cpu+1x2:cpu", microbatches=None)
+
+
+def test_keys_of_rows_are_put_together() -> None:
+    def keyed(w: Any, keys: Any, batch: Any) -> Any:
+        def loss_of(w: Any) -> Any:
+            noise = jax.vmap(lambda k: jax.random.normal(k, (WIDTH,)))(keys)
+            return jnp.mean((batch @ w + noise) ** 2)
+
+        loss, grad = jax.value_and_grad(loss_of)(w)
+        return w - grad, jax.vmap(lambda k: jax.random.split(k)[0])(keys), loss
+
+    w, keys = state()["up"], jax.random.split(jax.random.key(0), ROWS)
+    run = autopar.parallelize(keyed, cluster=MIXED, microbatches=[5, 1], donate=False)
+    found, expected = run(w, keys, batch()), jax.jit(keyed)(w, keys, batch())
+    assert len(run.plan.replicas) == 2
+    one, other = jax.random.key_data(found[1]), jax.random.key_data(expected[1])
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(found[2], expected[2], rtol=1e-5)
 
 
 def test_an_audit_compiles_for_the_devices_of_a_replica(
@@ -329,3 +400,20 @@ def test_other_layouts_are_judged_on_all_replicas() -> None:
     others = alternatives(trials, decision, limit=2, seconds=2.0, say=lambda _: None)
     assert len({decision.spec, *(a.spec for a in others)}) == 3
     assert all(a.step_s >= plan.predicted.step_s for a in others)
+
+
+def test_an_edited_mesh_keeps_the_name_of_its_replicas() -> None:
+    plan = planned(pins=DATA)
+
+    def renamed(old: str, new: str) -> Any:
+        text = msgspec.json.encode(plan.stages).decode().replace(f'"{old}"', f'"{new}"')
+        stages = msgspec.json.decode(text, type=tuple[StagePlan, ...])
+        return autopar.parallelize(
+            step, plan=msgspec.structs.replace(plan, stages=stages)
+        )
+
+    run = renamed("data", "rows")
+    check_same(run, 1)
+    assert run.plan.axis_names == ("replica", "rows")
+    with pytest.raises(PlanError, match="the axis of replicas is named 'replica'"):
+        renamed("replica", "group")(state(), batch())

@@ -35,7 +35,7 @@ def trained(name: str, codec: str, steps: int = STEPS, **options: Any) -> Any:
     return step, *case.train(step, case.state(), case.batches(steps))
 
 
-def auditable(step: Any, name: str) -> autopar.Audit:
+def auditable(step: Any, name: str) -> Any:
     case = case_of(name)
     structs = jax.eval_shape(lambda: (*case.state(), case.batch(0)))
     return autopar.audit(case.step, *structs, plan=step.plan)
