@@ -33,6 +33,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.cost.estimate import work_of
@@ -42,7 +43,7 @@ from autopar.layouts.assignment import unsplit
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.options import PlanOptions
 from autopar.planner.programs import GAP, Planner, Programs, Unfit, program_name
-from autopar.planner.replicas import plan_replicas
+from autopar.planner.replicas import is_tight, plan_replicas
 from autopar.planner.search import candidate_meshes
 from autopar.planner.stages.entry import (
     PipelineLimits,
@@ -130,10 +131,49 @@ def _replicas(search: Programs) -> None:
         isinstance(asked.stages, int) and asked.stages > 1
     ):
         return
-    remat = None if asked.remat == "auto" else asked.remat
-    alone = dataclasses.replace(asked, stages=1, schedule=None, remat=remat)
-    make = functools.partial(plan_replicas, search.analysis, search.cluster, alone)
-    search.judge("replicas", lambda: make(search.codecs), 0.0)
+    if asked.remat != "auto":
+        _in_replicas(search, "replicas", asked.microbatches, asked.remat)
+        return
+    plain = _in_replicas(search, "replicas", asked.microbatches, None)
+    if plain is not None and not is_tight(plain, search.cluster):
+        why = "they save memory, which does not hold the plan back"
+        search.leave_out("replicas, layers again", why)
+        return
+    count = asked.microbatches if plain is None else _shares_of(plain, asked)
+    for level in (FULL, DOTS):
+        most = _in_replicas(search, f"replicas, remat all:{level}", count, level)
+        if most is None:
+            continue
+        count = _shares_of(most, asked)
+        for number in _numbers(len(most.remat.layers))[-2::-1]:
+            remat = f"{number}:{level}"
+            made = _in_replicas(search, f"replicas, remat {remat}", count, remat)
+            if made is None or search.best is not made:
+                break
+
+
+def _in_replicas(
+    search: Programs, name: str, microbatches: Any, remat: Any
+) -> Plan | None:
+    """Proposes replicas with given microbatches and rematerialised layers.
+
+    Returns the plan; None if no such plan fits or can be made.
+    """
+    options = dataclasses.replace(
+        search.options, stages=1, schedule=None, microbatches=microbatches, remat=remat
+    )
+
+    def make() -> Plan:
+        return plan_replicas(search.analysis, search.cluster, options, search.codecs)
+
+    search.judge(name, make, 0.0)
+    return search.plans.get(name)
+
+
+def _shares_of(plan: Plan, asked: PlanOptions) -> Any:
+    """The number of microbatches of a plan, or the shares that were asked for."""
+    shares = isinstance(asked.microbatches, tuple)
+    return asked.microbatches if shares else plan.microbatches
 
 
 def _rewritten(search: Programs) -> None:

@@ -483,7 +483,8 @@ class Programs:
             lines.append(
                 self.describe_gain(f"{len(best.stages)} stages", best, one, "one")
             )
-        if len(best.stages) == 1 and self.options.microbatches == "auto" and count > 1:
+        split = self.options.microbatches == "auto" and count > 1
+        if len(best.stages) == 1 and split and not best.replicas:
             whole = self.fastest(lambda plan: plan.microbatches == 1)
             lines.append(
                 self.describe_gain(f"{count} microbatches", best, whole, "one")
@@ -507,7 +508,7 @@ class Programs:
         """The fastest plan of one stage for which a condition holds; None: no such plan
         fits.
         """
-        ones = [self.plans[n] for n in self.programs if n in self.plans]
+        ones = [plan for plan in self.plans.values() if len(plan.stages) == 1]
         return min(filter(which, ones), key=lambda p: p.predicted.step_s, default=None)
 
     def describe_gain(

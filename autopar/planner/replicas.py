@@ -244,6 +244,14 @@ def sites_for(plan: Plan, cluster: Cluster) -> tuple[ReplicaDevices, ...]:
     return sites
 
 
+def is_tight(plan: Plan, cluster: Cluster) -> bool:
+    """Whether memory may slow a plan with replicas."""
+    pairs = zip(plan.replicas, sites_for(plan, cluster), strict=True)
+    return any(r.peak_memory_bytes > _EASY * s.part.memory_bytes for r, s in pairs)
+
+
+# Memory does not slow a replica that needs less than this fraction of its memory.
+_EASY = 0.5
 # Status of a plan with replicas.
 STATUS = "shares and layouts of replicas compared"
 # Another number of microbatches is tried if it is expected to save this fraction of a

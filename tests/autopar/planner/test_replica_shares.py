@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from remat_cases import blocks, descent, drawn, mlp
 
 import autopar
 from autopar.cluster import Cluster
@@ -113,6 +114,27 @@ def test_what_does_not_fit_is_an_error_with_a_way_out() -> None:
     text = "1x2:cpu,memory=100kB+1x2:cpu,memory=100kB"
     with pytest.raises(InfeasibleError):
         autopar.plan(step, *shapes(), cluster=text, microbatches=4)
+
+
+def test_fewest_layers_compute_again_where_memory_is_short() -> None:
+    layered = descent(mlp), (blocks(4), drawn(2048, 16, seed=5))
+
+    def planned(memory: str, remat: Any) -> autopar.Plan:
+        step, args = layered
+        cluster = f"1x2:cpu{memory}+1x2:cpu{memory}"
+        return autopar.plan(
+            step, *args, cluster=cluster, microbatches=[1, 1], remat=remat
+        )
+
+    plain, least = (planned("", r).predicted.peak_memory_bytes for r in (0, "all"))
+    short = f",memory={0.3e-3 * plain + 0.7e-3 * least:.0f}kB"
+    with pytest.raises(InfeasibleError):
+        planned(short, 0)
+    found = {n: planned(short, n) for n in ("auto", "all", 3)}
+    assert 0 < len(found["auto"].remat.layers) < 4
+    seconds = {n: plan.predicted.step_s for n, plan in found.items()}
+    assert seconds["auto"] == min(seconds.values())
+    assert not planned("", "auto").remat.layers
 
 
 def test_a_batch_that_cannot_be_dealt_out_is_refused() -> None:
