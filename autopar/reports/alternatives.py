@@ -7,8 +7,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from autopar.cluster import Cluster
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
@@ -19,7 +17,7 @@ from autopar.planner.candidate import Candidate, candidate_of, choices_of
 from autopar.planner.hints import pin_restriction
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.record import assignment_of
-from autopar.planner.replicas import price_replica, sites_of, slowest_of
+from autopar.planner.replicas import one_replica, price_replica, sites_of, slowest_of
 from autopar.planner.search import plan_mesh, search_of_one
 from autopar.planner.solving import solve_mesh
 from autopar.planner.stages.kept import kept_wanted, stated_layouts
@@ -107,12 +105,7 @@ def _replica_trials(bound: BoundPlan, cluster: Cluster) -> Trials:
     base = bound.analysis.counted
     assert base is not None
     views = [with_turns(base, replica.microbatches) for replica in plan.replicas]
-    part = sites[slowest_of(plan)].part
-    names, sizes = plan.axis_names[1:], plan.axis_sizes[1:]
-    alone = msgspec.structs.replace(plan, replicas=()).with_stage(
-        mesh={"axes": dict(zip(names, sizes, strict=True))},
-        devices=tuple(range(math.prod(sizes))),
-    )
+    part, alone = sites[slowest_of(plan)].part, one_replica(plan)
 
     def judge(found: Candidate) -> tuple[float, float]:
         every = [
@@ -125,9 +118,12 @@ def _replica_trials(bound: BoundPlan, cluster: Cluster) -> Trials:
         return max(c.step_s for c, _ in every), held
 
     analysis = dataclasses.replace(bound.analysis, turns=None)
-    pricer = Pricer(part, plan_mesh(part, names, sizes))
-    assignment = assignment_of(analysis, alone)
-    return Trials(analysis, pricer, assignment, plan.predicted.step_s, judge)
+    pricer = Pricer(part, plan_mesh(part, alone.axis_names, alone.axis_sizes))
+    assignment, step_s = assignment_of(analysis, alone), plan.predicted.step_s
+    if any(g.codec for g in plan.gradients):
+        found = search_of_one(analysis, part, assignment, alone.axis_names)
+        step_s, _ = judge(found.best)
+    return Trials(analysis, pricer, assignment, step_s, judge)
 
 
 def stage_trials(bound: BoundStages, cluster: Cluster, seconds: float) -> list[Trials]:
