@@ -1,20 +1,22 @@
-"""Runs the codecs of many gradients together, and computes the sent values and the
-error of each gradient.
+"""Runs the codecs of many gradients together, and computes what was sent of each
+gradient and with which error.
 
-Gradients of one codec are encoded as one array if possible. The same bytes are sent,
-but the compiler has only one loop to compile instead of one loop per gradient. Loops of
-codecs are most of the compile time of a step with codecs. Joining copies the gradients,
-so large gradients are not joined.
+Gradients with the same codec are joined to one array and encoded together (as a group)
+if possible. This does not change the bytes that are sent. But the compiler has one loop
+to compile and not one loop for each gradient, and codecs' loops take most of the
+compile time of a step with codecs. Joining copies the gradients, so large gradients are
+not joined.
 
-Gradients that are sent without a codec and whose sum is not scattered may be joined in
-any order. Most of such gradients are small. Such gradients are concatenated, so that
-each gradient is a single slice of the sum. For other groups each chunk holds a part of
-every gradient. Blockwise codecs would also allow concatenation. With int8 this reduced
-the compile time of a step by a fifth, but increased its CPU time by 10 %.
+There are two ways to join gradients. If they are sent without a codec and every worker
+needs the whole sum, they are concatenated, so that each gradient is a single slice of
+the sum. In all other groups, each chunk of the group holds a part of every gradient.
+Blockwise codecs would also allow concatenation. With int8 this reduced the compile time
+of a step by a fifth, but increased the CPU time of the step by 10 %.
 
 Legend: n workers, c elements of a chunk of one gradient, C elements of a chunk of a
-whole group. Worker i sums the i-th chunks. ``dim`` is the dim along which worker i
-needs only the i-th part of the sum; None: every worker needs the whole sum.
+whole group. Worker i sums the i-th chunks of all workers. ``dim`` is the dim along
+which worker i needs only the i-th part of the sum; None: every worker needs the whole
+sum.
 
 Some functions sum over the elements of joined gradients, with one sum per gradient.
 
@@ -48,17 +50,18 @@ from autopar.compression.gradient import Feedback, Gradient, State
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentGroup:
-    """A group of gradients before encoding, and the error of sending it.
+    """The values of a group of gradients before encoding, with the error of sending
+    them.
 
     Attributes:
       wanted: the values to send; any shape for one gradient, (..., C) for several.
-      error: the error in the same shape, or a function that computes it.
-      total: the sum, in the dtype in which it is read; (..., C) for several gradients.
-      widths: elements along the last dim of each gradient, c.
-      part: whether the total is only a part of the sum of ``wanted``.
-      again: computes the total again, for a branch that is rarely taken. Without this
-        function the total would have to be in memory even in steps that do not take the
-        branch.
+      error: the error in the shape of ``wanted``, or a function that computes it.
+      total: the decoded sum over the workers, in the dtype in which the program reads
+        it; (..., C) for several gradients.
+      widths: for each gradient, its number of elements along the last dim, c.
+      part: whether the total is only this worker's part of the sum.
+      again: computes the total again, for a branch that few steps take. If the branch
+        read ``total``, the total would have to be in memory in all steps.
     """
 
     wanted: jax.Array
@@ -70,11 +73,12 @@ class SentGroup:
 
     @property
     def unsure(self) -> bool:
-        """Whether a total may be infinite although the norms here are finite.
+        """Whether the total may be infinite although the norms of the values are
+        finite.
 
-        If the norms are finite, the elements are so small that their sum cannot
-        overflow, with two exceptions: the dtype of the sum has a smaller range than
-        float32, or the sum is over other elements.
+        If the norms are finite, the elements are usually so small that their sum cannot
+        overflow. There are two exceptions: the dtype of the total has a smaller range
+        than float32, or the total is a sum of other elements than ``wanted``.
         """
         narrow = jnp.finfo(self.total.dtype).max < jnp.finfo(jnp.bfloat16).max
         return self.part or bool(narrow)
@@ -85,7 +89,7 @@ class SentGroup:
         return self.error() if callable(self.error) else self.error
 
     def with_error(self) -> SentGroup:
-        """The same group with the error computed."""
+        """This object after the error has been computed."""
         return dataclasses.replace(self, error=self.error_array)
 
     def squares(self) -> jax.Array:
@@ -93,8 +97,8 @@ class SentGroup:
         return squared_norms(self.wanted, self.widths)
 
     def norms(self) -> jax.Array:
-        """Squared norms of the values to send, of the error, and of the sent values,
-        (k, 3).
+        """For each gradient the squared norms of the values to send, of the error, and
+        of the sent values, (k, 3).
         """
         lost = self.error_array
         sent = self.wanted - lost
@@ -103,8 +107,8 @@ class SentGroup:
         )
 
     def non_finite(self) -> jax.Array:
-        """Number of non-finite elements of the values to send or, if there are none, of
-        the error, (k,).
+        """For each gradient the number of non-finite elements in the values to send,
+        (k,); if there are none, the number in the error.
         """
         own, lost = self._count(self.wanted), self._count(self.error_array)
         return jnp.where(own > 0, own, lost)
@@ -114,7 +118,7 @@ class SentGroup:
         return self._count(self.total)
 
     def overflows_again(self) -> jax.Array:
-        """As `overflows`, in a branch that is rarely taken."""
+        """The same result as `overflows`, for use in a branch that few steps take."""
         return self._count(self.again() if self.again else self.total)
 
     def _count(self, values: jax.Array) -> jax.Array:
@@ -151,12 +155,11 @@ class TelemetryGroup:
 
     Attributes:
       sent: the group before encoding, and its error.
-      again: computes ``sent`` again, for a branch that is rarely taken. Without this
-        function the arrays of ``sent`` would have to be in memory even in steps that do
-        not take the branch.
+      again: computes ``sent`` again, for a branch that few steps take. If the branch
+        read ``sent``, its arrays would have to be in memory in all steps.
       sound: `autopar.compression.codecs.codec.Codec.sound`.
       feedbacks: error feedback of each gradient.
-      partials: this worker's part of each gradient.
+      partials: this worker's partial gradients, before the sum over workers.
       residuals: residual of each gradient; () without a residual.
     """
 
@@ -168,11 +171,11 @@ class TelemetryGroup:
     residuals: Sequence[Any]
 
     def rows(self, norms: jax.Array, bad: jax.Array) -> jax.Array:
-        """The rows, float32 (k, 6).
+        """The telemetry: a row of six numbers for each gradient, float32 (k, 6).
 
         Args:
           norms: `SentGroup.norms`.
-          bad: number of elements that are not finite, (k,).
+          bad: for each gradient the number of elements that are not finite, (k,).
         """
         wanted, error, _ = norms.T
         kept, own = jnp.zeros_like(wanted), wanted
@@ -190,19 +193,20 @@ class TelemetryGroup:
         return jnp.concatenate((norms, jnp.stack((kept, own, bad), axis=1)), axis=1)
 
 
-# Value of a norm that was not measured. No sum of squares is negative, and the sum of
-# this value over workers is not finite.
+# Stands for a norm that was not measured. A sum of squares is never negative, so it
+# cannot be this value. And if this value is added over workers, the result is not
+# finite.
 NOT_MEASURED = -jnp.inf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllWorkers:
-    """The data with which rows are summed over all workers.
+    """What is needed to sum telemetry over all workers.
 
     Attributes:
       links: the collectives over the workers.
-      squares: `SentGroup.squares` of all groups, concatenated and summed over the
-        workers.
+      squares: `SentGroup.squares` of all groups, concatenated, and already summed over
+        the workers.
     """
 
     links: WorkerLinks
@@ -210,7 +214,7 @@ class AllWorkers:
 
 
 def summed_rows(own: jax.Array, links: WorkerLinks) -> jax.Array:
-    """The sum of the rows over all workers."""
+    """Sums rows of telemetry over all workers."""
     with jax.named_scope("telemetry"):
         return links.all_reduce(own.ravel()).reshape(own.shape)
 
@@ -220,20 +224,20 @@ def telemetry_rows(
     measured: jax.Array | None,
     workers: AllWorkers | None = None,
 ) -> jax.Array:
-    """The rows of telemetry of all groups, concatenated, float32 (k, 6).
+    """The rows of telemetry of the gradients of all groups, float32 (k, 6).
 
-    Computing errors and norms takes about as long as the codec itself, so a step may
-    leave them out. Non-finite elements are searched for in every step: in the squared
-    norms of the values to send, which takes one pass, and in the sums of codecs that
-    are not sound.
+    To compute errors and norms takes about as long as the codec itself, so a step may
+    leave them out. But every step looks for non-finite elements: in the squared norms
+    of the values to send, which takes one pass over them, and in the totals of codecs
+    that are not sound (`Codec.sound`).
 
     Args:
       groups: the gradients.
-      measured: whether errors and norms are measured, a bool scalar, the same on all
-        workers; None: always.
-      workers: if given, the rows are summed over the workers. In this case ``measured``
-        must be given, and no total may be a part (`SentGroup.part`). The totals are
-        then equal on all workers, so that all workers take the same branches.
+      measured: whether this step computes errors and norms, a bool scalar, equal on all
+        workers; None: yes.
+      workers: if given, the rows are summed over the workers. Then ``measured`` must be
+        given, too, and every total must be whole (`SentGroup.part` is false). So the
+        totals are equal on all workers, and all workers take the same branches.
     """
 
     def every() -> jax.Array:
@@ -255,8 +259,8 @@ def telemetry_rows(
         good = jnp.all(jnp.isfinite(few[:, 0]))
         found = jax.lax.cond(measured | ~good, every, lambda: few)
         sums = [squared_norm(g.sent.total) for g in groups if not g.sound]
-    # The totals are checked separately, so that the branch above need not wait for
-    # them.
+    # The totals are checked in a branch of their own, so that the branch above need not
+    # wait for them.
     norms = jnp.append(found[:, :3], jnp.array(sums))
     good = jnp.all(jnp.isfinite(norms) | (norms == NOT_MEASURED))
     over = _overflows([g.sent for g in groups], good)
@@ -267,7 +271,7 @@ def telemetry_rows(
 
 
 def _rows_without_errors(squares: jax.Array) -> jax.Array:
-    """Rows with only the norms of the values to send."""
+    """Rows of telemetry that hold only the norms of the values to send."""
     unknown = jnp.full((len(squares), 4), NOT_MEASURED)
     return jnp.column_stack((squares, unknown, jnp.zeros_like(squares)))
 
@@ -275,7 +279,9 @@ def _rows_without_errors(squares: jax.Array) -> jax.Array:
 def _non_finite(
     sent: Sequence[SentGroup], norms: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """`SentGroup.non_finite` of each group, counted only if a norm is not finite."""
+    """`SentGroup.non_finite` of each group. It is counted only if a norm is not
+    finite.
+    """
     good = jnp.all(jnp.isfinite(jnp.concatenate(list(norms))))
     return jax.lax.cond(
         good,
@@ -289,8 +295,8 @@ def _non_finite(
 
 
 def _overflows(sent: Sequence[SentGroup], good: jax.Array) -> jax.Array:
-    """Number of non-finite elements of each total, counted only for totals that can
-    have them, (k,).
+    """For each gradient the number of non-finite elements of its total, (k,). They are
+    counted only in totals that can have some (`SentGroup.unsure`).
     """
     found = jax.lax.cond(
         good,
@@ -308,24 +314,25 @@ def squared_norm(values: jax.Array) -> jax.Array:
 
 Shape = tuple[int, ...]
 
-# Up to this number of chunks, each chunk is handled by its own loop.
+# Up to this number of chunks, the program has a separate loop for each chunk.
 _MOST_PIECES = 16
 
 
 def to_chunks(whole: jax.Array, dim: int | None, workers: int, chunk: int) -> jax.Array:
-    """A whole gradient as chunks (n, c), with padding at the end if needed."""
+    """Splits a whole gradient into chunks (n, c), with padding at the end if needed."""
     if dim is not None:
         return jnp.moveaxis(whole, dim, 0).reshape(workers, -1)
     flat = whole.reshape(-1)
     padding = workers * chunk - whole.size
     if padding:
-        # On a CPU this is a copy, while jnp.pad computes the position of each element.
+        # On a CPU a concatenation is a plain copy, but jnp.pad computes the position of
+        # each element.
         flat = jnp.concatenate((flat, jnp.zeros((padding,), flat.dtype)))
     return flat.reshape(workers, chunk)
 
 
 def from_chunks(chunks: jax.Array, shape: Shape, dim: int | None) -> jax.Array:
-    """Converts chunks (n, c), or all elements in one row, to a whole gradient."""
+    """Makes a whole gradient from chunks (n, c), or from one row with all elements."""
     if chunks.ndim == 1:
         return chunks.reshape(shape)
     if dim is None:
@@ -336,12 +343,12 @@ def from_chunks(chunks: jax.Array, shape: Shape, dim: int | None) -> jax.Array:
 def own_part(
     total: jax.Array, shape: Shape, dim: int | None, workers: int
 ) -> jax.Array:
-    """A worker's part of the sum, in the shape of the part.
+    """The part of the sum that a worker needs, in the shape of this part.
 
     Args:
-      total: chunks of the whole sum or, with ``dim``, the worker's own chunk.
+      total: all chunks of the sum or, with ``dim``, only the worker's own chunk.
       shape: shape of the whole gradient.
-      dim: see the module.
+      dim: the dim along which the sum is scattered, or None (module docstring).
       workers: number of workers.
     """
     if dim is None:
@@ -350,16 +357,16 @@ def own_part(
 
 
 def own_shape(shape: Shape, dim: int | None, workers: int) -> Shape:
-    """Shape of a worker's part of the sum."""
+    """Shape of the part of the sum that a worker needs."""
     return tuple(size // workers if k == dim else size for k, size in enumerate(shape))
 
 
 def _without_padding(chunks: jax.Array, size: int) -> jax.Array:
     """The first ``size`` elements of (n, c).
 
-    Elements are taken row by row. With a single slice of all rows, XLA for CPUs fuses
-    the decoder with the slice and then divides for every element to find its row, which
-    takes 2 to 3 times as long.
+    The function slices each row separately. If it sliced all rows at once, XLA for CPUs
+    would fuse the decoder with the slice, and divide for every element to find its row.
+    This takes 2 to 3 times as long.
     """
     count, elements = chunks.shape
     if count > _MOST_PIECES:
@@ -370,20 +377,20 @@ def _without_padding(chunks: jax.Array, size: int) -> jax.Array:
 
 
 def _back(values: jax.Array, shape: Shape, dim: int) -> jax.Array:
-    """Moves ``dim`` from the front back to its own position."""
+    """Moves the leading dim back to the position ``dim``."""
     rest = shape[:dim] + shape[dim + 1 :]
     return jnp.moveaxis(values.reshape(shape[dim], *rest), 0, dim)
 
 
-# The most elements on one device of a gradient that is joined with others, and of all
-# gradients joined in a group: 16 and 64 MB.
+# A gradient with more elements on one device than `LARGEST` (16 MB) is not joined with
+# others; and all gradients of a group together have at most the second number (64 MB).
 LARGEST = 1 << 22
 MOST = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecInput:
-    """The properties of a gradient that matter to its codec.
+    """The properties of a gradient that decide with which others it can be encoded.
 
     Attributes:
       codec: codec of the gradient.
@@ -391,7 +398,7 @@ class CodecInput:
       chunk: elements of each chunk, c.
       workers: number of workers, n.
       scatter: whether each worker needs only its part of the sum.
-      dtype: dtype of the sum, as text.
+      dtype: dtype of the sum over workers, as text.
       state: whether the codec keeps a state.
     """
 
@@ -405,13 +412,13 @@ class CodecInput:
 
     @property
     def whole(self) -> bool:
-        """Whether a group of such gradients is concatenated gradient after gradient."""
+        """Whether such gradients are concatenated one after the other in a group."""
         return self.codec.linear and not self.scatter and not self.state
 
     @property
     def joins(self) -> bool:
-        """Whether the gradient may be joined with others: it needs whole blocks and no
-        padding.
+        """Whether the gradient may be joined with others: its chunks must consist of
+        whole units of the codec, without padding.
         """
         unit = self.codec.unit
         whole = self.chunk * self.workers == self.size
@@ -419,8 +426,8 @@ class CodecInput:
 
 
 def group_gradients(pieces: Sequence[CodecInput]) -> list[tuple[int, ...]]:
-    """Numbers of the gradients in each group that is encoded together; each gradient is
-    in one group.
+    """Puts each gradient into one group that is encoded together. Returns the indices
+    of each group's gradients.
     """
     groups: list[list[int]] = []
     open_groups: dict[Any, list[int]] = {}
@@ -436,11 +443,12 @@ def group_gradients(pieces: Sequence[CodecInput]) -> list[tuple[int, ...]]:
 
 
 def join_arrays(arrays: Sequence[jax.Array], *, whole: bool = False) -> jax.Array:
-    """Joins arrays (..., c) along the last dim, (..., C).
+    """Joins arrays (..., c) along the last dim to (..., C).
 
     Args:
       arrays: the gradients or their states.
-      whole: whether the arrays (n, c) are concatenated array after array.
+      whole: whether the arrays (n, c) are flattened and concatenated one after the
+        other.
     """
     if len(arrays) == 1:
         return arrays[0]
@@ -451,21 +459,20 @@ def join_arrays(arrays: Sequence[jax.Array], *, whole: bool = False) -> jax.Arra
 
 
 def join_states(states: Sequence[Any]) -> Any:
-    """The state of a group, joined from the states of its gradients' codecs."""
+    """Joins the codec states of a group's gradients to the group's state."""
     return jax.tree.map(lambda *arrays: join_arrays(arrays), *states)
 
 
 def cut(
     array: jax.Array, widths: Sequence[int], *, whole: bool = False
 ) -> list[jax.Array]:
-    """The inverse of `join_arrays`: cuts (..., C) into arrays (..., c), or into flat
-    arrays.
+    """Undoes `join_arrays`: splits (..., C) into arrays (..., c), or into flat arrays.
 
     Args:
       array: array of a group.
-      widths: the number c of each gradient.
-      whole: whether the gradients are concatenated gradient after gradient; each result
-        is then (n c,).
+      widths: for each gradient its number c.
+      whole: whether the gradients were concatenated one after the other. Each result
+        then has the shape (n c,).
     """
     if len(widths) == 1:
         return [array]
@@ -477,7 +484,7 @@ def cut(
 
 
 def cut_states(state: Any, widths: Sequence[int]) -> list[Any]:
-    """The inverse of `join_states`."""
+    """Undoes `join_states`."""
     leaves, tree = jax.tree.flatten(state)
     rows = [cut(leaf, widths) for leaf in leaves]
     return [
@@ -485,16 +492,16 @@ def cut_states(state: Any, widths: Sequence[int]) -> list[Any]:
     ]
 
 
-# A gradient, this worker's part of the gradient, and its state.
+# A gradient's settings, this worker's partial gradient, and its state.
 Entry = tuple[Gradient, jax.Array, State]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoded:
-    """The result of a codec for one gradient.
+    """What a codec computed for one gradient.
 
     Attributes:
-      total: the sum, as in `Reduced`.
+      total: the sum over the workers, as in `Reduced.total`.
       error: the error of sending, in the gradient's shape; None: the error is not
         needed.
       state: the codec's new state.
@@ -513,12 +520,12 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedGroup:
-    """The results of a codec for the k gradients of a group.
+    """What a codec computed for the k gradients of a group.
 
     Attributes:
-      members: numbers of the group's gradients.
+      members: indices of the group's gradients.
       sent: the group before encoding, and its error.
-      again: computes `sent` again from the gradients in memory.
+      again: computes ``sent`` again from the gradients in memory.
       totals: computes the members' totals again, in their order (`Reduced.again`).
     """
 
@@ -538,15 +545,16 @@ def encode_gradients(
     eager: bool,
     with_squares: bool = False,
 ) -> tuple[list[EncodedGroup], jax.Array | None]:
-    """Runs the codecs on all gradients; the gradients of a group are encoded together.
+    """Encodes, sends and sums all gradients, group by group.
 
-    Errors are computed for gradients with error feedback; with ``eager``, for all
-    gradients.
+    Errors are computed only for gradients with error feedback or, with ``eager``, for
+    all gradients.
 
     Returns:
-      The groups and, with ``with_squares``, the squared norms of the values to send,
-      summed over all workers, in the order of the groups' members. The squared norms
-      are sent with the first messages that are summed.
+      The results of the groups. With ``with_squares``, also the squared norms of the
+      values to send, summed over all workers, in the order of the groups' members;
+      otherwise None. The norms need no message of their own: they are added to the
+      first messages that are summed.
     """
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
     pieces = [_piece(entry, n) for entry in entries]
@@ -616,7 +624,7 @@ def encode_gradients(
 
 
 def _sum_over_workers(values: jax.Array) -> Rounds:
-    """Requests the sum of values over the workers, like a codec with one round."""
+    """Requests the sum of values over the workers, as a codec with one round would."""
     total = yield AllReduce(values)
     return Reduced(total, values, ())
 
@@ -645,7 +653,7 @@ def _rounds(
 
 
 def _piece(entry: Entry, workers: int) -> CodecInput:
-    """The properties of a gradient by which gradients are grouped."""
+    """The properties of a gradient that decide its group."""
     gradient, partial, state = entry
     return CodecInput(
         codec=gradient.codec,
@@ -661,16 +669,16 @@ def _piece(entry: Entry, workers: int) -> CodecInput:
 def _wanted_with_widths(
     group: Sequence[Gradient], wanted: jax.Array, values: jax.Array, *, whole: bool
 ) -> tuple[jax.Array, tuple[int, ...]]:
-    """The values to send of a group, and the widths of its gradients; see `SentGroup`.
+    """`SentGroup.wanted` and `SentGroup.widths` of a group.
 
-    A single gradient has its own shape, without padding. Concatenated gradients form
+    A single gradient keeps its own shape, without padding. Concatenated gradients form
     one row.
 
     Args:
       group: the gradients.
-      wanted: values to send of the first gradient, in its own shape.
-      values: chunks of all gradients, (n, C).
-      whole: whether the gradients are concatenated gradient after gradient.
+      wanted: the values to send of the group's first gradient, in its own shape.
+      values: the chunks of all gradients of the group, (n, C).
+      whole: whether the gradients are concatenated one after the other.
     """
     if len(group) == 1:
         return wanted, (1,)
@@ -689,9 +697,9 @@ def _describe_sent(
     *,
     exact: bool,
 ) -> SentGroup:
-    """Returns the values to send of a group, with a function that computes the error.
+    """Makes the `SentGroup` of a group, with a function that computes the error.
 
-    With ``exact`` the codec sends the values unchanged, so there is no error.
+    If ``exact``, the codec sends the values unchanged, so there is no error.
     """
     one, partial, _ = group[0]
     wanted, widths = laid
@@ -722,7 +730,7 @@ def _errors(
     *,
     whole: bool,
 ) -> Sequence[jax.Array | None]:
-    """The error of each gradient of a group, if it was computed."""
+    """The error of each gradient of a group; None if it was not computed."""
     if callable(sent.error):
         return [None] * len(group)
     if len(group) == 1:

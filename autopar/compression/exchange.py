@@ -1,14 +1,14 @@
-"""Runs the rounds of many codecs together, with one collective for each kind of
-request.
+"""Runs many codecs together, so that their messages need few collectives.
 
-A codec describes the communication of one gradient as a generator. The generator yields
-a request for each round and receives the answer. `exchange` runs all generators of a
-bucket together. Requests of the same round and kind become one collective.
+A codec describes the communication of one gradient as a generator. In each round the
+generator yields a request, such as `AllReduce`, and receives the answer. `exchange`
+runs the generators of many gradients together. All requests of the same kind in a round
+become one collective.
 
-If inputs of the program decide the used size of a request (`UsedPart`), the position of
-the request in the message is computed while the step runs. The message has a fixed
-size, which all such requests share. So one request may need more bytes if another needs
-less.
+An input of the program may decide how much of a request is used (`UsedPart`). The
+positions of such requests in the collective's message are then computed while the step
+runs. The message has a fixed size for all of them together. So one request may use more
+bytes if another uses fewer.
 
 Legend of shapes: n workers, c elements of one chunk, b bytes of one message.
 """
@@ -27,22 +27,22 @@ from jax import lax
 
 from autopar_passes.audit.partitioned import sent_ratio
 
-# A codec's state: a pytree of arrays local to one device.
+# A codec's state: a pytree of arrays, each of which is local to one device.
 State = Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UsedPart:
-    """The used part of a request, if an input of the program decides its size.
+    """How much of a request is used, if an input of the program decides it.
 
-    The used elements come first; after them the answer holds zeros. Only the used
-    elements of such requests are sent (`_pack`).
+    The used elements come first in the request, and only they are sent (`_pack`). In
+    the answer, zeros follow them.
 
     Attributes:
-      used: number of used elements of the last dim, an int32 scalar, the same on all
+      used: number of used elements along the last dim, an int32 scalar, equal on all
         workers.
-      room: the fraction of the last dim for which the message has space, if all
-        requests in the message share their space.
+      room: for which fraction of the last dim the message reserves space. All requests
+        in a message share the reserved space.
     """
 
     used: jax.Array
@@ -51,7 +51,7 @@ class UsedPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Row i of ``payload``, uint8 (n, b), goes to worker i; answer: (n, b)."""
+    """Sends row i of ``payload``, uint8 (n, b), to worker i; the answer is (n, b)."""
 
     payload: jax.Array
     part: UsedPart | None = None
@@ -59,7 +59,7 @@ class AllToAll:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllGather:
-    """``payload``, uint8 (b,), goes to all workers; answer: (n, b)."""
+    """Sends ``payload``, uint8 (b,), to all workers; the answer is (n, b)."""
 
     payload: jax.Array
     part: UsedPart | None = None
@@ -67,7 +67,7 @@ class AllGather:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllReduce:
-    """``values``, float32 (k,), are summed over the workers; answer: (k,)."""
+    """Sums ``values``, float32 (k,), over the workers; the answer is (k,)."""
 
     values: jax.Array
     part: UsedPart | None = None
@@ -75,7 +75,9 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """``values``, float32 (n, c), are summed; answer: this worker's row, (c,)."""
+    """Sums ``values``, float32 (n, c), over the workers; the answer is this worker's
+    row, (c,).
+    """
 
     values: jax.Array
     part: UsedPart | None = None
@@ -89,14 +91,14 @@ class Reduced:
     """The result of a codec for one gradient.
 
     Attributes:
-      total: the sum over all workers, (n, c), or this worker's row (c,) when
-        scattered. Bit-identical on all workers.
-      sent: this worker's contribution as the other workers decode it, (n, c): the error
-        is ``chunks - sent``. ``sent`` may also be a function that computes this array
-        from data in memory. A step that needs no error does not call the function.
+      total: the decoded sum over all workers, (n, c), bit-identical on all workers. If
+        the sum is scattered, only this worker's row, (c,).
+      sent: this worker's gradient as other workers decode it, (n, c). The error of
+        sending is ``chunks - sent``. ``sent`` may also be a function that computes this
+        array from data in memory; a step that needs no error does not call it.
       state: the codec's new state.
-      again: computes the total again from data in memory, for a branch that is rarely
-        taken; None: such a branch reads the total.
+      again: computes the total again from data in memory, for a branch that few steps
+        take; None: such a branch reads ``total``.
     """
 
     total: jax.Array
@@ -109,7 +111,7 @@ class Reduced:
         """``sent`` as an array."""
         return self.sent() if callable(self.sent) else self.sent
 
-    understood = sent_array  # the old name, for one release
+    understood = sent_array  # the old name, kept for one release
 
 
 Rounds = Generator[Request, jax.Array, Reduced]
@@ -168,7 +170,7 @@ class MeshLinks:
 def exchange(rounds: Sequence[Rounds], links: WorkerLinks) -> list[Reduced]:
     """Runs all generators round by round until all have returned.
 
-    Requests of the same kind and round share a collective.
+    All requests of the same kind in a round share one collective.
     """
     out: list[Reduced | None] = [None] * len(rounds)
     answers: list[jax.Array | None] = [None] * len(rounds)
@@ -221,13 +223,13 @@ def _content(request: Request) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """The message of one gradient in one collective.
+    """What one gradient sends in one collective.
 
     Attributes:
       kind: ``all_to_all``, ``all_gather``, ``all_reduce`` or ``reduce_scatter``.
-      nbytes: size of the message: for an all-gather, the whole result; for other kinds,
-        the operand on one device.
-      sent: bytes that one worker sends, `sent_ratio` times the size.
+      nbytes: bytes of the whole result for an all-gather; for other kinds, bytes of the
+        operand on one device.
+      sent: bytes that one worker sends: ``nbytes`` times `sent_ratio`.
     """
 
     kind: str
@@ -237,11 +239,12 @@ class Message:
 
 @dataclasses.dataclass(slots=True)
 class RecordingLinks:
-    """Implements `WorkerLinks` as if all workers held the same values; sends nothing.
+    """Records messages and sends nothing; answers as if all workers held the same
+    values.
 
     Attributes:
       workers: number of workers.
-      messages: the requested messages, one for each collective.
+      messages: the messages so far, one for each collective.
     """
 
     workers: int
@@ -252,7 +255,9 @@ class RecordingLinks:
         self.messages.append(Message(kind, nbytes, sent))
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
-        """See `WorkerLinks`: every worker sends its first row to this worker."""
+        """See `WorkerLinks`. It answers as if this worker were the first, which gets
+        every worker's first row.
+        """
         self._record("all_to_all", payload.size)
         return jnp.broadcast_to(payload[0], payload.shape)
 
@@ -276,16 +281,16 @@ Parts = Sequence[UsedPart | None]
 
 
 def _room_of(elements: int, room: float) -> int:
-    """Number of elements of a request for which the message has space."""
+    """Number of elements for which a message reserves space for a request."""
     return min(elements, math.ceil(elements * room))
 
 
 def _pack(arrays: Sequence[jax.Array], parts: Parts) -> jax.Array:
-    """Joins requests (..., b) to one message; fully used requests come first.
+    """Joins requests (..., b) to one message; those that are fully used come first.
 
     Args:
-      arrays: the requests, those with a part last.
-      parts: used part of each request; None for a fully used request.
+      arrays: the requests; those with a `UsedPart` come last.
+      parts: the `UsedPart` of each request; None for a fully used request.
     """
     count = parts.count(None)
     out = list(arrays[:count])
@@ -298,11 +303,11 @@ def _pack(arrays: Sequence[jax.Array], parts: Parts) -> jax.Array:
 def _taken_apart(
     whole: jax.Array, arrays: Sequence[jax.Array], parts: Parts
 ) -> list[jax.Array]:
-    """The answers (..., b) to the requests of `_pack`, with zeros after the used
-    elements.
+    """Splits the answer to a message of `_pack` into answers (..., b), with zeros after
+    the used elements.
 
     Args:
-      whole: the answer to all requests together, with the same last dim as the message.
+      whole: the answer to all requests together; its last dim is that of the message.
       arrays: the requests.
       parts: used part of each request.
     """
@@ -325,13 +330,11 @@ def _taken_apart(
 def _behind_each_other(
     arrays: Sequence[jax.Array], parts: Sequence[UsedPart]
 ) -> jax.Array:
-    """Writes the used parts of the requests one after the other into their shared
-    space.
-    """
+    """Writes the used elements of requests one after the other into shared space."""
     widths = [a.shape[-1] for a in arrays]
     room = sum(_room_of(w, p.room) for w, p in zip(widths, parts, strict=True))
-    # The next request overwrites the unused elements of a request; those of the last
-    # request are cut off.
+    # Each request is written whole. The next request overwrites its unused elements.
+    # The unused elements of the last request are cut off.
     shape = (*arrays[0].shape[:-1], room + max(widths))
     out = jnp.zeros(shape, arrays[0].dtype)
     for array, first in zip(arrays, _firsts(parts), strict=True):
@@ -340,6 +343,6 @@ def _behind_each_other(
 
 
 def _firsts(parts: Sequence[UsedPart]) -> list[jax.Array]:
-    """The position of each request in the shared space, int32 scalars."""
+    """For each request its first position in the shared space, int32 scalars."""
     used = [part.used for part in parts]
     return list(itertools.accumulate(used[:-1], initial=jnp.int32(0)))

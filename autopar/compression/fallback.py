@@ -1,15 +1,16 @@
-"""Sums gradients through the sparsest of several codecs that sends enough of the
-gradients.
+"""In each step, sums gradients by the first of several codecs that sends enough of
+them.
 
 GraVAC (arXiv 2305.12201) compresses a gradient in two ways. In each step it sends the
-smaller message if the gain of this message is large enough, and otherwise the larger
-message. In this module all levels are in one compiled program. The gains of the levels
-are computed without sending gradients, and summed over the workers. After the sum, one
-branch of a `jax.lax.switch` communicates. All workers have the same sums, so they take
-the same branch.
+smaller message if its gain (the fraction of the gradient's squared norm that it
+carries) is large enough, and otherwise the larger message. In this module each choice
+of codecs is a level, and one compiled program contains all levels. It first computes
+the gain of each level without sending gradients, and sums the gains' numerators and
+denominators over the workers. Then one branch of a `jax.lax.switch` sends the
+gradients. All workers have the same sums, so they take the same branch.
 
-The levels share the residuals. Each level has its own codec state, which does not
-change in steps in which another level sends.
+All levels use the same residuals. Each level has a codec state of its own, which does
+not change in steps in which another level sends.
 
 >>> Fallback(("int8:block=256", "bf16"), least_gain=0.75).codecs
 ('int8', 'bf16')
@@ -34,20 +35,20 @@ from autopar_errors import InputError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fallback:
-    """The codecs that a step falls back to if the plan's codecs send too little.
+    """The codecs that a step uses if the plan's codecs send too little.
 
     Attributes:
-      codecs: the codecs in the order in which they are tried; the last codec always
-        counts as enough.
-      least_gain: the least fraction of the squared norm of the values to send that must
-        be sent.
+      codecs: the codecs in the order in which the step tries them. The last one is used
+        whatever it sends.
+      least_gain: a codec sends enough if what it sends has at least this fraction of
+        the squared norm of the values to send.
     """
 
     codecs: Sequence[str]
     least_gain: float
 
     def __post_init__(self) -> None:
-        """Checks the options, and converts the codecs to the text form of reports."""
+        """Checks the options, and writes the codecs' texts as reports do."""
         codecs = (self.codecs,) if isinstance(self.codecs, str) else self.codecs
         texts = tuple(format_codec(parse_codec(text)) for text in codecs)
         object.__setattr__(self, "codecs", texts)
@@ -62,10 +63,10 @@ class Fallback:
             )
 
     def levels_of(self, gradient: Gradient) -> tuple[Gradient, ...]:
-        """The gradient with its own codec, then with each codec of the fallback.
+        """The gradient with its own codec, and then with each codec of the fallback.
 
-        A gradient with a lossless codec keeps this codec on all levels. If one level
-        needs a residual, all levels have a residual.
+        If the gradient's own codec is lossless, the gradient has this codec on all
+        levels. If any level needs a residual, the gradient has one on all levels.
         """
         if gradient.codec.lossless:
             return (gradient,) * (1 + len(self.codecs))
@@ -85,7 +86,7 @@ def init_level_states(
     """The states of one worker before the first step.
 
     Returns:
-      For each gradient, ``residual``, shared by all levels, and ``codec``, a tuple of
+      For each gradient: ``residual``, which all levels use, and ``codec``, a tuple with
       the codec state of each level.
 
     Raises:
@@ -109,32 +110,32 @@ def synchronise_levels(
     threshold: float | jax.Array,
     judges: WorkerLinks | None = None,
 ) -> tuple[list[jax.Array], list[State], jax.Array, jax.Array]:
-    """Sums gradients over the workers with the first level that sends enough.
+    """Sums gradients over the workers by the first level that sends enough.
 
     The gain of a level is ``sum |sent|^2 / sum |wanted|^2`` over all gradients and
-    workers. Some messages depend on those of other workers (PowerSGD's second round, a
-    sketch). The gain of such a codec is computed as if all workers held the same
+    workers. What some codecs send depends on messages of other workers (PowerSGD's
+    second round, a sketch). Their gain is computed as if all workers held the same
     gradient.
 
     Args:
-      levels: the same gradients with different codecs, the sparsest first. The last
-        level is taken if no other level has enough gain.
-      partials: this worker's part of each gradient.
-      states: states from `init_level_states` or from the step before.
+      levels: the same gradients with different codecs, in the order to try. The last
+        level is used if no other level has enough gain.
+      partials: this worker's partial gradients.
+      states: states from `init_level_states` or from the previous step.
       links: the collectives over the workers.
       worker: number of this worker, int32 scalar.
       step: number of the step from 0, int32 scalar, the same on all workers.
       threshold: the least gain, the same on all workers; 0.75 in the paper.
-      judges: the collectives over all devices that must take the same level, if other
+      judges: the collectives over all devices that must use the same level, if some
         devices hold other parts of the gradients; default: ``links``.
 
     Returns:
-      Totals, states and sums as from `autopar.compression.synchronise`, and the level
-      that was taken, an int32 scalar. If partials are not finite, no level has a gain,
-      and the last level is taken.
+      Totals, states and sums as `autopar.compression.synchronise.synchronise` returns
+      them, and the level that was used, an int32 scalar. If partial gradients are not
+      finite, the last level is used.
 
     Raises:
-      InputError: the levels have different gradients, or a gradient does not fit.
+      InputError: the levels have different gradients, or a gradient cannot be summed.
     """
     _check_levels(levels)
     gains = level_gains(levels[:-1], partials, states, links, worker, step, judges)
@@ -156,7 +157,7 @@ def level_gains(
     step: jax.Array,
     judges: WorkerLinks | None = None,
 ) -> jax.Array:
-    """Gain of each level over all workers, float32 (levels,); see
+    """The gain of each level over all workers, float32 (levels,); see
     `synchronise_levels`.
     """
     alone = RecordingLinks(links.workers)
@@ -171,14 +172,14 @@ def level_gains(
     sent, wanted = judges.all_reduce(jnp.stack(rows).reshape(-1)).reshape(-1, 2).T
     some = wanted > 0
     gains = jnp.where(some, sent / jnp.where(some, wanted, 1.0), 1.0)
-    # This comparison also excludes NaN.
+    # This condition also excludes NaN.
     return jnp.where(jnp.isfinite(wanted), gains, -1.0)
 
 
 def _branch(
     k: int, level: Sequence[Gradient], links: WorkerLinks
 ) -> Callable[..., Any]:
-    """The branch that sums with one level."""
+    """Makes the branch that sums the gradients by one level."""
 
     def run(
         partials: list[jax.Array],

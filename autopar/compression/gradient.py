@@ -1,10 +1,10 @@
-"""Gradients that are summed through a codec, and their state before the first step.
+"""How a gradient is summed by a codec, with error feedback.
 
-With error feedback, the error of a codec is sent in later steps.
+With error feedback, what a codec did not send in a step is sent in later steps.
 
 ``e`` is a worker's residual, ``g`` its gradient, ``C`` the codec. In every step a
-worker sends ``C(d)`` of ``d = g + decay * e`` and keeps ``e = d - C(d)`` (Seide et al.,
-Interspeech 2014; Karimireddy et al., arXiv 1901.09847).
+worker computes ``d = g + decay * e``, sends ``C(d)``, and keeps the new residual ``e =
+d - C(d)`` (Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Feedback:
-    """The way in which a worker's error is fed back.
+    """Settings of error feedback.
 
     Attributes:
-      kind: none or residual; see the module.
-      decay: factor of the residual; below 1, old errors decay, as in LoCo (arXiv
-        2407.04480, 0.8).
-      average_every: number of steps after which the residuals are averaged over the
-        workers by a dense all-reduce (arXiv 2008.05823); 0: never.
+      kind: none, or residual as in the module docstring.
+      decay: factor of the residual. With a factor below 1 old errors lose weight, as in
+        LoCo (arXiv 2407.04480), which uses 0.8.
+      average_every: after every this many steps, a dense all-reduce averages the
+        residuals over the workers (arXiv 2008.05823); 0: never.
       dtype: dtype of the residual between steps.
     """
 
@@ -72,25 +72,26 @@ class Feedback:
 
     @property
     def active(self) -> bool:
-        """Whether there is a residual."""
+        """Whether there is error feedback."""
         return self.kind != "none"
 
 
-# With error feedback the error of a codec is delayed, not lost. The convergence bound
-# of SGD with feedback contains the factor (1 - d) / d^2 with d = 1 - e^2, times the
-# squares of learning rate and smoothness (S. P. Karimireddy et al., "Error Feedback
-# Fixes SignSGD", ICML 2019, theorem II). This constant is an assumed value for the
-# product of learning rate and smoothness.
+# With error feedback the error of a codec is delayed, not lost. For a codec of relative
+# error e, the convergence bound of SGD with feedback contains the factor (1 - d) / d^2
+# with d = 1 - e^2, multiplied by the squares of the learning rate and of the smoothness
+# constant (S. P. Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, theorem
+# II). The number below is an assumed value for the product of learning rate and
+# smoothness constant.
 FEEDBACK_DISCOUNT = 0.25
 
-# The largest relative error of a useful codec. With this relative error, only a fifth
-# of the gradient's squared norm arrives in each step. ``auto`` chooses no codec with a
-# larger error, and a run warns of such a codec.
+# The largest relative error of a useful codec. With it, only a fifth of the gradient's
+# squared norm is sent in each step. ``compression="auto"`` never chooses a codec with a
+# larger error, and a run that uses one warns.
 MOST_LOST = 0.9
 
 
 def effective_error(error: float, *, feedback: bool) -> float:
-    """The error that is compared with a budget.
+    """The error of a codec as it counts when a choice of codecs limits errors.
 
     >>> effective_error(0.5, feedback=False)
     0.5
@@ -105,7 +106,9 @@ def effective_error(error: float, *, feedback: bool) -> float:
 def with_residual(
     gradient: jax.Array, residual: jax.Array, feedback: Feedback
 ) -> jax.Array:
-    """The array that a worker wants to send, ``d``, float32 of the gradient's shape."""
+    """What a worker has to send, ``d`` (module docstring), float32 in the gradient's
+    shape.
+    """
     wanted = gradient.astype(jnp.float32)
     if not feedback.active or feedback.decay == 0.0:
         return wanted
@@ -113,7 +116,7 @@ def with_residual(
 
 
 def average_due(step: jax.Array, every: int) -> jax.Array:
-    """Whether the residuals are averaged at the end of a step, a bool scalar.
+    """Whether this step ends with averaging the residuals, a bool scalar.
 
     Algorithm 1 of arXiv 2008.05823 averages at the start of step ``t`` when
     ``(t + 1) % p == 0``; the end of step ``step`` is the start of ``step + 1``.
@@ -130,10 +133,11 @@ def next_residuals(
     """The residuals at the start of the next step; () for a gradient without a
     residual.
 
-    If averages are due, residuals with the same period share one all-reduce.
+    If the step ends with averaging, one all-reduce averages all residuals with the same
+    ``average_every``.
 
     Args:
-      feedbacks: error feedback of each gradient.
+      feedbacks: settings of error feedback for each gradient.
       errors: the error of each gradient, float32; None for a gradient without error
         feedback.
       links: the collectives over the workers.
@@ -157,7 +161,7 @@ def next_residuals(
 
 
 def _average(own: list[jax.Array], links: WorkerLinks) -> list[jax.Array]:
-    """The mean over the workers of each array, in one all-reduce."""
+    """Averages each array over the workers, by one all-reduce for all arrays."""
     flat = jnp.concatenate([a.astype(jnp.float32).reshape(-1) for a in own])
     mean = links.all_reduce(flat) / links.workers
     ends = list(itertools.accumulate(a.size for a in own))[:-1]
@@ -172,18 +176,18 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
-    """How one gradient is summed over the workers.
+    """Settings for summing one gradient over the workers.
 
     Attributes:
-      name: name of the parameter, for messages.
+      name: name of the parameter, for error messages.
       shape: shape of the gradient on one device.
       codec: codec of the gradient.
-      feedback: how the codec's error is fed back.
+      feedback: settings of error feedback.
       scatter_dim: the dim along which worker i needs only the i-th part of the sum;
         None: every worker needs the whole sum.
       seed: a number that no other gradient of the step has.
-      dtype: dtype in which the sum is read, as text; '': the dtype of the partial
-        gradient.
+      dtype: dtype in which the program reads the sum, as text; '': the dtype of the
+        partial gradient.
     """
 
     name: str
@@ -205,7 +209,7 @@ class Gradient:
         return self.scatter_dim is not None
 
     def chunk(self, workers: int) -> int:
-        """Elements of one chunk."""
+        """Number of elements of one chunk."""
         return chunk_elements(self.codec, self.size, workers, scatter=self.scatter)
 
 
@@ -242,8 +246,8 @@ def init_state(gradient: Gradient, workers: int) -> State:
     """The state of one worker before the first step.
 
     Returns:
-      ``residual``: zeros of the gradient's shape in the feedback's dtype, or () without
-      feedback; ``codec``: the state of the codec.
+      ``residual``: zeros in the gradient's shape and the dtype of `Feedback`, or ()
+        without error feedback; ``codec``: the state of the codec.
     """
     if not gradient.size:
         return {"residual": (), "codec": ()}

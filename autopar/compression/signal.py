@@ -1,24 +1,26 @@
-"""Measures the signal that compressed messages carry, apart from their noise.
+"""Measures how much of the true gradient compressed messages carry (their signal).
 
 A worker's gradient is the true gradient plus noise, and the noises of two workers are
-independent. So the noise cancels in the expectation of inner products between different
-workers. With ``g_i`` the gradient of worker i and ``c_i`` its sent values, including
-the residual::
+independent. So in inner products between different workers, the noise has an expected
+value of zero. Let ``g`` be the true gradient, ``g_i`` the gradient of worker i, and
+``c_i`` the values that it sends, including what comes from its residual. Let n be the
+number of workers. Then::
 
     E sum_{i != j} <g_i, g_j> = n (n - 1) |g|^2
     E sum_{i != j} <c_j, g_i> = n <sum_j E c_j, g> (n - 1) / n
 
-The second line measures the worth of a step along the messages, relative to a step
-along the true gradient. In this measure, delayed values count as far as they agree with
-the current gradient. With ``T`` the sum of all sent values, the second line is ``sum_i
-<T - c_i, g_i>``, to which each worker contributes one number.
+The second line divided by the first tells how much a step along the sent values helps,
+compared with a step along the true gradient. Values that are sent late count as far as
+they agree with the present gradient. Let ``T`` be the sum of the values that all
+workers send. Then the second line is ``sum_i <T - c_i, g_i>``, and each worker can
+compute its own term.
 
-The first line needs the sum of the gradients, which no worker has. The sum of sketches
-of the gradients is used instead. For a sketch, elements are multiplied by random signs,
-which are the same on all workers, and folded onto `WIDTH` numbers (Charikar et al.,
-ICALP 2002). The expected inner product of two sketches over the signs is the inner
-product of the gradients. The variance of the inner product of two sketches is at most
-``2 |g_i|^2 |g_j|^2 / WIDTH``.
+For the first line a worker would need the sum of all gradients, which it does not have.
+Therefore workers sum sketches of their gradients. For a sketch, the elements are
+multiplied by random signs, which are the same on all workers, and added up in `WIDTH`
+numbers (Charikar et al., ICALP 2002). The inner product of two sketches has the inner
+product of the gradients as its expected value over random signs. The variance of the
+inner product of two sketches is at most ``2 |g_i|^2 |g_j|^2 / WIDTH``.
 """
 
 from __future__ import annotations
@@ -36,20 +38,22 @@ WIDTH = 64
 codec.
 """
 
-# The columns of the rows, after the columns of `autopar.compression.synchronise`.
+# Indices of the columns of a telemetry row; the columns of
+# `autopar.compression.synchronise` come before.
 SENT_SIGNAL, SENT_SQUARE, DENSE_SIGNAL, DENSE_SQUARE = range(6, 10)
 COLUMNS = 4
 
 
 def sketch(values: jax.Array, seed: jax.Array) -> jax.Array:
-    """Folds an array onto at most `WIDTH` numbers, with random signs.
+    """Multiplies the elements of an array by random signs, and adds them up in `WIDTH`
+    numbers.
 
     Args:
       values: an array of any shape.
       seed: uint32 scalar, the same on all workers.
 
     Returns:
-      float32 (WIDTH,); arrays with at most `WIDTH` elements are returned unchanged.
+      float32 (WIDTH,); an array with at most `WIDTH` elements is returned unchanged.
     """
     flat = values.astype(jnp.float32).reshape(-1)
     if flat.size <= WIDTH:
@@ -67,7 +71,7 @@ def signal_rows(
     links: WorkerLinks,
     step: jax.Array,
 ) -> jax.Array:
-    """The contributions of one worker to the signals, which are summed over workers.
+    """What one worker adds to the signals; the caller sums the result over workers.
 
     Args:
       partials: this worker's gradients.
@@ -80,7 +84,7 @@ def signal_rows(
     Returns:
       float32 (gradients, 4). The sums over workers are: the signal of the sent values,
       the squared norm of their sum, and the same two numbers for the dense gradients.
-      Rows of gradients that are not measured are NaN.
+      Rows of gradients that ``seeds`` does not contain are NaN.
     """
     rows = jnp.full((len(partials), COLUMNS), jnp.nan, jnp.float32)
     if not seeds:
@@ -104,7 +108,7 @@ def _row(
     whole: jax.Array,
     workers: int,
 ) -> jax.Array:
-    """The four numbers of a gradient, of its message, and of their sketches."""
+    """The four numbers in the row of one gradient."""
     total = total.astype(jnp.float32)
     return jnp.stack(
         [
@@ -117,7 +121,7 @@ def _row(
 
 
 def _signs(count: int, seed: jax.Array) -> jax.Array:
-    """Random bits, bool (count,): a mixer of 32 bits (Wellons, "hash-prospector")."""
+    """Random bits, bool (count,), by a 32-bit hash (Wellons, "hash-prospector")."""
     bits = jax.lax.iota(jnp.uint32, count) * jnp.uint32(0x9E3779B1) ^ seed
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
     bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)

@@ -1,10 +1,10 @@
-"""Sums gradients over workers through codecs, with error feedback.
+"""Sums gradients over workers by codecs, with error feedback.
 
-Everything runs on one device's arrays inside a fully manual `jax.shard_map`
-(``check_vma=False``). The collectives of all gradients of a call are fused.
+All functions work on one device's arrays inside a fully manual `jax.shard_map`
+(``check_vma=False``). The gradients of one call share collectives.
 
-The states differ between workers. So the global arrays of the states need a leading dim
-that is split over the workers' axes. `init_state` makes the part of one worker.
+Each worker has its own state. So the global arrays of the states need a leading dim
+that is sharded over the workers' mesh axes. `init_state` makes the state of one worker.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ class Synchronised:
     Attributes:
       totals: the sums.
       states: the new states.
-      sums: telemetry.
-      again: computes the totals again, for a branch that is rarely taken. Without this
-        function the totals would have to be in memory even in steps that do not take
-        the branch.
+      sums: telemetry, as in the result of `synchronise`.
+      again: computes the totals again, for a branch that few steps take. If the branch
+        read ``totals``, they would have to be in memory in all steps.
     """
 
     totals: list[jax.Array]
@@ -78,32 +77,34 @@ def synchronise(
     """Sums gradients over the workers.
 
     Args:
-      gradients: the gradients, with the way in which each is summed.
-      partials: this worker's part of each gradient, in any floating dtype.
-      states: states from `init_state` or from the step before.
+      gradients: settings of each gradient.
+      partials: this worker's partial gradients, in any floating dtype.
+      states: states from `init_state` or from the previous step.
       links: the collectives over the workers.
       worker: number of this worker, int32 scalar.
       step: number of the step from 0, int32 scalar, the same on all workers.
-      signals: whether the signal of the sent values is measured.
-      measured: whether errors and norms are measured, a bool scalar; None: yes. Norms
-        of values to send are always measured; other columns are `NOT_MEASURED`
-        otherwise. If an element is not finite, all columns are measured.
-      summed: whether measurements are summed over the workers. In steps without
-        measurement this needs no separate message if other sums are sent.
+      signals: whether to measure the signal of the sent values
+        (`autopar.compression.signal`).
+      measured: whether to measure errors and norms, a bool scalar; None: yes. If false,
+        only the norms of the values to send are measured, and other columns are
+        `NOT_MEASURED`. But if an element is not finite, all columns are measured.
+      summed: whether telemetry is summed over the workers. In steps that do not
+        measure, the sum needs no message of its own if there are other sums to send.
 
     Returns:
-      The sums in the partials' dtypes (whole or, if scattered, this worker's part), the
-      new states, and telemetry, float32 (number of gradients, 6), of this worker or,
-      with ``summed``, of all workers. The first five columns are squared norms: of the
-      values to send, of their error, of the sent values, of the new residual and of the
-      partial gradient. The sixth column is the number of non-finite elements of the
-      values to send. If a codec fails on finite elements, the sixth column counts
-      non-finite elements of the error; if only the sum overflows, those of the sum.
-      With ``signals`` there are four more columns
+      The sums in the dtypes of the partial gradients (whole or, if scattered, this
+      worker's part); the new states; and telemetry, float32 (number of gradients, 6).
+      The telemetry is that of this worker or, with ``summed``, the sum over all
+      workers. The first five columns are squared norms: of the values to send, of their
+      error, of the sent values, of the new residual and of the partial gradient. The
+      sixth column is the number of non-finite elements of the values to send. If the
+      values to send are finite, but a codec's error is not, it is the number of
+      non-finite elements of the error. If only the sum overflows, it is the number of
+      non-finite elements of the sum. With ``signals`` there are four more columns
       (`autopar.compression.signal.signal_rows`).
 
     Raises:
-      InputError: a partial does not fit its gradient; see `check_gradient`.
+      InputError: a partial gradient cannot be summed; see `check_gradient`.
     """
     made = synchronise_repeatably(
         gradients, partials, states, links, worker, step,
@@ -124,7 +125,9 @@ def synchronise_repeatably(
     measured: jax.Array | None = None,
     summed: bool = False,
 ) -> Synchronised:
-    """As `synchronise`, with a function that computes the sums again."""
+    """Does the same as `synchronise`; the result has a function that computes the sums
+    again.
+    """
     _check_call(gradients, partials, states, links.workers)
     assert measured is None or not signals
     entries = list(zip(gradients, partials, states, strict=True))
@@ -154,7 +157,7 @@ def synchronise_repeatably(
 
 
 def restore_unless_finite(old: Any, new: Any, finite: jax.Array) -> Any:
-    """Restores the carried values of a step if a gradient is not finite.
+    """Chooses the old values of a step's state if a gradient is not finite.
 
     Args:
       old: a tree of arrays from before the step.
@@ -202,19 +205,21 @@ def _synchronise_some(
     measured: jax.Array | None,
     summed: bool,
 ) -> Synchronised:
-    """`synchronise_repeatably` for gradients that all have elements."""
+    """Does `synchronise_repeatably` for gradients that all have at least one
+    element.
+    """
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
-    # The barriers make sure that these values are computed once, however many loops
-    # read them. Without the barriers each loop would add the residual again, and
-    # transpose the gradient again if a product left it transposed.
+    # The barriers make XLA compute these values once, however many loops read them.
+    # Without them each loop would add the residual again, and transpose the gradient
+    # again if a matrix product left it transposed.
     partials = [add_barrier(partial) for _, partial, _ in entries]
     wanted = [
         _values_to_send(gradient, partial, state["residual"])
         for partial, (gradient, _, state) in zip(partials, entries, strict=True)
     ]
     eager = measured is None
-    # Parts of a total differ between workers, so that workers would take different
-    # branches.
+    # If a total is scattered, workers have different parts of it, and would take
+    # different branches.
     together = summed and not eager and not any(g.scatter for g in gradients)
     groups, squares = encode_gradients(
         entries, wanted, links, worker, step, eager=eager, with_squares=together
@@ -268,7 +273,7 @@ def _again(
 def _own_parts(
     entries: Sequence[Entry], totals: Mapping[int, jax.Array], workers: int
 ) -> list[jax.Array]:
-    """The worker's own part of each total of `Reduced`, by number."""
+    """The part of each total that this worker needs, by the gradient's index."""
     return [
         own_part(totals[k], g.shape, g.scatter_dim, workers).astype(partial.dtype)
         for k, (g, partial, _) in enumerate(entries)
@@ -276,13 +281,13 @@ def _own_parts(
 
 
 def _values_to_send(gradient: Gradient, partial: jax.Array, residual: Any) -> jax.Array:
-    """Returns the values to send, float32, computed once."""
+    """The values to send, float32; XLA computes them only once."""
     values = with_residual(partial, residual, gradient.feedback)
     return add_barrier(values) if gradient.feedback.active else values
 
 
 def _nothing(gradient: Gradient, partial: jax.Array, links: WorkerLinks) -> jax.Array:
-    """The sum of a gradient without elements."""
+    """The sum of a gradient that has no elements."""
     if gradient.size:
         return partial
     shape = own_shape(gradient.shape, gradient.scatter_dim, links.workers)

@@ -1,10 +1,10 @@
 """Converts codecs to texts such as ``int4:block=64,hadamard=false``, and back.
 
-The text of a codec is its name, followed by a colon and the fields that differ from
-their defaults. The decorator `register_codec` adds a class. The package
-`autopar.compression.codecs` imports its own codecs. The module of a user's codec must
-be imported before the name of that codec is used, or be named as an entry point of the
-group `autopar.plugins.CODECS`.
+The text of a codec is its name, followed by a colon and those fields that do not have
+their default values. The decorator `register_codec` makes the name of a codec class
+known. Importing `autopar.compression.codecs` registers autopar's own codecs. The module
+of a user's own codec must be imported before the name of that codec is used, or be
+named as an entry point of the group `autopar.plugins.CODECS`.
 """
 
 from __future__ import annotations

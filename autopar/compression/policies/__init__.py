@@ -1,4 +1,4 @@
-"""Policies, which change the codecs of gradients during training.
+"""Policies: they change the codecs of gradients during training.
 
 >>> import autopar.compression.policies as policies
 >>> policies.GraVAC(levels=policies.topk_levels(10, 100)).every

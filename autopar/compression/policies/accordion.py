@@ -1,30 +1,30 @@
-"""Accordion: weak compression in critical regimes of training, strong compression in
+"""Accordion: compresses gradients less in critical regimes of training, and more in
 other regimes.
 
 Agarwal, Wang, Lee, Venkataraman and Papailiopoulos, "Accordion: Adaptive gradient
 communication via critical learning regime identification", MLSys 2021 (arXiv
-2010.16248). A gradient is critical in a window of steps if its ``norm`` changes,
-relative to the window before, by at least ``eta``::
+2010.16248). A gradient is critical in a window of steps if its ``norm`` differs from
+its norm in the previous window by at least the fraction ``eta``::
 
     critical = |previous - norm| / previous >= eta
 
-The first window is critical, and so are windows in which the learning rate drops.
-Critical gradients use the codec ``low``, other gradients use ``high``. The windows of
-the paper are epochs; here a window is a number of observations.
+The first window counts as critical, and so do windows in which the learning rate drops.
+Critical gradients are sent by the codec ``low``, other gradients by the codec ``high``.
+In the paper a window is an epoch; here it is a number of observations.
 
-A report holds the norm of ``w = g + e``, which is the gradient ``g`` plus the residual
-``e``. Under ``high`` most of this norm is the residual, so a comparison of these norms
-would call every change of level critical. If ``g`` and ``e`` are taken as orthogonal, a
-window of T steps with the residuals ``e_0`` to ``e_T`` has
+A report holds the norm of ``w = g + e``, the gradient ``g`` plus the residual ``e``.
+With the codec ``high`` most of this norm comes from the residual. So if these norms
+were compared, every change of codec would look critical. Assume that ``g`` and ``e``
+are orthogonal. Then a window of T steps with the residuals ``e_0`` to ``e_T`` has
 
     E |g|^2 = mean (|w_t|^2 - |e_(t-1)|^2)
             = mean (|w_t|^2 - |e_t|^2) + (|e_T|^2 - |e_0|^2) / T
 
-These values are compared. The first observation after a change of level only provides
-``e_0``.
+Accordion compares these values. The first observation after a change of codec is only
+used for ``e_0``.
 
-A change to ``high`` saves time and may be postponed (`Saving`). Meanwhile the norms are
-still observed. A change back to ``low`` is never postponed.
+A change to ``high`` only saves time, so a run may postpone it (`Saving`). Accordion
+goes on observing norms meanwhile. A change back to ``low`` is never postponed.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ first observation ``codec``, the codec in use.
 
 @dataclasses.dataclass(slots=True)
 class AccordionState:
-    """The memory of Accordion between observations.
+    """What Accordion remembers from one observation to the next.
 
     Attributes:
-      members: the gradients that are decided on together, by name of the set.
-      tracks: the memory of each set; see `Track`.
+      members: name of a set of gradients -> the gradients, for which one decision is
+        made.
+      tracks: name of a set of gradients -> its norms in the window so far (`Track`).
       step: step of the last observation.
     """
 
@@ -74,22 +75,23 @@ class AccordionState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accordion(Remembering):
-    """See the module.
+    """Accordion's policy; the rule is in the module docstring.
 
     Attributes:
-      low: codec of critical regimes.
-      high: codec of all other regimes.
-      eta: the least relative change of the norm in a critical regime.
-      every: steps between observations.
+      low: codec in critical regimes.
+      high: codec in all other regimes.
+      eta: a regime is critical if the norm changed by at least this fraction.
+      every: number of steps between observations.
       window: number of observations in a window.
-      drops: steps at which the learning rate drops. The window that starts with the
-        next observation after such a step is critical.
-      horizon: number of steps for which a regime is expected to last; 0: one window.
-      together: whether all gradients have one regime, decided from their joint norm. If
-        False, each gradient has its own regime, as in the paper. Each set of codecs
-        needs a compiled program: with one regime there are two programs instead of
-        many.
-      state: memory of the policy.
+      drops: numbers of the steps at which the learning rate drops. After such a step,
+        the window that starts with the next observation counts as critical.
+      horizon: number of steps for which a regime is expected to last, to compare the
+        time that a change saves with its cost; 0: one window.
+      together: whether all gradients have one regime, which follows from the norm of
+        all of them together. If False, each gradient has its own regime, as in the
+        paper. Each combination of codecs needs a compiled program of its own: with one
+        regime there are two programs, and otherwise many.
+      state: what the policy remembers.
     """
 
     low: str = "int8"
@@ -126,17 +128,18 @@ class Accordion(Remembering):
             names = [n for n in state.members[key] if n in seen.gradients]
             reports = [seen.gradients[name] for name in names]
             used = {report.codec for report in reports}
-            # The codec in use may still differ from the wanted codec.
+            # If the run has postponed a change, the codec in use is not the chosen
+            # codec.
             if len(used) == 1 and used <= {self.low, self.high}:
                 self._follow(track, used.pop(), reports)
-            if dropped:  # The last norm stays, to be compared with.
+            if dropped:  # The last norm stays, for the comparison with the next window.
                 track.update(critical=True, start=None, squares=0.0, count=0)
         state.step = seen.step
         wish = changed_part(self._wish(), seen.gradients)
         return Saving(wish) if wish and set(wish.values()) == {self.high} else wish
 
     def critical(self) -> tuple[str, ...]:
-        """The gradients that are in a critical regime."""
+        """Names of the gradients that are in a critical regime."""
         return tuple(
             name
             for key, track in self.state.tracks.items()
@@ -164,7 +167,7 @@ class Accordion(Remembering):
     def _follow(
         self, track: Track, codec: str, reports: Sequence[GradientReport]
     ) -> None:
-        """Adds one observation to a window, and decides at the end of the window."""
+        """Adds an observation to a window; at the end of the window, decides."""
         if track.get("codec", codec) != codec:
             track.update(start=None, squares=0.0, count=0)
         track["codec"] = codec
@@ -179,7 +182,8 @@ class Accordion(Remembering):
             return
         norm = _window_norm(track, self.window * self.every)
         previous = track["previous"]
-        # The first window has no window to compare with, and counts as critical.
+        # Before the first window there is none to compare with, so it counts as
+        # critical.
         critical = not previous or abs(previous - norm) / previous >= self.eta
         track["previous"] = norm
         changed = critical != track["critical"]
@@ -199,6 +203,6 @@ def _fresh() -> Track:
 
 
 def _window_norm(track: Track, steps: int) -> float:
-    """Norm of the gradient in a window; see the module."""
+    """Norm of the gradient in a window, by the formula of the module docstring."""
     grown = (track["last"] - track["start"]) / steps
     return math.sqrt(max(0.0, track["squares"] / track["count"] + grown))

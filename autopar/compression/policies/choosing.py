@@ -1,23 +1,25 @@
-"""Policies that choose codecs by measured errors: L-GreCo, and across all families.
+"""Policies that choose a codec for each gradient by measured errors.
 
-L-GreCo sends the least bytes with no more error than one common codec for all layers
-(Alimohammadi et al., "L-GreCo: Layerwise-adaptive gradient compression for efficient
-data-parallel deep learning", MLSys 2024, arXiv 2210.17357): all layers use codecs of
-one family, and each layer gets its own parameter. The parameters minimise the bytes,
-while the sum of the errors over the layers is at most that of a reference codec (see
-`autopar_solver.selection.lgreco`). The published code measures errors on the average of
-the last steps' gradients. `LGreCo` measures errors on the gradient of one step plus the
+L-GreCo sends the fewest bytes without more error than if all layers had one common
+codec (Alimohammadi et al., "L-GreCo: Layerwise-adaptive gradient compression for
+efficient data-parallel deep learning", MLSys 2024, arXiv 2210.17357): all layers use
+codecs of one family, such as PowerSGD, and each layer gets its own parameter, such as
+the rank. L-GreCo chooses the parameters that send the fewest bytes, among those for
+which the sum of the layers' errors is at most the sum with a reference codec (see
+`autopar_solver.selection.lgreco`). The published code measures errors on the mean of
+the last steps' gradients. `LGreCo` measures them on the gradient of one step plus the
 residual, which contains the errors of earlier steps.
 
-`AcrossFamilies` minimises seconds, and weighs errors in the metric of the optimizer.
-With ``r`` the relative error of a gradient::
+`AcrossFamilies` chooses among codecs of all families. It minimises seconds, and weights
+errors by what they matter to the optimizer. Let ``r`` be the relative error of a
+gradient, and ``w`` its weight::
 
     minimise    sum bytes / bandwidth + rounds latency + elements encode_s
     subject to  sum w r^2 <= budget^2 sum w
 
-For Adam, ``w`` is the number of elements of the gradient, because Adam divides each
-element by the root of its mean square, so that all elements have equal weight. For SGD,
-``w`` is the squared norm of the gradient.
+For Adam, ``w`` is the number of elements of the gradient: Adam divides each element by
+the root of its mean square, so that all elements matter equally. For SGD, ``w`` is the
+squared norm of the gradient.
 """
 
 from __future__ import annotations
@@ -51,26 +53,28 @@ from autopar_solver import CodecSelection, LGreCoProblem, solve_lgreco, solve_se
 
 Chooser = Callable[[Mapping[str, MeasuredErrors]], Mapping[str, str]]
 Reports = Mapping[str, GradientReport]
-# Returns whether the error of the codecs in use is within the policy's limit.
+# A function that tells whether the error of the codecs in use is within the policy's
+# limit.
 Judge = Callable[[Mapping[str, MeasuredErrors], Reports], bool]
 
-# Fraction of a budget by which sums in different order may differ.
+# Relative difference between sums of the same numbers in different orders that is
+# ignored when an error is compared with its limit.
 ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(slots=True)
 class ChoiceState:
-    """The memory of a choosing policy between observations.
+    """What these policies remember from one observation to the next.
 
     Attributes:
-      codecs: codecs of the last choice; empty before the first choice.
+      codecs: gradient -> codec of the last choice; empty before the first choice.
     """
 
     codecs: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 def set_codecs(policy: Any, reference: str, options: Sequence[str]) -> None:
-    """Converts a policy's codecs to the text form of reports."""
+    """Writes the codecs in a policy's options as reports do."""
     if not options:
         raise InputError(f"{type(policy).__name__}: needs at least one option.")
     object.__setattr__(policy, "reference", canonical_text(reference))
@@ -82,7 +86,9 @@ def set_codecs(policy: Any, reference: str, options: Sequence[str]) -> None:
 def with_codec(
     measured: Mapping[str, MeasuredErrors], must: str
 ) -> tuple[list[str], list[MeasuredErrors]]:
-    """The gradients that can use a codec, by name."""
+    """The gradients that can be sent by the codec ``must``: names and measured
+    errors.
+    """
     names = [
         name
         for name in sorted(measured)
@@ -92,8 +98,8 @@ def with_codec(
 
 
 def error_in_use(measured: MeasuredErrors, report: GradientReport) -> float:
-    """The relative error of the codec in use: from a probe if there is one, otherwise
-    from the report.
+    """The relative error of the codec in use: as a probe measured it, otherwise as in
+    the report.
     """
     found = (c.error for c in measured.choices if c.text == report.codec)
     return next(found, report.relative_error)
@@ -102,15 +108,15 @@ def error_in_use(measured: MeasuredErrors, report: GradientReport) -> float:
 def update_choice(
     state: ChoiceState, choose: Chooser, within: Judge, seen: Observation
 ) -> Mapping[str, str] | None:
-    """Chooses again if errors were measured; returns the codecs that change.
+    """Chooses codecs if errors were measured; returns the codecs that change.
 
-    The changes count as `Saving` unless the error of the codecs in use is over the
-    limit.
+    If the error of the codecs in use is within the limit, the changes only save time,
+    and are returned as `Saving`.
 
     Args:
       state: state of the policy.
       choose: chooses codecs for measured errors.
-      within: says whether the error of the codecs in use is within the limit.
+      within: tells whether the error of the codecs in use is within the limit.
       seen: the observation.
     """
     if not seen.finite:
@@ -126,17 +132,17 @@ def update_choice(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LGreCo(Remembering):
-    """See the module.
+    """L-GreCo: fewest bytes with at most the error of a reference codec.
 
     Attributes:
-      reference: codec whose error, summed over the layers, is the error budget.
+      reference: the limit is the error, summed over the gradients, with this codec.
       options: codecs to choose from in addition to the reference; default: PowerSGD
         with ranks from 2 to 8.
-      every: steps between choices.
-      alpha: budget as a multiple of the reference's error.
-      horizon: number of steps for which a choice is expected to last, if more than
-        ``every``.
-      state: memory of the policy.
+      every: number of steps between choices.
+      alpha: factor by which the limit is multiplied.
+      horizon: number of steps for which a choice is expected to last, if it is more
+        than ``every``.
+      state: what the policy remembers.
     """
 
     often: ClassVar[bool] = True
@@ -163,10 +169,10 @@ class LGreCo(Remembering):
         return tuple(dict.fromkeys((self.reference, *self.options)))
 
     def choose(self, measured: Mapping[str, MeasuredErrors]) -> Mapping[str, str]:
-        """The codecs for gradients with measured errors.
+        """Chooses codecs for gradients whose errors were measured.
 
-        Gradients that cannot use the reference are left out. If rounding leaves no
-        choice within the budget, all gradients are left out.
+        The result has no codec for gradients that cannot be sent by the reference. It
+        is empty if, by rounding errors, no choice is within the limit.
         """
         names, found = with_codec(measured, self.reference)
         if not names:
@@ -190,7 +196,7 @@ class LGreCo(Remembering):
         return update_choice(self.state, self.choose, self._within, seen)
 
     def _within(self, measured: Mapping[str, MeasuredErrors], reports: Reports) -> bool:
-        """Whether the error of the codecs in use is at most that of the reference."""
+        """Whether the codecs in use have at most the error of the reference."""
         names, found = with_codec(measured, self.reference)
         lost = math.fsum(
             m.norm * error_in_use(m, reports[name])
@@ -210,22 +216,22 @@ Optimizer = Literal["adam", "sgd"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AcrossFamilies(Remembering):
-    """See the module.
+    """Chooses among all codecs: fewest seconds within an error budget.
 
     Attributes:
       bandwidth_bytes_per_s: bandwidth of the link of one device.
-      latency_s: latency of one round of communication.
-      options: codecs to choose from; dense is always included.
-      budget: the largest relative error of all gradients together, in the optimizer's
-        metric; None: the error of the reference.
-      reference: codec that defines the budget.
-      optimizer: the optimizer that defines the metric.
-      encode_s_per_element: by name of a codec, seconds to encode and decode an element;
-        0 for codecs that are not named.
-      every: steps between choices.
-      horizon: number of steps for which a choice is expected to last, if more than
-        ``every``.
-      state: memory of the policy.
+      latency_s: latency of one round of communication, in seconds.
+      options: codecs to choose from; the codec ``dense`` is always among them.
+      budget: the largest relative error of all gradients together, with the optimizer's
+        weights; None: the error with the reference.
+      reference: codec whose error is the budget if ``budget`` is None.
+      optimizer: the optimizer that decides the weights.
+      encode_s_per_element: name of a codec -> seconds to encode and decode an element;
+        0 for other codecs.
+      every: number of steps between choices.
+      horizon: number of steps for which a choice is expected to last, if it is more
+        than ``every``.
+      state: what the policy remembers.
     """
 
     often: ClassVar[bool] = True
@@ -270,11 +276,13 @@ class AcrossFamilies(Remembering):
         return tuple(dict.fromkeys((DENSE, self.reference, *self.options)))
 
     def choose(self, measured: Mapping[str, MeasuredErrors]) -> Mapping[str, str]:
-        """The codecs for gradients with measured errors; see `LGreCo.choose`."""
+        """Chooses codecs for gradients whose errors were measured; see
+        `LGreCo.choose`.
+        """
         names, every = with_codec(measured, DENSE)
         if not names:
             return {}
-        # The reference may be chosen only if it is listed among the options.
+        # The reference may be chosen only if it is one of the options.
         allowed = {DENSE, *self.options}
         found = [tuple(c for c in m.choices if c.text in allowed) for m in every]
         parts = self._parts(every)
@@ -303,7 +311,7 @@ class AcrossFamilies(Remembering):
         return update_choice(self.state, self.choose, self._within, seen)
 
     def _within(self, measured: Mapping[str, MeasuredErrors], reports: Reports) -> bool:
-        """Whether the error of the codecs in use is within the budget."""
+        """Whether the codecs in use have at most the error ``budget``."""
         names, every = with_codec(measured, DENSE)
         parts = self._parts(every)
         lost = math.fsum(
@@ -332,7 +340,7 @@ class AcrossFamilies(Remembering):
         return elements * self.encode_s_per_element.get(name, 0.0)
 
     def _budget(self, every: Sequence[MeasuredErrors], parts: Sequence[float]) -> float:
-        """The largest allowed sum of weighted squared errors."""
+        """The largest allowed sum, over gradients, of weighted squared errors."""
         if self.budget is not None:
             return self.budget**2
         return math.fsum(

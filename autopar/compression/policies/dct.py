@@ -1,11 +1,13 @@
-"""DCT: sends all elements above a threshold, and doubles the sent fraction if too
+"""DCT: sends all elements above a threshold; lowers it for gradients of which too
 little is sent.
 
 Gupta et al., "Training recommender systems at scale: Communication-efficient model and
 data parallelism", KDD 2021 (arXiv 2010.08899). The codec
-`autopar.compression.codecs.threshold` implements the thresholds, which are kept for
-many steps. The policy sets this codec once for all gradients. For gradients whose gain
-stays under a bound, the policy doubles the sent fraction.
+`autopar.compression.codecs.threshold` sends elements above a threshold, which it uses
+for many steps. At the start the policy gives all gradients this codec. The gain of a
+gradient is the squared norm of what is sent divided by the squared norm of what should
+be sent. If the gain of a gradient stays below a bound, the policy doubles the fraction
+of its elements that are sent.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from autopar_errors import InputError
 
 @dataclasses.dataclass(slots=True)
 class DctState:
-    """The memory of Dct between observations.
+    """What Dct remembers from one observation to the next.
 
     Attributes:
-      doublings: by gradient, the number of times that its fraction was doubled.
-      below: by gradient, the number of consecutive observations with a gain under the
-        bound.
+      doublings: gradient -> how often its fraction was doubled.
+      below: gradient -> number of the last consecutive observations with a gain below
+        the bound.
     """
 
     doublings: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
@@ -42,18 +44,18 @@ class DctState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dct(Remembering):
-    """See the module.
+    """DCT's policy, as described in the module docstring.
 
     Attributes:
-      ratio: fraction of the elements that is sent.
-      refresh: number of steps for which a threshold is kept; 1000 in the paper.
-      every: steps between observations.
-      least_gain: the least fraction of the squared norm of the values to send that must
-        be sent; 0: the ratio never changes.
-      patience: number of consecutive observations below ``least_gain`` before the
+      ratio: fraction of the elements that are sent at the start.
+      refresh: number of steps after which a threshold is computed anew; 1000 in the
+        paper.
+      every: number of steps between observations.
+      least_gain: the bound on the gain; 0: the fraction never changes.
+      patience: number of consecutive observations below ``least_gain`` after which the
         fraction is doubled.
-      most: the largest ratio that is set.
-      state: memory of the policy.
+      most: the largest fraction that the policy sets.
+      state: what the policy remembers.
     """
 
     often: ClassVar[bool] = True

@@ -1,9 +1,11 @@
-"""GraVAC: searches the compression factor with the largest product of speed and gain.
+"""GraVAC: searches for the compression factor with the largest product of speed and
+gain.
 
 Tyagi and Swany, "GraVAC: Adaptive compression for communication-efficient distributed
-DL training", CLOUD 2023 (arXiv 2305.12201). With ``g`` a gradient, ``w`` the gradient
-plus the residual, and ``C`` the codec of a level, the gain of a level has several
-definitions::
+DL training", CLOUD 2023 (arXiv 2305.12201). A level is a codec with some compression
+factor. Its gain tells how much of the gradient it sends. Let ``g`` be a gradient, ``w``
+the gradient plus the residual, and ``C`` the codec of the level. The option ``gain_of``
+chooses one of these definitions of the gain::
 
     gain       = sum E |C(w)| / sum E |g|          (norms)
                = sum E |C(w)|^2 / sum E |w|^2      (energy)
@@ -12,66 +14,67 @@ definitions::
                = sum <C, g> a / sum <g, g> b           (signal-updates; ``b2``)
     throughput = steps per second x gain
 
-The sums are over gradients. The first gain is from the published code
-(github.com/sahiltyagi4/GraVAC, run/compression_throughput.py), the second from the text
-of the paper. The third gain, whose mean is over elements, is in the metric of Adam's
-family (`sum_updates`). With error feedback the first two gains differ. Delayed elements
-are sent in the end, so the first gain returns to about 1 or more once the residual is
-large enough. In the second gain, the residual always counts against its level.
-Measurements are in docs/record. The first gain is right for SGD with momentum, which
-late gradients harm little. For Adam, which late gradients harm much, the first gain
-climbs too far. The second gain falls back too early, which costs time but no accuracy;
-this gain is the default. In the third gain, late gradients count less, as they do for
-Adam.
+The sums are over all gradients of the step. The first definition is from the published
+code (github.com/sahiltyagi4/GraVAC, run/compression_throughput.py), the second from the
+text of the paper. The third, with a mean over elements, compares the updates that
+optimizers such as Adam make (`sum_updates`). With error feedback the first two
+definitions differ. Elements that are delayed are sent in the end, so the first gain
+returns to 1 or more once the residual is large enough. The second gain is always
+smaller if the residual is larger. Measurements are in docs/record. The first gain is
+right for SGD with momentum, which gradients that arrive late harm little. Adam is
+harmed much by late gradients: with the first gain the policy compresses too much. With
+the second gain it compresses too little, which costs time but no accuracy; this gain is
+the default. In the third gain, late gradients count less, as they do for Adam.
 
-The policy climbs the levels one at a time, from the smallest compression factor to the
-largest. Each level is used for a window of observations. The policy tries the next
-level as long as throughput improves by more than ``omega``; otherwise it keeps the
-smaller factor. Whenever the gain falls below ``epsilon``, the policy uses the level
-below. Below the first level, gradients are sent dense. After ``retry`` windows on a
-level, the policy tries the next level again, because gains and links change during
-training. With ``explore``, a level that was worse is tried again after a longer time,
-the longer the worse it was. So trials cost at most the fraction ``explore`` of all
-progress, according to the measurements. With ``explore`` the level in use is also
-compared in each of its windows, and not only when it was reached.
+The policy goes through the levels one at a time, from the smallest compression factor
+to the largest. It uses each level for a window of observations. As long as throughput
+improves by more than the fraction ``omega``, the policy tries the next level; otherwise
+it goes back to the smaller factor. Whenever the gain falls below ``epsilon``, the
+policy also goes one level back. Below the first level, gradients are sent dense. After
+``retry`` windows on a level, the policy tries the next level again, because gains and
+links change during training. With the option ``explore``, the time until a worse level
+is tried again is longer the worse the level was. So by the measurements, trials cost at
+most the fraction ``explore`` of all progress. With ``explore`` the policy also compares
+the level in use at the end of each window, and not only after the first one.
 
-The published code compresses each gradient twice, with the level in use and with the
-first level, so that it can fall back within a step. `autopar.compression.fallback`
-implements this fallback. The policy itself reads only the telemetry of the level in
-use.
+The published code compresses each gradient twice, by the level in use and by the first
+level, so that it can use the first level within the same step.
+`autopar.compression.fallback` implements this. The policy itself reads only the
+telemetry of the level in use.
 
-A change to a higher level saves time and may be postponed (`Saving`). Meanwhile the
-gain of the level in use is observed. A change to a lower level is never postponed.
+A change to a level with a larger factor only saves time, so a run may postpone it
+(`Saving`). Meanwhile the policy observes the gain of the level in use. A change to a
+smaller factor is never postponed.
 
-With ``rate``, a learning rate that falls with the steps, throughput adds a price to the
-seconds of each step. Learning-rate schedules count steps, so the number of steps at a
-large rate is limited. Let ``gain`` be the progress of a level's step as a fraction of a
-dense step's progress, ``pace`` the seconds of a step, and ``rate`` the learning rate. A
-training that ends at step K has made::
+If the option ``rate`` gives a learning rate that falls with the steps, a price is added
+to the seconds of each step in the throughput. The reason: learning-rate schedules count
+steps, so there are only so many steps with a large rate. Let ``gain`` be the progress
+of a step on a level as a fraction of the progress of a dense step, ``pace`` the seconds
+of a step, and ``rate`` the learning rate. A training that ends at step K has made::
 
     progress = sum over steps k of rate(k) gain(k)        in    sum of pace(k)  seconds
 
-To reach some progress in the least seconds, each step takes the level with the largest
-``worth rate(k) gain - pace``. The value ``worth`` is the price of a unit of progress,
-in seconds. If K is free, the gain of the last step equals its cost. With ``best`` the
-largest ``gain / pace`` of all levels, this gives::
+To reach a given progress in the fewest seconds, each step must take the level with the
+largest ``worth rate(k) gain - pace``, where ``worth`` is what a unit of progress is
+worth in seconds. If K may be chosen, the last step must be worth exactly the seconds
+that it takes. Let ``best`` be the largest ``gain / pace`` over all levels. Then::
 
     worth = 1 / (rate(K) best)                            (Pontryagin's principle)
     price = max over levels of  gain falls / best - pace,   falls = rate(k) / rate(K)
 
-So the best level is the level with the largest ``gain / (pace + price)``: each
-remaining step is worth ``price`` seconds. With a constant rate the price is 0, and
-levels are compared by progress per second. With a falling rate, levels with a larger
-gain are worth their slower steps, because lost progress would have to be made up later
-at a small rate.
+So the best level is the one with the largest ``gain / (pace + price)``: each remaining
+step is worth ``price`` seconds. With a constant rate the price is 0, and levels are
+compared by progress per second. With a falling rate, a larger gain is worth slower
+steps, because progress that is lost now would have to be made up later at a small rate.
 
-The gain ``signal-updates`` needs the second moments of whole gradients. Adam divides by
-the root of ``v``, a running mean of the squares of received gradients over about ``1 /
-(1 - b2)`` steps. After a change of codec, ``v`` still belongs to the codec before. A
-codec with a larger residual sends little at first. Divided by its own root mean square,
-this little would look like large updates; divided by the root of ``v`` it is small.
-After a change in the other direction, the large values that leave the residuals are
-divided by the root of a small ``v``.
+For the gain ``signal-updates`` the policy keeps a second moment of each gradient. Adam
+divides by the root of ``v``, a running mean of the squares of received gradients over
+about ``1 / (1 - b2)`` steps. After a change of codec, ``v`` still comes from the
+previous codec. If the new codec has a larger residual, it sends little at first.
+Divided by its own root mean square, this would look like large updates; divided by the
+root of ``v`` it is small, as in Adam. After a change to a codec with a smaller
+residual, the large values that leave the residual are divided by the root of a small
+``v``.
 """
 
 from __future__ import annotations
@@ -113,14 +116,16 @@ def topk_levels(
     factor: float = 10.0,
     stepping: Stepping = "geometric",
 ) -> tuple[str, ...]:
-    """Levels of top-k from one compression factor to another.
+    """Top-k codecs with compression factors from ``least`` to ``most``.
 
     Args:
-      least: the first factor: number of elements divided by number of sent elements.
+      least: the first compression factor: number of elements divided by number of sent
+        elements.
       most: the last factor.
-      factor: ratio of the second level's factor to the first.
-      stepping: ``geometric``: all ratios equal ``factor``. ``exponential``: each ratio
-        is the square of the ratio before.
+      factor: the second factor divided by the first.
+      stepping: with ``geometric``, each factor divided by the previous one is
+        ``factor``. With ``exponential``, each of these ratios is the square of the
+        previous ratio.
 
     >>> topk_levels(10, 1000)
     ('topk:ratio=0.1', 'topk', 'topk:ratio=0.001')
@@ -146,7 +151,7 @@ def topk_levels(
 
 
 def check_rate(rate: Callable[[int], Any], steps: int) -> None:
-    """Raises `InputError` unless the rate of the last step is positive."""
+    """Raises `InputError` unless the learning rate of the last step is positive."""
     if steps < 1:
         raise InputError(
             f"GraVAC: rate needs the number of steps it is for, got steps={steps}; "
@@ -171,11 +176,11 @@ def falls_by(rate: Callable[[int], Any], step: int, steps: int) -> float:
 
 
 def step_price_s(levels: Sequence[tuple[float, float]], falls: float) -> float:
-    """The price of a step in addition to its own seconds; see the module.
+    """The price of a step that is added to its seconds; see the module docstring.
 
     Args:
-      levels: the gain and the seconds of a step of each level.
-      falls: learning rate of this step divided by that of the last step.
+      levels: for each level, its gain and the seconds of a step.
+      falls: learning rate of this step divided by the learning rate of the last step.
 
     >>> step_price_s([(0.9, 3.0), (0.6, 1.0)], 1.0)
     0.0
@@ -198,12 +203,12 @@ squares of dense gradients, and the bias correction of both (Kingma and Ba, arXi
 def update_moments(
     moments: Moments, reports: Mapping[str, GradientReport], b2: float
 ) -> list[GradientReport]:
-    """Replaces the squares in reports by the current second moments.
+    """Replaces the squares in reports by running means, the second moments.
 
     Args:
-      moments: moments of the observations before; the new observation is added.
-      reports: reports by gradient; reports without a signal stay unchanged.
-      b2: decay of the moments from one observation to the next.
+      moments: the second moments before this observation, which this function updates.
+      reports: gradient -> report; a report without a signal is returned unchanged.
+      b2: factor by which the moments decay from one observation to the next.
     """
     return [_update_moment(moments, n, report, b2) for n, report in reports.items()]
 
@@ -240,22 +245,24 @@ PUT_OFF = -1
 
 @dataclasses.dataclass(slots=True)
 class GraVACState:
-    """The memory of GraVAC between observations.
+    """What GraVAC remembers from one observation to the next.
 
     Attributes:
-      names: the gradients that the policy manages; empty before the first observation.
-      level: level in use; -1: dense.
-      count: observations of this level since its window began. `PUT_OFF`: the level
-        below is still in use, and ``sent`` and ``wanted`` belong to it.
-      seen: observations of this level since the policy moved to it.
+      names: the gradients whose codecs the policy changes; empty before the first
+        observation.
+      level: index of the level in use; -1: gradients are sent dense.
+      count: number of observations of this level in the present window. With `PUT_OFF`
+        the change to this level is postponed: the level below is still in use, and
+        ``sent`` and ``wanted`` belong to it.
+      seen: number of observations of this level since the policy changed to it.
       sent: running mean of the numerator of the gain.
       wanted: running mean of the denominator of the gain.
-      seconds: sum of the step seconds over the observations of this window.
-      throughput: by level, the last measured throughput; None if not measured.
-      paces: by level, the seconds of a step in the window of that measurement.
-      waiting: number of windows before the next level is tried again; 0: the policy is
-        climbing.
-      moments: second moments of Adam's family by gradient, for ``signal-updates``.
+      seconds: sum of the observed seconds of a step over this window.
+      throughput: for each level the last measured throughput; None if not measured.
+      paces: for each level the seconds of a step at that measurement.
+      waiting: number of windows before the next level is tried again; 0: the policy
+        tries one level after another.
+      moments: gradient -> second moments as in Adam, for ``signal-updates``.
     """
 
     names: list[str] = dataclasses.field(default_factory=list[str])
@@ -275,28 +282,28 @@ class GraVACState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraVAC(Remembering):
-    """See the module.
+    """GraVAC's policy, as described in the module docstring.
 
     Attributes:
       levels: codecs from the least to the largest compression factor.
-      every: steps between observations.
-      window: observations before a level is judged; by default ``window`` times
-        ``every`` is the paper's window of 25 steps.
-      alpha: least weight of a new observation in the running means of the norms.
+      every: number of steps between observations.
+      window: number of observations of a level before the policy decides; by default
+        ``window`` times ``every`` is the paper's window of 25 steps.
+      alpha: smallest weight of a new observation in the running means of the norms.
       epsilon: the least gain.
-      gain_of: how the gain is defined; see the module.
-      omega: the fraction by which throughput must improve for a larger factor to be
-        kept.
+      gain_of: which definition of the gain is used; see the module docstring.
+      omega: a larger compression factor is kept only if it improves throughput by this
+        fraction.
       retry: number of windows until the next level is tried again.
-      explore: the largest fraction of progress that trials may cost; 0: trials follow
-        ``retry``.
-      horizon: number of steps for which a level is expected to last; 0: one window.
-      b2: decay of the second moments of Adam's family in a step, for
-        ``signal-updates``; the default is that of optax.
+      explore: the largest fraction of progress that trials of other levels may cost; 0:
+        ``retry`` decides when levels are tried.
+      horizon: number of steps for which a level is expected to be used; 0: one window.
+      b2: factor by which Adam's second moments decay in a step, for ``signal-updates``;
+        the default is optax's.
       rate: learning rate as a function of the step number, such as an optax schedule;
         None: a constant rate.
-      steps: with ``rate``, the number of the step at which the training may end.
-      state: memory of the policy.
+      steps: if ``rate`` is given, the number of the training's last step.
+      state: what the policy remembers.
     """
 
     levels: tuple[str, ...] = TEN_TO_THOUSAND
@@ -347,7 +354,7 @@ class GraVAC(Remembering):
 
     @property
     def signals(self) -> bool:
-        """Whether the policy needs the measured signal of messages."""
+        """Whether steps must measure the signal in messages for this policy."""
         return self.gain_of in _SIGNALS
 
     @property
@@ -360,9 +367,7 @@ class GraVAC(Remembering):
 
     @property
     def gain(self) -> float:
-        """The running mean of the gain of the level in use; gains from signals are at
-        most 1.
-        """
+        """The mean gain of the level in use; at most 1 if it comes from signals."""
         if self.state.wanted <= 0:
             return 1.0
         found = self.state.sent / self.state.wanted
@@ -370,7 +375,7 @@ class GraVAC(Remembering):
 
     @property
     def _knows_gain(self) -> bool:
-        """Whether the gain was measured; noise may hide the signal of gradients."""
+        """Whether the gain is known; noise may be so large that the signal is not."""
         return not self.signals or self.state.level < 0 or self.state.wanted > 0
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
@@ -395,7 +400,9 @@ class GraVAC(Remembering):
         return Saving(wish) if wish and self._climbs(wish, seen) else wish
 
     def _climbs(self, wish: Mapping[str, str], seen: Observation) -> bool:
-        """Whether all gradients that change now have the codec of the level below."""
+        """Whether the wish is a step up: all gradients that change have the codec of
+        the level below.
+        """
         below = {DENSE, *self.levels[: max(0, self.state.level)]}
         return all(seen.gradients[name].codec in below for name in wish)
 
@@ -414,8 +421,8 @@ class GraVAC(Remembering):
         restore_state(self.state, values, "GraVAC")
 
     def _take_norms(self, seen: Observation) -> bool:
-        """Adds the norms to the means; False if neither this level nor the level below
-        is in use.
+        """Adds the reported norms to the running means. Returns False if neither this
+        level nor the level below is in use.
         """
         state = self.state
         found = {n: seen.gradients[n] for n in state.names if n in seen.gradients}
@@ -429,8 +436,7 @@ class GraVAC(Remembering):
         if self.gain_of == "signal-updates":
             reports = update_moments(state.moments, found, self.b2**self.every)
         sent, wanted = _SUMS[self.gain_of](reports)
-        # The mean is a plain mean until it has as many observations as the running mean
-        # covers.
+        # It is a plain mean over all observations until their number exceeds 1 / alpha.
         weight = max(self.alpha, 1.0 / (state.seen + 1))
         state.sent += weight * (sent - state.sent)
         state.wanted += weight * (wanted - state.wanted)
@@ -447,7 +453,7 @@ class GraVAC(Remembering):
         state.seen, state.count = 0, count
 
     def _judge(self, step: int) -> None:
-        """Decides at the end of a window."""
+        """Decides on the next level, at the end of a window."""
         state = self.state
         here, top = state.level, state.level + 1 == len(self.levels)
         pace = max(state.seconds, 1e-12) / state.count
@@ -469,18 +475,18 @@ class GraVAC(Remembering):
             self._move(here if top else here + 1, waiting=self.retry if top else 0)
 
     def _remember(self, pace: float) -> None:
-        """Stores the window's measurements of the level."""
+        """Stores the throughput and step time of the level in this window."""
         state = self.state
         throughput, known = self.gain / pace, state.throughput[state.level]
-        # If trials are rare, one window is not reliable, so it is averaged with the
-        # value before.
+        # With rare trials a single window is not reliable. So its value is averaged
+        # with the previous value.
         if self.explore and known is not None:
             throughput = (throughput + known) / 2
         state.throughput[state.level], state.paces[state.level] = throughput, pace
 
     def _priced_throughput(self, step: int) -> tuple[list[float | None], float]:
-        """Throughput by level with the price added to a step's seconds, and the
-        price.
+        """The throughput of each level with the price added to the seconds of a step;
+        and the price.
         """
         state = self.state
         made = list(zip(state.throughput, state.paces, strict=True))
@@ -491,18 +497,16 @@ class GraVAC(Remembering):
         return [x and x * pace / (pace + price) for x, pace in made], price
 
     def _compares(self) -> bool:
-        """Whether this level is compared with another level.
+        """Whether the policy compares this level with another now.
 
-        With ``explore`` the first level is left after one observation, unless steps on
-        other levels may be expensive.
+        With ``explore``, the policy leaves the first level after one observation,
+        unless steps on other levels may be expensive.
         """
         known = any(x is not None for x in self.state.throughput)
         return known or self.explore == 0.0 or self.rate is not None
 
     def _wait(self, tried: float, kept: float) -> int:
-        """Number of windows until a level that made less progress per second is tried
-        again.
-        """
+        """After how many windows to try a level again that made slower progress."""
         if not (self.explore and kept > 0.0):
             return self.retry
         return max(self.retry, math.ceil(max(0.0, 1.0 - tried / kept) / self.explore))

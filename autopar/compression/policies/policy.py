@@ -1,18 +1,19 @@
-"""A policy changes the codecs of gradients during training.
+"""The interface of policies, which change the codecs of gradients during training.
 
-A policy reads the telemetry of a step at regular intervals. The policy returns the
-codecs to use from the next step on, or None to keep the codecs. Each set of codecs
-needs one compiled program, which is kept. So a policy that alternates between a few
-sets compiles each set once. A policy that often changes parameters of codecs sets
-``often = True``. With ``often`` set, parameters of codecs become inputs of the program
-if possible (`autopar.compression.adjusting`).
+At regular intervals a policy gets the telemetry of a step (an observation). It returns
+the codecs to use from the next step on, or None to keep the codecs. Each combination of
+codecs needs one compiled program, which is kept. So if a policy alternates between a
+few combinations, each of them is compiled only once. A policy that often changes
+parameters of codecs sets ``often = True``. Parameters of codecs then become inputs of
+the program where this is possible (`autopar.compression.adjusting`).
 
-A policy returns codecs whose only purpose is to save time as `Saving`. A run postpones
-such codecs as long as compiling their program would take longer than they save. A
-policy that still wants the codecs returns them again at each observation. ``horizon``
-is the number of steps for which changes are expected to last, if it is more than
-``every``. With ``signals = True``, steps measure the signal of the true gradient in the
-messages, and reports contain it.
+If the only purpose of a change is to save time, a policy returns the codecs as
+`Saving`. The run then postpones the change as long as compiling the new program would
+take longer than the change would save. As long as the policy wants the change, it must
+return the codecs again at each observation. A policy can state in ``horizon`` for how
+many steps its changes are expected to last, if it is more than ``every``. With
+``signals = True``, steps measure how much of the true gradient the messages carry, and
+reports contain this signal.
 
 >>> class Halve:
 ...     every = 100
@@ -22,7 +23,8 @@ messages, and reports contain it.
 The functions below help policies to select gradients, to read telemetry, and to keep a
 state.
 
-A policy is a frozen dataclass of options with one small state (`Remembering`).
+autopar's policies are frozen dataclasses with options and one small state
+(`Remembering`).
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ from autopar_errors import InputError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Signal:
-    """The signal of the true gradient in the messages, summed over steps.
+    """How much of the true gradient the messages carry, summed over steps.
 
-    Inner products are between different workers, so that the noise of the workers
-    cancels (`autopar.compression.signal`).
+    Inner products are taken between different workers, so that the noise of the
+    workers' gradients cancels on average (`autopar.compression.signal`).
 
     Attributes:
       sent: inner products of sent values with the gradients of other workers.
@@ -58,7 +60,7 @@ class Signal:
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Self | None:
-        """Reads the columns of telemetry after the sixth; None if the signal was not
+        """Reads the signal from a row of telemetry; None if the signal was not
         measured.
         """
         measured = len(row) > 0 and all(math.isfinite(x) for x in row)
@@ -73,25 +75,26 @@ class GradientReport:
       codec: codec of the gradient, as text.
       elements: number of elements of the whole gradient.
       wire_bytes: bytes that one device sends for the gradient in a step.
-      dense_bytes: bytes that one device would send without a codec.
-      norm: L2 norm of the values to send, including the residual, over all workers: the
-        root of the sum of the workers' squared norms.
-      relative_error: relative error of the sent values, in the L2 norm.
-      gain: squared norm of the sent values, divided by that of the values to send.
+      dense_bytes: bytes that one device would send for it in a step without a codec.
+      norm: L2 norm of the values to send (the gradient plus the residual) over all
+        workers: the root of the sum of the workers' squared norms.
+      relative_error: L2 norm of the error of the sent values, divided by ``norm``.
+      gain: squared norm of the sent values, divided by the squared norm of the values
+        to send.
       residual_norm: L2 norm of the residuals of all workers.
       gradient_norm: as ``norm``, but without the residual.
-      level: with a fallback, the level that was taken; bytes and errors belong to this
-        level. 0 is ``codec``, 1 is the first codec of the fallback.
-      taken: with a fallback, for each level the number of steps that took it since the
+      level: with a fallback, the level that the step used, to which bytes and errors
+        belong: 0 is ``codec``, 1 is the first codec of the fallback.
+      taken: with a fallback, for each level the number of steps that used it since the
         last observation or the last change of codecs; otherwise empty.
       skipped: number of steps so far that were skipped because any gradient of the step
         was not finite.
-      put_off: the codec that a policy has asked for and that is postponed until it
-        saves more time than its compilation takes (`Saving`); '' if none is postponed.
-      signal: signal since the last observation, for a policy with ``signals = True``;
-        None if not measured.
+      put_off: the codec for which a policy has asked, if the run has postponed the
+        change (`Saving`); otherwise ''.
+      signal: the signal since the last observation, for a policy with ``signals =
+        True``; None if it was not measured.
 
-    If the norm is not finite, the error and the gain are NaN.
+    If ``norm`` is not finite, ``relative_error`` and ``gain`` are NaN.
     """
 
     codec: str
@@ -112,11 +115,11 @@ class GradientReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """One codec for one gradient.
+    """A codec that was tried on a gradient, with its measured error.
 
     Attributes:
       text: the codec.
-      error: relative L2 error of the values that the codec would send.
+      error: relative L2 error of the values that this codec would send.
       wire_bytes: bytes that a worker sends in a step.
       rounds: rounds of communication in a step.
     """
@@ -129,14 +132,14 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeasuredErrors:
-    """The measured errors of the codecs that were probed on one gradient.
+    """The errors of several codecs on one gradient, measured without sending.
 
     Attributes:
       elements: number of elements of the whole gradient.
       local_elements: number of elements that one device encodes.
-      norm: L2 norm of the values that one worker has to send, including the residual;
-        the root mean square over the workers.
-      choices: those of the requested codecs that can send the gradient.
+      norm: L2 norm of the values that a worker has to send (gradient plus residual), as
+        a root mean square over the workers.
+      choices: the requested codecs, without those that cannot send the gradient.
     """
 
     elements: int
@@ -147,15 +150,15 @@ class MeasuredErrors:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation:
-    """The facts that are passed to a policy.
+    """What a policy is told at an observation.
 
     Attributes:
       step: number of completed steps.
       seconds: mean seconds of a step since the last observation, without steps that
-        compiled; the same on all processes.
-      gradients: report of each gradient, by name of the parameter.
+        compiled; equal on all processes.
+      gradients: name of a parameter -> report of its gradient.
       finite: whether every gradient was finite.
-      measured: the errors of `ProbingPolicy.probes` by name of the parameter, for
+      measured: name of a parameter -> errors of the codecs `ProbingPolicy.probes`, for
         gradients that are large enough for a codec; empty without probes.
     """
 
@@ -170,10 +173,10 @@ class Observation:
 
 @final
 class Saving(Mapping[str, str]):
-    """Codecs by gradient whose only purpose is to save time.
+    """A change of codecs whose only purpose is to save time: gradient -> codec.
 
-    The errors of the codecs in use are within the policy's limit, so the change may be
-    postponed. A `Saving` is equal to a dict of the same codecs.
+    The codecs in use do not have too much error, so the run may postpone the change. A
+    `Saving` is equal to a dict with the same codecs.
 
     >>> Saving({"params/w": "int4"}) == {"params/w": "int4"}
     True
@@ -182,7 +185,7 @@ class Saving(Mapping[str, str]):
     __slots__ = ("_codecs",)
 
     def __init__(self, codecs: Mapping[str, str]) -> None:
-        """Takes a copy of the codecs."""
+        """Stores a copy of the codecs."""
         self._codecs = dict(codecs)
 
     def __getitem__(self, name: str) -> str:
@@ -211,11 +214,11 @@ class Policy(Protocol):
         ...
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
-        """The codecs by gradient from now on; other gradients keep their codecs. None:
-        no change.
+        """Gradient -> codec from now on; other gradients keep their codecs. None: no
+        change.
 
-        A plain mapping is applied at once; a `Saving` only once it saves more than it
-        costs.
+        The run applies a plain mapping at once, and a `Saving` once it saves more time
+        than its compilation takes.
         """
         ...
 
@@ -224,8 +227,9 @@ class Policy(Protocol):
 class ProbingPolicy(Policy, Protocol):
     """A policy that asks for the measured errors of codecs that are not in use.
 
-    Before each observation every probe encodes the gradients of that step. The probes
-    run on the devices, and only the errors are copied to the host.
+    In the step before each observation, each of the codecs in `probes` encodes the
+    gradients, without sending anything. This runs on the devices, and only the errors
+    are copied to the host.
     """
 
     @property
@@ -244,10 +248,10 @@ layer size (torch_cgx).
 
 
 def canonical_text(text: str) -> str:
-    """The text of a codec in the form of a step's reports.
+    """The text of a codec as reports write it.
 
     Raises:
-      InputError: the text names no codec.
+      InputError: the text is not the text of a codec.
 
     >>> canonical_text(" int8:block=256 ")
     'int8'
@@ -256,10 +260,10 @@ def canonical_text(text: str) -> str:
 
 
 def managed_gradients(gradients: Mapping[str, GradientReport]) -> list[str]:
-    """The gradients that a policy may change: the gradients that are not sent dense.
+    """The gradients whose codecs a policy may change: those that are not sent dense.
 
-    If all gradients are sent dense: the gradients with at least `MIN_ELEMENTS`
-    elements.
+    If all gradients are sent dense, these are the gradients with at least
+    `MIN_ELEMENTS` elements.
     """
     chosen = [name for name, report in gradients.items() if report.codec != DENSE]
     if chosen:
@@ -268,7 +272,9 @@ def managed_gradients(gradients: Mapping[str, GradientReport]) -> list[str]:
 
 
 def squared_norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
-    """Sums over gradients of the squared norms of sent values and of values to send."""
+    """Sums over gradients: of the squared norms of sent values, and of values to
+    send.
+    """
     sent = wanted = 0.0
     for report in reports:
         square = report.norm**2
@@ -278,8 +284,8 @@ def squared_norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
 
 
 def sum_norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
-    """Sums over gradients of the norms of sent values and of the gradients without
-    residuals.
+    """Sums over gradients: of the norms of sent values, and of the norms of gradients
+    without residuals.
     """
     sent = raw = 0.0
     for report in reports:
@@ -289,13 +295,14 @@ def sum_norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
 
 
 def sum_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
-    """Sums over gradients of the size of updates, with codecs and with dense gradients.
+    """Sums over gradients of the size of Adam's updates: with codecs, and with dense
+    gradients.
 
-    Adam's family divides by the root of the mean square of received values, so that all
-    elements have equal weight, whatever the norm of their gradient. Values that arrive
-    late, as a few large values, have the same mean and a larger mean square. The
-    updates from such values are smaller by the ratio of the norms. Updates are also
-    smaller if less arrives than the gradients contain.
+    Adam and similar optimizers divide an element by the root mean square of the values
+    received for it, so all elements matter equally, whatever the norm of their
+    gradient. If values are delayed and arrive as a few large ones, they have the same
+    mean and a larger mean square. Their updates are smaller by the ratio of the norms.
+    Updates are also smaller if less arrives than the gradients contain.
     """
     size = dense = 0.0
     for report in reports:
@@ -308,10 +315,10 @@ def sum_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
 
 
 def sum_signals(reports: Iterable[GradientReport]) -> tuple[float, float]:
-    """Sums over gradients of the signal of sent values and of the signal of dense
+    """Sums over gradients: of the signal of sent values, and of the signal of dense
     gradients.
 
-    Gradients without a measured signal are left out.
+    Gradients without a measured signal are not counted.
     """
     sent = dense = 0.0
     for report in reports:
@@ -322,12 +329,13 @@ def sum_signals(reports: Iterable[GradientReport]) -> tuple[float, float]:
 
 
 def signal_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
-    """As `sum_signals`, for updates by Adam's family.
+    """The same sums as `sum_signals`, but for the updates that Adam makes.
 
-    Optimizers of Adam's family divide by the root of the mean square of received
-    values. So each signal is divided by the root mean square of an element: of the sent
-    values, and of the dense gradient. The squares must be the optimizer's second
-    moments (`autopar.compression.policies.gravac.update_moments`).
+    Adam and similar optimizers divide by the root mean square of received values. So
+    the signal of sent values is divided by the root mean square of the elements of sent
+    values, and the signal of the dense gradient by that of the elements of the dense
+    gradient. The squares in the reports must be the optimizer's second moments
+    (`autopar.compression.policies.gravac.update_moments`).
     """
     sent = dense = 0.0
     for report in reports:
@@ -342,7 +350,7 @@ def signal_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
 def changed_part(
     wish: Mapping[str, str], gradients: Mapping[str, GradientReport]
 ) -> dict[str, str] | None:
-    """The wanted codecs that differ from those in use; None if none differ."""
+    """The codecs in ``wish`` that differ from the codecs in use; None if none does."""
     different = {
         name: codec
         for name, codec in wish.items()
@@ -366,10 +374,10 @@ def check_share(where: str, **shares: float) -> None:
 
 
 class Remembering:
-    """A policy with a state that is saved and restored.
+    """Base of policies with a state, which is saved and restored with the run.
 
     Attributes:
-      state: memory of the policy, a dataclass of JSON values.
+      state: what the policy remembers, a dataclass of JSON values.
     """
 
     state: Any
@@ -388,7 +396,7 @@ class Remembering:
 
 
 def restore_state(state: Any, values: Mapping[str, Any], where: str) -> None:
-    """Fills a policy's state with the result of `Remembering.state_dict`.
+    """Sets the fields of a policy's state to the result of `Remembering.state_dict`.
 
     Raises:
       InputError: the state was saved by another policy.

@@ -1,10 +1,10 @@
-"""Probes: tries codecs on samples of gradients without sending anything.
+"""Measures the errors of codecs on samples of gradients, without sending anything.
 
 The telemetry of a step contains only the error of the codec in use. For steps of
 `autopar.parallelize`, `autopar.runtime.gradients.probing` measures the errors of other
-codecs. The functions of this module are for other training loops. A single simulated
-worker encodes samples of the gradients. The ``sent`` of this worker equals the
-contribution of one of many workers.
+codecs. This module is for other training loops. It simulates a single worker that
+encodes samples of the gradients. The values that this worker sends are those that one
+of many workers would send.
 
 >>> probe = Probe(workers=4)
 >>> found = probe.measure({"w": np.ones((64, 64), np.float32)}, ("powersgd", "int8"))
@@ -40,11 +40,11 @@ DIGITS = 6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe:
-    """Tries codecs on samples of gradients that are summed under a layout.
+    """Measures errors of codecs on samples of gradients.
 
     Attributes:
       workers: number of workers over which the gradients are summed.
-      scattered: names of the gradients of which a worker gets only its part of the sum.
+      scattered: names of the gradients whose sum is scattered over the workers.
     """
 
     workers: int
@@ -60,13 +60,13 @@ class Probe:
     def measure(
         self, samples: Mapping[str, np.ndarray], texts: Sequence[str]
     ) -> dict[str, MeasuredErrors]:
-        """Measures errors in the form that an observation passes to a probing policy.
+        """Measures errors, for `Observation.measured`.
 
         Args:
-          samples: by gradient, a sample of the partial gradient on one device plus its
-            residual. A sample is from one step or the mean of several steps, and must
-            be the same on all processes. Vectors, and samples with fewer than
-            `MIN_ELEMENTS` elements, are left out.
+          samples: name of a gradient -> a sample of the partial gradient on one device
+            plus its residual, from one step or as a mean over several steps. It must be
+            the same on all processes. Vectors, and samples with fewer than
+            `MIN_ELEMENTS` elements, are ignored.
           texts: the codecs, as in
             `autopar.compression.policies.policy.ProbingPolicy.probes`.
 
@@ -103,9 +103,10 @@ class Probe:
 
 
 def relative_error(codec: Codec, sample: np.ndarray, seed: int = 0) -> float:
-    """The relative L2 error of a sample, to `DIGITS` digits; 0 if it is all zeros.
+    """The relative L2 error of a codec on a sample, to `DIGITS` digits; 0 for a sample
+    of zeros.
 
-    A codec with a state first encodes the sample `WARM_UP` times.
+    If the codec has a state, it first encodes the sample `WARM_UP` times.
 
     Raises:
       InputError: the sample is not finite.
@@ -135,7 +136,8 @@ def round_error(error: float) -> float:
 def powersgd_family(
     rank: int = 4, beta: float = 2.0, gamma: float = 0.5
 ) -> tuple[str, ...]:
-    """All ranks from ``floor(gamma rank)`` to ``ceil(beta rank)``, as in L-GreCo.
+    """PowerSGD with all ranks from ``floor(gamma rank)`` to ``ceil(beta rank)``, as in
+    L-GreCo.
 
     >>> powersgd_family(2)
     ('powersgd:rank=1', 'powersgd:rank=2', 'powersgd:rank=3', 'powersgd')
@@ -147,7 +149,7 @@ def powersgd_family(
 def topk_family(
     ratios: Iterable[float] = (0.001, 0.003, 0.01, 0.03, 0.1),
 ) -> tuple[str, ...]:
-    """Top-k at several fractions of the elements."""
+    """Top-k codecs that send these fractions of the elements."""
     return tuple("topk" if r == 0.01 else f"topk:ratio={r!r}" for r in ratios)
 
 

@@ -1,13 +1,13 @@
-"""Warm-up: a codec with less compression in the first steps, and another codec or a
-policy later.
+"""Warm-up: compresses gradients less in the first steps than later.
 
 Gradients are largest and change fastest in the first steps. So the residuals of a codec
-are then large, and are outdated when they are sent. 1-bit Adam (arXiv 2102.02888,
-section 4) trains the first 15 to 20 % of the steps without a codec. Deep Gradient
-Compression (arXiv 1712.01887, section 3.3) raises its sparsity over the first epochs.
+are large then, and outdated by the time that they are sent. 1-bit Adam (arXiv
+2102.02888, section 4) trains the first 15 to 20 % of the steps without a codec. Deep
+Gradient Compression (arXiv 1712.01887, section 3.3) raises its sparsity over the first
+epochs.
 
-The residuals and the states of the codecs are kept at the change. The change costs one
-compilation::
+The warm-up ends with a change to another codec, and then perhaps to another policy.
+Residuals and states of codecs are kept at this change, which costs one compilation::
 
     policy = WarmUp(steps=100, first="dense", codec="sign")
 
@@ -34,10 +34,11 @@ from autopar.compression.policies.policy import (
 
 @dataclasses.dataclass(slots=True)
 class WarmUpState:
-    """The memory of a warm-up between observations.
+    """What the policy remembers from one observation to the next.
 
     Attributes:
-      names: the gradients that the policy manages; empty before the first observation.
+      names: the gradients whose codecs the policy changes; empty before the first
+        observation.
       over: whether the warm-up has ended.
     """
 
@@ -47,17 +48,19 @@ class WarmUpState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """See the module.
+    """Uses the codec ``first`` in the first steps, and ``codec`` or ``then`` later.
 
-    The first step still has the codecs of the plan, because policies are called after a
-    step.
+    The very first step still uses the codecs of the plan, because a policy is only
+    called after a step.
 
     Attributes:
       steps: number of steps of the warm-up, from the first step of the training.
-      codec: codec after the warm-up, for gradients that the plan does not send dense.
+      codec: codec after the warm-up, for the gradients that the plan does not send
+        dense.
       first: codec of these gradients during the warm-up.
-      then: a policy that takes over after the warm-up and starts from ``codec``.
-      state: memory of the policy.
+      then: a policy that takes over after the warm-up, when gradients have ``codec``;
+        None: ``codec`` stays.
+      state: what the policy remembers.
     """
 
     steps: int
@@ -76,8 +79,8 @@ class WarmUp:
 
     @property
     def every(self) -> int:
-        """Steps between observations; during the warm-up, observations are after its
-        first and last step.
+        """Number of steps between observations. During the warm-up, the policy observes
+        only after its first and its last step.
         """
         if not self.state.over:
             return self.steps if self.state.names else 1
@@ -85,19 +88,19 @@ class WarmUp:
 
     @property
     def often(self) -> bool:
-        """Whether ``then`` has taken over and changes parameters often."""
+        """Whether ``then`` has taken over and often changes parameters of codecs."""
         return self.state.over and getattr(self.then, "often", False)
 
     @property
     def horizon(self) -> int:
-        """Number of steps for which changes of ``then`` are expected to last, once it
-        has taken over.
+        """Number of steps for which changes are expected to last: the ``horizon`` of
+        ``then`` once it has taken over.
         """
         return getattr(self.then, "horizon", 0) if self.state.over else 0
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """The codecs that ``then`` probes; empty before ``then`` takes over."""
+        """The codecs whose errors ``then`` needs; empty before ``then`` takes over."""
         then = self.then
         return (
             then.probes if isinstance(then, ProbingPolicy) and self.state.over else ()
