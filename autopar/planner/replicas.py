@@ -111,12 +111,11 @@ def axis_name(names: Sequence[str]) -> str:
 def sites_of(cluster: Cluster) -> tuple[ReplicaDevices, ...]:
     """The replicas of a cluster of groups, in the order of its devices.
 
-    If all groups have equal levels, each group is one replica. If the groups differ
-    only in the size of their outermost level, each group is cut into replicas whose
-    outermost level has the greatest common divisor of these sizes.
+    If all groups have equal levels, each group is one replica. Otherwise each group is
+    cut into replicas of one shape (`_replica_shape`).
 
     Raises:
-      PlanError: the groups cannot be cut into replicas of equal shape.
+      PlanError: the groups have different numbers of levels.
 
     >>> whole = Cluster.parse("4x8:h100+2x8:a100")
     >>> [str(site.part.num_devices) for site in sites_of(whole)]
@@ -124,19 +123,37 @@ def sites_of(cluster: Cluster) -> tuple[ReplicaDevices, ...]:
     """
     assert cluster.between is not None
     shapes = [tuple(level.size for level in g.levels) for g in cluster.groups]
-    if len({shape[1:] for shape in shapes}) > 1:
+    if len({len(shape) for shape in shapes}) > 1:
         raise PlanError(
-            f"{cluster}: replicas of unequal devices need groups of equal hosts, and "
-            "these have others. Plan with stages='auto', which gives each group a "
-            "stage of its own, or for one group alone."
+            f"{cluster}: replicas of unequal devices need groups of as many levels, "
+            "and these have different numbers. Describe all groups with their hosts, "
+            "such as 1x8 for a single host of 8 devices."
         )
-    each = (math.gcd(*(shape[0] for shape in shapes)), *shapes[0][1:])
+    each = _replica_shape(shapes)
+    size = math.prod(each)
     parts = [
         part
-        for group, shape in zip(cluster.groups, shapes, strict=True)
-        for part in group.partition([each] * (shape[0] // each[0]))
+        for group in cluster.groups
+        for part in group.partition([each] * (group.num_devices // size))
     ]
     return tuple(ReplicaDevices(part, len(parts), cluster.between) for part in parts)
+
+
+def _replica_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The largest shape into whose copies all groups can be cut.
+
+    Inner levels that have equal sizes stay whole. The next level has the greatest
+    common divisor of its sizes, and all levels around it have size 1.
+
+    >>> _replica_shape([(4, 8), (2, 8)]), _replica_shape([(2, 8), (2, 4)])
+    ((2, 8), (1, 4))
+    """
+    each: list[int] = []
+    whole = True
+    for sizes in reversed([*zip(*shapes, strict=True)]):
+        each.insert(0, math.gcd(*sizes) if whole else 1)
+        whole = whole and len(set(sizes)) == 1
+    return tuple(each)
 
 
 def price_replica(view: Analysis, found: Candidate, site: ReplicaDevices) -> Candidate:

@@ -99,6 +99,9 @@ def test_stages_are_compared_with_replicas() -> None:
         ("4x8:h100+2x8:a100", [16, 16, 16]),
         ("8:h100+4:a100", [4, 4, 4]),
         ("3x8:h100+2x8:a100", [8] * 5),
+        ("2x8:h100+1x4:a100", [4] * 5),
+        ("2x2x4:h100+1x2x4:a100", [8] * 3),
+        ("1x3:h100+1x2:a100", [1] * 5),
     ],
 )
 def test_groups_are_cut_into_replicas_of_one_shape(text: str, each: list[int]) -> None:

@@ -129,6 +129,19 @@ def test_a_group_may_have_several_replicas() -> None:
     assert run.plan.axis_sizes == (3, 2)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "sizes"),
+    [("1x4:cpu+1x2:cpu,efficiency=0.1", (3, 2)), ("2x1:cpu+1x2:cpu", (4, 1))],
+)
+def test_hosts_of_unequal_sizes_are_cut_into_replicas(
+    cluster: str, sizes: tuple[int, ...]
+) -> None:
+    run = parallel(12, cluster=cluster)
+    check_same(run, 1)
+    assert run.plan.axis_sizes == sizes
+    assert autopar.audit(step, *SHAPES, plan=run.plan).agrees
+
+
 def test_devices_that_are_gone_are_not_used() -> None:
     whole = autopar.Cluster.parse("2x2:cpu+2x2:cpu,efficiency=0.1")
     left = whole.without(hosts=[0])
@@ -263,7 +276,7 @@ def test_layers_may_be_computed_again() -> None:
         ({"microbatches": [8, 3]}, "11 does not divide"),
         ({"stages": "auto"}, "are those of replicas"),
         ({"cluster": "8:cpu"}, "has equal ones"),
-        ({"cluster": "2x2:cpu+1x4:cpu"}, "groups of equal hosts"),
+        ({"cluster": "1x4:cpu+4:cpu"}, "groups of as many levels"),
         ({"microbatches": [8, 0]}, "such as \\[8, 4\\]"),
     ],
 )
