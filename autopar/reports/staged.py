@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from autopar.cluster import Cluster
 from autopar.planner.record import assignment_of
 from autopar.planner.stages.entry import cut_as
-from autopar.planner.stages.stage_costs import link_bytes, wire_collectives
+from autopar.planner.stages.stage_costs import (
+    link_bytes,
+    sent_layers_s,
+    wire_collectives,
+)
 from autopar.planner.stages.submeshes import one_stage, stage_pricers
 from autopar.plans import Plan
 from autopar.reports.attribution import AttributedTime, attribute, step_of
@@ -20,6 +24,7 @@ from autopar.steps.stages import CutStep
 from autopar.terminal import columns
 
 WAITS = "waits for other stages"
+SENT_LAYERS = "sends stacked layers"
 _HEADING = (
     "from", "to", "activations", "cotangents", "of each microbatch", "in the step",
 )  # fmt: skip
@@ -121,8 +126,16 @@ def staged_parts(bound: BoundStages, by: str) -> list[list[AttributedTime]]:
       by: ``operator`` or ``layer``.
     """
     out: list[list[AttributedTime]] = []
-    for stage in bound.stages:
+    sending_s = sent_layers_s(
+        bound.cut,
+        bound.plan.cluster.read(),
+        [stage.devices for stage in bound.plan.stages],
+        [stage.assignment for stage in bound.stages],
+    )
+    for stage, own_s in zip(bound.stages, sending_s, strict=True):
         parts = attribute(stage, by)
+        if own_s:
+            parts.append(AttributedTime(SENT_LAYERS, (), "", own_s))
         waits_s = bound.plan.predicted.step_s - step_of(parts)
         out.append([*parts, AttributedTime(WAITS, (), "", waits_s)])
     return out

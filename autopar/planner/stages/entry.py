@@ -100,6 +100,12 @@ def _heaviest(whole: Analysis, parts: int) -> list[int]:
         if len(read) == 1:
             found[read.pop()].append(index)
     chains = list(zip(*(found[k] for k in range(parts)), strict=False))
+    if not chains:
+        raise PlanError(
+            f"no loop can be cut into {parts} parts: each loop runs only some of its "
+            "stacked layers, and some part would have none. Ask for fewer stages, or "
+            "for schedule='1f1b', which has one part a stage."
+        )
     return sorted(max(chains, key=lambda loops: sum(work[k] for k in loops)))
 
 

@@ -97,10 +97,9 @@ def stage_costs(
         held[holder] += nbytes
         # A stage cuts the copies that it sends, and gets those that it runs.
         copied[holder] += nbytes * (1 + (holder != stage))
-    for source, target, nbytes in sent_layers(cut, layouts):
+    for source, _, nbytes in sent_layers(cut, layouts):
         shared[source] += nbytes
-        link = link_between(cluster, devices[source], devices[target])
-        step_s[source] += link.latency_s + nbytes / link.bandwidth_bytes_per_s
+    step_s += sent_layers_s(cut, cluster, devices, layouts)
     for source, target, value in _sent_once(cut):
         nbytes = _wire_bytes(cut, [value], layouts, source, target)
         shared[source] += nbytes
@@ -328,6 +327,27 @@ def sent_layers(
             nbytes = _device_bytes(cut, [value], assignments[stage])
             yield holder, stage, nbytes
             yield stage, holder, nbytes
+
+
+def sent_layers_s(
+    cut: CutStep,
+    cluster: Cluster,
+    devices: Sequence[Sequence[int]],
+    assignments: Sequence[Assignment],
+) -> list[float]:
+    """By stage, the seconds of a step in which it sends stacked layers (`sent_layers`).
+
+    Args:
+      cut: the step as stages.
+      cluster: all devices.
+      devices: by stage, the positions of its devices in the cluster.
+      assignments: the layouts of each stage.
+    """
+    out = [0.0] * len(devices)
+    for source, target, nbytes in sent_layers(cut, assignments):
+        link = link_between(cluster, devices[source], devices[target])
+        out[source] += link.latency_s + nbytes / link.bandwidth_bytes_per_s
+    return out
 
 
 def _task_seconds(

@@ -16,13 +16,16 @@ from autopar.cluster import Cluster
 from autopar.errors import PlanError, StageError
 from autopar.planner.options import PlanOptions
 from autopar.planner.stages.entry import plan_pipeline
+from autopar.reports.attribution import step_of
 from autopar.reports.audit import LAYERS as LAYERS_SENT
+from autopar.reports.staged import SENT_LAYERS, bind_stages, staged_parts
 from autopar.runtime.stages.stacked import WithStacked
 from autopar.steps.analysis import analyse
 from autopar_passes.stages.cut import Phase
 from autopar_solver import Schedule, ScheduleKind
 
 CLOSE = 2e-5
+CLUSTER = Cluster.parse("2:cpu")
 
 
 def layer(x, own):
@@ -116,7 +119,7 @@ def test_chunks_of_layers_train_as_on_one_device(stages, chunks):
 
 def test_layers_that_go_to_another_stage_are_counted(monkeypatch):
     """Of four layers in turn, the second and the third."""
-    step, state = staged(schedule="interleaved", cluster="2:cpu", donate=False)
+    step, state = staged(schedule="interleaved", cluster=CLUSTER, donate=False)
     step(state, batch())
     sent, send = [0.0, 0.0], WithStacked._send
 
@@ -139,6 +142,14 @@ def test_layers_that_go_to_another_stage_are_counted(monkeypatch):
     }
     assert found == {(0, 1): (sent[0],) * 2, (1, 0): (sent[1],) * 2}
     assert audit.agrees
+    bound = bind_stages(analyse(case()[0], (state, batch())), step.plan, CLUSTER)
+    for parts in staged_parts(bound, "layer"):
+        (part,) = [part for part in parts if part.what == SENT_LAYERS]
+        link = CLUSTER.levels[-1].link
+        # Of each array a message there and a message back.
+        sent_s = 2 * 6 * link.latency_s + sent[0] / link.bandwidth_bytes_per_s
+        assert part.seconds == pytest.approx(sent_s)
+        assert step_of(parts) == pytest.approx(step.plan.predicted.step_s)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
@@ -230,13 +241,28 @@ def test_more_stages_than_layers_are_refused():
         step(state, batch())
 
 
-@pytest.mark.parametrize(("stages", "reverse"), [(3, False), (2, True)])
-def test_layers_that_stages_do_not_share_equally(stages, reverse):
+def test_a_loop_over_some_layers_is_refused_if_a_part_would_have_none():
+    def some_layers(params, batch):
+        layers = jax.tree.map(lambda x: x[:-1], params["layers"])
+        return loop_loss({**params, "layers": layers}, batch)
+
+    step, state = case(loop_loss=some_layers)
+    asked = {"stages": 2, "microbatches": 4, "schedule": "interleaved"}
+    with pytest.raises(PlanError, match="some part would have none"):
+        autopar.plan(step, state, batch(), cluster="4:cpu", **asked)
+
+
+@pytest.mark.parametrize(
+    ("stages", "reverse", "schedule"),
+    [(3, False, "1f1b"), (2, True, "1f1b"), (2, True, "interleaved")],
+)
+def test_layers_that_stages_do_not_share_equally(stages, reverse, schedule):
     """Some of the layers, in 2, 1 and 1 or the last ones first."""
 
     def step(state, batch):
         def loss(params):
-            layers = jax.tree.map(lambda x: x[:-1] if reverse else x, params)
+            some = reverse and schedule == "1f1b"
+            layers = jax.tree.map(lambda x: x[:-1] if some else x, params)
             x, _ = jax.lax.scan(
                 lambda x, own: (x + jnp.tanh(x @ own["w"] + own["b"]), None),
                 batch["x"],
@@ -250,9 +276,8 @@ def test_layers_that_stages_do_not_share_equally(stages, reverse):
 
     layers = jax.tree.map(lambda *xs: jnp.stack(xs), *weights())
     wanted, losses = train(jax.jit(step), copied(layers))
-    run = autopar.parallelize(
-        step, stages=stages, cluster=f"{stages}:cpu", microbatches=4
-    )
+    asked = {"stages": stages, "schedule": schedule, "microbatches": 4}
+    run = autopar.parallelize(step, cluster=f"{stages}:cpu", **asked)
     found, own = train(run, copied(layers))
     np.testing.assert_allclose(own, losses, rtol=CLOSE)
     assert distance(wanted, found) < CLOSE
