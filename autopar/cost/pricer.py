@@ -18,7 +18,6 @@ from autopar.cost.collectives import (
     least_s_per_byte,
 )
 from autopar.cost.combining import (
-    ALONE,
     NO_COMBINER,
     SUMS,
     Combiner,
@@ -213,7 +212,7 @@ class Pricer:
         partial: Axes,
         reduction: str,
         nbytes: float,
-        together: frozenset[str] = ALONE,
+        together: frozenset[str],
         share: float = 1.0,
     ) -> float:
         """Seconds to reshard an array from one layout to another; see `price_s`.
@@ -231,7 +230,7 @@ class Pricer:
         targets: Sequence[Layout],
         reduction: str,
         nbytes: float,
-        together: frozenset[str] = ALONE,
+        together: frozenset[str],
         share: float = 1.0,
     ) -> np.ndarray:
         """Seconds to reshard from every start to every target, ``[starts, targets]``.

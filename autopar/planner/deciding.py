@@ -446,7 +446,7 @@ class _Layers:
                 return
 
 
-def first_that(holds: Callable[[int], bool], low: int, high: int, few: int = 0) -> int:
+def first_that(holds: Callable[[int], bool], low: int, high: int, few: int) -> int:
     """The first number for which a condition holds that also holds for all larger
     numbers.
 

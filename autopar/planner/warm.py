@@ -223,7 +223,7 @@ def _on_mesh(
 
 
 def carried_plan(
-    analysis: Analysis, pricer: Pricer, running: Plan, limit: Restriction | None = None
+    analysis: Analysis, pricer: Pricer, running: Plan, limit: Restriction | None
 ) -> Candidate:
     """The running plan's layouts on a mesh that has the same axes in other sizes.
 

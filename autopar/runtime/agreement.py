@@ -361,9 +361,7 @@ def check_rows(world: World, shapes: Mapping[str, tuple[int, ...]]) -> None:
     )
 
 
-def check_equal(
-    world: World, leaves: Mapping[str, Any], *, first: bool = False
-) -> None:
+def check_equal(world: World, leaves: Mapping[str, Any], *, first: bool) -> None:
     """Checks that arrays have equal values on all processes.
 
     Each process holds its own copy of the arrays. The check runs in every step.

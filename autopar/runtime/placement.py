@@ -261,12 +261,12 @@ def create(function: Callable[..., Any], args: Sequence[Any], shardings: Any) ->
     return jax.tree.unflatten(tree, [made[k] for k in range(len(wanted))])
 
 
-def stage_meshes(plan: Plan, devices: Sequence[Any] | None = None) -> list[Mesh]:
+def stage_meshes(plan: Plan, devices: Sequence[Any] | None) -> list[Mesh]:
     """Builds the mesh of each stage from its devices.
 
     Args:
       plan: the plan.
-      devices: the devices of the cluster, by position; by default the devices of
+      devices: the devices of the cluster, by position; None for the devices of
         `World.current`.
 
     Raises:

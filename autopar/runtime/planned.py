@@ -385,7 +385,7 @@ def _synchronised_step(
     noise: WholeNoise | None,
     assignment: Assignment,
     *,
-    guard: bool = False,
+    guard: bool,
 ) -> Callable[..., Any]:
     """Adds codecs, a measurement of noise or a guard to the function of a step.
 

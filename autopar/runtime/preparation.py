@@ -613,7 +613,7 @@ def moved_state(
     new: PlannedStep,
     links: Links | None = None,
     *,
-    consume: bool = False,
+    consume: bool,
 ) -> list[Any]:
     """Returns the arrays of a state with the shardings of another plan.
 

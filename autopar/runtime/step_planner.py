@@ -190,7 +190,7 @@ class StepPlanner:
         return self.cache.plan(analysed.analysis, cluster, options, find)
 
     def plan_on_disk(
-        self, analysed: Analysed, cluster: Cluster, codecs: PlanOptions | None = None
+        self, analysed: Analysed, cluster: Cluster, codecs: PlanOptions | None
     ) -> Plan | None:
         """Returns the plan of a step from the disk; None if the disk has no such plan.
 

@@ -192,7 +192,7 @@ def batch_inputs(analysis: Analysis) -> frozenset[int]:
 
 
 def layer_map(
-    analysis: Analysis, starts: Sequence[int], batch: Collection[int] | None = None
+    analysis: Analysis, starts: Sequence[int], batch: Collection[int] | None
 ) -> LayerMap:
     """Assigns a layer to every operator.
 

@@ -371,9 +371,9 @@ def layouts_on(
     analysis: Analysis,
     pricer: Pricer,
     weights: Weights,
-    largest: Sequence[int] | None = None,
-    limit: Limit | None = None,
-    suffice: Callable[[Assignment], bool] = lambda fastest: False,
+    largest: Sequence[int] | None,
+    limit: Limit | None,
+    suffice: Callable[[Assignment], bool],
 ) -> list[tuple[str, Assignment]]:
     """The fastest layouts of a whole program on one mesh, whatever memory they need.
 

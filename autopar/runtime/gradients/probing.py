@@ -112,7 +112,7 @@ def measure_errors(
     texts: Sequence[str],
     world: World,
     programs: ProbePrograms,
-    links: Links | None = None,
+    links: Links | None,
 ) -> dict[str, MeasuredErrors]:
     """Name of a gradient -> the measured errors of codecs.
 

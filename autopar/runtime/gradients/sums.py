@@ -218,10 +218,10 @@ def gradient_sums(
     assignment: Assignment,
     plan: Plan,
     mesh: Any,
-    fallback: Fallback | None = None,
+    fallback: Fallback | None,
     *,
     first: int = 0,
-    signals: bool = False,
+    signals: bool,
     every: int = 1,
 ) -> GradientSums | None:
     """Returns the sums of a plan's gradients; None: the compiler sums all gradients.

@@ -150,7 +150,7 @@ def whole_noise(
     assignment: Assignment,
     mesh: Any,
     options: NoiseOptions,
-    coded: frozenset[int] = frozenset(),
+    coded: frozenset[int],
 ) -> WholeNoise:
     """Returns the noise measurement of a step that is one program.
 

@@ -167,7 +167,7 @@ def staged_noise(
     options: NoiseOptions,
     device: Any,
     meshes: Sequence[Any],
-    coded: frozenset[int] = frozenset(),
+    coded: frozenset[int],
 ) -> StagedNoise:
     """Returns the noise measurement of a step of several stages.
 

@@ -37,8 +37,8 @@ def run_step(
     pipeline: StagePipeline,
     step: Mapping[int, Any],
     microbatches: Sequence[Mapping[int, Any]],
-    codecs: State | None = None,
-    due: Any = None,
+    codecs: State | None,
+    due: Any,
 ) -> Ran:
     """Runs one step.
 

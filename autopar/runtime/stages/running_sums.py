@@ -152,9 +152,9 @@ def finish_code(
     scales: Mapping[int, float],
     held: Sequence[int],
     sent: Sequence[Sent],
-    measured: Mapping[int, Axes] | None = None,
+    measured: Mapping[int, Axes] | None,
     *,
-    sparse: bool = False,
+    sparse: bool,
 ) -> Any:
     """A jitted function from running sums to their final values.
 

@@ -280,13 +280,13 @@ def task_code(
     stage: Stage,
     task: Task,
     *,
-    accumulated: Sequence[int] = (),
-    outputs: Sequence[int] = (),
-    sent: Sequence[Sent] = (),
-    received: Mapping[int, NamedSharding] | None = None,
-    donated: Sequence[int] = (),
-    noise: TaskNoise | None = None,
-    restores: Sequence[Carried] = (),
+    accumulated: Sequence[int],
+    outputs: Sequence[int],
+    sent: Sequence[Sent],
+    received: Mapping[int, NamedSharding] | None,
+    donated: Sequence[int],
+    noise: TaskNoise | None,
+    restores: Sequence[Carried],
 ) -> TaskCode:
     """Makes a jitted function of a task.
 

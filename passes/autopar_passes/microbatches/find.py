@@ -339,7 +339,7 @@ def split_step(
     graph: OperatorGraph,
     count: int,
     *,
-    couple: bool = False,
+    couple: bool,
 ) -> Microbatched:
     """Splits a step into microbatches without changing its results.
 

@@ -116,7 +116,7 @@ def replay_segment(
     equations: Sequence[Equation],
     inputs: Sequence[int],
     outputs: Sequence[int],
-    whole: Collection[int] = (),
+    whole: Collection[int],
 ) -> Callable[..., list[Any]]:
     """Returns a function of a segment's inputs that returns its outputs.
 
