@@ -100,6 +100,7 @@ def proposal_line(proposal: Proposal) -> str:
         step=proposal.step_s,
         peak=proposal.peak_bytes,
         note=proposal.note,
+        timed=proposal.cpu_s > 0,
     )
 
 

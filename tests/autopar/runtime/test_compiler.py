@@ -160,6 +160,9 @@ def test_it_does_not_rest_while_somebody_waits(
     with compiled_by(compiler), compiler.hurry(), compiler.hurry():
         compile_lowered(made)
     assert not orders
+    with compiler.hurry():
+        pass
+    assert not compiler._hurry.is_set()
 
 
 def test_who_waits_ends_a_rest(

@@ -175,6 +175,10 @@ def test_searches() -> None:
         problem = random_problem(seed, most_layers=6, schedules=SCHEDULES)
         lines += ["", problem.name, *solution_lines(problem)]
         lines += [*bound_lines(problem), *offer_lines(problem)]
+    for seed in range(100, 106):
+        # More layers than there are prices of recomputation.
+        problem = random_problem(seed, most_layers=24, schedules=SCHEDULES)
+        lines += ["", problem.name, *bound_lines(problem)]
 
     assert_golden("\n".join(lines).strip(), "searches/stages.txt")
 

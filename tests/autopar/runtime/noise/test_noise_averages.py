@@ -23,6 +23,7 @@ from autopar.runtime.noise.averages import (
     update_averages,
 )
 from autopar.runtime.noise.sources import Sources
+from autopar.runtime.noise_run import carried_over, check
 
 GROUPS = Groups((4, 1), 24)
 BASE, DECAY = 12.0, 0.9
@@ -143,6 +144,70 @@ def test_options_at_the_ends_of_their_ranges() -> None:
     assert noise_options(False) is None
     with pytest.raises(PlanError, match="noise_scale=1"):
         noise_options(1)
+
+
+def spec_of(base_batch: int | None = None, **shapes: tuple[int, ...]) -> NoiseSpec:
+    """Some gradients with one group, on one device."""
+    home = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    structs = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    return NoiseSpec(
+        sources=Sources((), (), 24),
+        options=NoiseOptions(base_batch=base_batch),
+        everywhere=home,
+        homes=dict.fromkeys(shapes, home),
+        structs_of=structs,
+    )
+
+
+def state_of(**shapes: tuple[int, ...]) -> dict[str, Any]:
+    """Averages after some steps."""
+    state = {k: np.float32(2 + n) for n, k in enumerate(sorted(fresh(1.0)))}
+    previous = {k: np.full(shape, 3.0) for k, shape in shapes.items()}
+    return {**state, "compared": np.int32(7), "previous": previous}
+
+
+AVERAGED = ("weight", "sqr", "var", "excess", "steps")
+
+
+def test_averages_are_carried_over_to_another_plan() -> None:
+    state = state_of(w=(2, 3), b=(4,))
+    found = carried_over(state, spec_of(w=(2, 3)))
+
+    for name in (*AVERAGED, "step", "skipped", "base_batch", "compared"):
+        assert found[name] == state[name], name
+    assert list(found["previous"]) == ["w"]
+    np.testing.assert_array_equal(found["previous"]["w"], np.full((2, 3), 3.0))
+
+
+def test_a_gradient_without_its_last_value_is_compared_anew() -> None:
+    state = state_of(w=(2, 3), b=(4,))
+    for spec in (spec_of(w=(2, 3), v=(5,)), spec_of(w=(3, 2))):
+        found = carried_over(state, spec)
+        assert int(found["compared"]) == 0
+        assert found["sqr"] == state["sqr"]
+    assert not np.asarray(found["previous"]["w"]).any()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_averages_of_one_group_are_not_those_of_several(before: bool) -> None:
+    one, several = {"w": (2, 3)}, {}
+    state = state_of(**(one if before else several))
+    found = carried_over(state, spec_of(**(several if before else one)))
+
+    assert all(float(found[name]) == 0.0 for name in AVERAGED)
+    assert found["step"] == state["step"]
+    assert found["skipped"] == state["skipped"]
+
+
+def test_a_base_batch_that_is_asked_for_counts() -> None:
+    assert carried_over(state_of(), spec_of(base_batch=5))["base_batch"] == 5.0
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {**fresh(1.0)}, {"sqr": 1.0}])
+def test_another_state_is_refused(state: Any) -> None:
+    with pytest.raises(PlanError, match=r"noise_state: expected what was read"):
+        check(state)
+    check(state_of())
 
 
 def test_a_state_is_created_with_the_rows_of_the_batch() -> None:
