@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,3 +37,10 @@ def digest_all(arrays: Any) -> str:
     """`digest` of several arrays, one behind the other."""
     parts = [np.asarray(a, dtype=float).ravel() for a in arrays]
     return digest(np.concatenate(parts) if parts else np.zeros(0))
+
+
+def arrays_of(record: Any) -> dict[str, str]:
+    """`digest` of each array and each number of a record, by field."""
+    named = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+    kinds = (float, int, np.ndarray, np.generic)
+    return {k: digest(v) for k, v in named.items() if isinstance(v, kinds)}

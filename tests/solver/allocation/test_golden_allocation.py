@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from figures import digest, row
+from figures import arrays_of, digest, row
 from golden import assert_golden
 
 from autopar_solver import AllocationProblem, solve_allocation
 from autopar_solver.allocation import solve as rounds
+from autopar_solver.ilp.backends import BackendName, backend_of
+from autopar_solver.ilp.highs import Backend, IntegerProgram, ProgramAnswer
 
 
 def problem_of(seed: int) -> AllocationProblem:
@@ -40,8 +42,20 @@ def lines_of(problem: AllocationProblem, gap: float) -> Iterator[str]:
         log.append((threshold, answer[1]))
         return answer
 
+    programs: list[str] = []
+
+    def noted_backend(name: BackendName) -> Backend:
+        solve = backend_of(name)
+
+        def run(program: IntegerProgram, *given: Any) -> ProgramAnswer:
+            programs.append(row("program", arrays_of(program)))
+            return solve(program, *given)
+
+        return run
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds._Rounds, "_with_open", noted)
+        patch.setattr(rounds, "backend_of", noted_backend)
         found = solve_allocation(problem, gap=gap, seconds=None)
     yield row(
         "solution",
@@ -51,6 +65,7 @@ def lines_of(problem: AllocationProblem, gap: float) -> Iterator[str]:
         gap=found.gap if found.choices else 0.0,
         choices=found.choices,
     )
+    yield from programs
     if log:
         yield row("thresholds", each=[x for pair in log for x in pair])
 

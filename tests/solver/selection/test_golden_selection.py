@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from figures import digest, digest_all, row
+from figures import arrays_of, digest, digest_all, row
 from golden import assert_golden
 from selection_problems import random_problem, realistic
 
 from autopar_solver import CodecSelection, recompute, solve_selection
 from autopar_solver.clock import Clock
+from autopar_solver.selection import solve as selecting
 from autopar_solver.selection.check import wire_weights
 from autopar_solver.selection.lgreco import (
     LGreCoProblem,
@@ -78,20 +79,31 @@ def solution_lines(problem: CodecSelection, **options: Any) -> Iterator[str]:
 def label_lines(
     problem: CodecSelection, options: OptionTable, relaxed: Relaxed
 ) -> Iterator[str]:
+    drop = selecting._drop_dominated_labels
     for width in (2, 64):
-        answer = search_labels(
-            problem,
-            options,
-            relaxed,
-            cutoff_s=math.inf,
-            width=width,
-            clock=Clock(0.0, None),
-        )
+        counts: list[tuple[int, int]] = []
+
+        def noted(problem: Any, labels: Any, counts: Any = counts) -> np.ndarray:
+            kept = drop(problem, labels)
+            counts.append((len(labels.local), len(kept)))
+            return kept
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(selecting, "_drop_dominated_labels", noted)
+            answer = search_labels(
+                problem,
+                options,
+                relaxed,
+                cutoff_s=math.inf,
+                width=width,
+                clock=Clock(0.0, None),
+            )
         assert answer is not None
         chosen = answer.chosen
         yield row(
             "labels",
             width=width,
+            labels=[n for pair in counts for n in pair],
             bound=answer.bound_s,
             chosen=digest(chosen if chosen is not None else -1),
             descended=digest(
@@ -121,14 +133,10 @@ def program_lines(problem: CodecSelection) -> Iterator[str]:
         unit=built.unit_s,
         constant=built.constant_s,
         scales=list(built.scales.values()),
-        costs=digest(program.costs),
-        most=digest(program.most),
-        values=digest(program.values),
-        upper=digest(program.upper),
-        columns=digest(program.columns),
         names=len(program.names),
-        blocks=digest_all((blocks.ready, blocks.earliest, blocks.latest, blocks.least)),
+        **arrays_of(program),
     )
+    yield row("blocks", arrays_of(blocks))
     relaxed = relax(problem, built)
     if relaxed is None:
         return

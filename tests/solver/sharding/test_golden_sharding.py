@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from figures import digest, digest_all, row
+from figures import arrays_of, digest, digest_all, row
 from golden import assert_golden
 from sharding_problems import ladder, random_problem
 
@@ -238,16 +238,11 @@ def move_lines(field: Field, dual: Dual) -> Iterator[str]:
     answer = solve_exactly(field, HIGHS, StopCriteria(None, 1e-6, np.inf, 500), first)
     yield row(
         "program",
-        costs=digest(program.costs),
-        most=digest(program.most),
-        columns=digest(program.columns),
-        values=digest(program.values),
-        lower=digest(program.lower),
-        upper=digest(program.upper),
+        **arrays_of(program),
         cost=answer.cost,
         bound=answer.bound,
         finished=answer.finished,
-        rows=answer.rows,
+        broken=answer.rows,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from figures import digest, digest_all, row
+from figures import arrays_of, digest, digest_all, row
 from golden import assert_golden
 from stage_problems import random_problem
 
@@ -69,7 +69,7 @@ def solution_lines(problem: StageProblem) -> Iterator[str]:
     if chosen is not None:
         yield row("pipeline", schedule=chosen.schedule.name, **_figures_of(chosen))
         cost = evaluate_pipeline(problem, chosen)
-        yield row("cost", {k: digest(v) for k, v in _arrays(cost).items()})
+        yield row("cost", arrays_of(cost))
     binding = binding_memory(problem)
     if binding is not None:
         yield row("binding", dataclasses.asdict(binding))
@@ -82,12 +82,6 @@ def _figures_of(pipeline: Pipeline) -> dict[str, object]:
         "cuts": pipeline.cuts,
         "recomputed": pipeline.recomputed,
     }
-
-
-def _arrays(record: object) -> dict[str, object]:
-    """The numbers of a record by name."""
-    found = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}  # type: ignore[arg-type]
-    return {k: v for k, v in found.items() if isinstance(v, (float, int, np.ndarray))}
 
 
 def bound_lines(problem: StageProblem) -> Iterator[str]:
@@ -117,8 +111,7 @@ def bound_lines(problem: StageProblem) -> Iterator[str]:
             )
     for costs in problem.costs:
         entries, prices = build_entries(problem, costs), recompute_prices(costs)
-        arrays = {k: digest(v) for k, v in _arrays(entries).items()}
-        yield row("entries", arrays)
+        yield row("entries", arrays_of(entries))
         yield row("prices", price=digest(prices.price), sums=digest(prices.sums))
         for schedule in problem.schedules:
             if schedule.kind is ScheduleKind.INTERLEAVED:

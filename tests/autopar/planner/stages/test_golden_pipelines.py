@@ -32,6 +32,7 @@ CLUSTERS = (
     "1x4:a100,memory=9MB",
     "2x2:v5e",
     "1x2:a100+1x2:v100",
+    "1x2:cpu,memory=200kB",
 )
 
 
@@ -128,7 +129,13 @@ def test_choices(name: str) -> None:
 
 def test_pipelines_of_people() -> None:
     options = PlanOptions(seconds=None)
-    found = hand_made(layer_cases.mlp(), Cluster.parse("2x2:a100"), options)
+    analysis, cluster = layer_cases.mlp(), Cluster.parse("2x2:a100")
+    found = hand_made(analysis, cluster, options)
+    few = hand_made(analysis, cluster, options, most_stages=2)
+    assert [(f.name, f.stages) for f in few] == [
+        (f.name, f.stages) for f in found if f.stages == 2
+    ]
+    assert not hand_made(analysis, Cluster.parse("1x2:a100+1x2:v100"), options)
     lines = [
         row(
             one.name,
