@@ -1,1 +1,1 @@
-"""Saves and restores the state of a step, under any plan."""
+"""Saves the training state under one plan, and restores it under any other plan."""

@@ -1,4 +1,5 @@
-"""The atoms of DeepSpeed's universal checkpoints: a folder for each parameter.
+"""Reads and writes atoms of DeepSpeed's universal checkpoints: a folder for each
+parameter.
 
 ::
 
@@ -8,9 +9,9 @@
     zero/<parameter>/step.pt        number of steps
 
 Each of the first three holds ``{"cat_dim": 0, "param": tensor}`` [1]. Arrays keep their
-JAX shape. If PyTorch's model has a transposed weight, the loader of that model must
-transpose it. The other files of such a checkpoint (``mp_rank_*``) belong to DeepSpeed
-and are neither written nor read.
+JAX shape. If a weight is transposed in the PyTorch model, the loader of that model must
+transpose it. The other files of a universal checkpoint (``mp_rank_*``) belong to
+DeepSpeed. This module neither writes nor reads them.
 
 [1] DeepSpeed, ``deepspeed/checkpoint/ds_to_universal.py``,
 ``deepspeed/checkpoint/universal_checkpoint.py``.
@@ -60,7 +61,9 @@ def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[s
 
 
 def _files(one: folders.Parameter) -> dict[str, str]:
-    """Path of each array of a parameter -> its file in the atom."""
+    """Path of each array of a parameter in the state -> file in the parameter's
+    atom.
+    """
     pairs = {WEIGHT: one.path, "exp_avg": one.first, "exp_avg_sq": one.second}
     return {path: file for file, path in pairs.items() if path}
 
@@ -71,17 +74,19 @@ def read(
     held: Manifest,
     called: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Reads atoms that replace a checkpoint's parameters and moments.
+    """Reads atoms, to replace the parameters and moments of a checkpoint of the same
+    model.
 
     Args:
       source: folder that contains the folder ``zero``.
       folder: folder of a checkpoint of the same model.
       held: manifest of that checkpoint.
-      called: name of a parameter in the checkpoint -> its name among the atoms, for
-        names that differ.
+      called: name of a parameter in the checkpoint -> name of its atom, for names that
+        differ.
 
     Returns:
-      Path -> the array in the checkpoint's dtype, and the number of steps.
+      A mapping from paths in the state to arrays in the checkpoint's dtypes; and the
+      number of steps.
 
     Raises:
       CheckpointError: an atom is missing or damaged, or has another shape.
@@ -105,7 +110,7 @@ def read(
 
 
 def _step(file: pathlib.Path) -> int:
-    """Reads a number of steps, which DeepSpeed writes as a number or as a tensor."""
+    """Reads a number of steps. DeepSpeed writes it as a number or as a tensor."""
     found = torch_files.load(file)
     array = np.asarray(found) if isinstance(found, (int, float, np.ndarray)) else None
     if array is None or array.size != 1 or not 0 <= array.item() < _MOST_STEPS:
@@ -125,7 +130,9 @@ def _check_names(source: pathlib.Path, wanted: list[str]) -> None:
 
 
 def _atoms(source: pathlib.Path) -> Iterator[str]:
-    """The names of the atoms; an atom with slashes in its name is in nested folders."""
+    """Yields the names of the atoms. If a name has slashes, the atom is in nested
+    folders.
+    """
     zero = source / ZERO
     for file in zero.rglob(f"{WEIGHT}.pt"):
         yield file.parent.relative_to(zero).as_posix()

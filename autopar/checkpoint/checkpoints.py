@@ -1,4 +1,4 @@
-"""Checkpoints that any plan saves and any plan restores."""
+"""Saves checkpoints under any plan, and restores them under any plan."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from autopar.version import __version__
 from autopar_errors import check_path
 from autopar_passes import jax_compat
 
-# The lock of a directory of checkpoints, which says which run may write into it.
+# The lock of a directory of checkpoints: it decides which run may write there.
 #
 # Two runs that save into one directory would remove each other's checkpoints. The
-# process that saves holds a POSIX record lock on the file ``.lock``. The operating
-# system releases the lock when the process ends, however it ends. The file contains the
-# identity of the process.
+# process that saves holds a POSIX record lock on the file ``.lock`` in the directory.
+# The operating system releases the lock when the process ends, however it ends. The
+# file's content identifies the process.
 
 _NAME = ".lock"
-# `autopar run` gives all its processes the same token, because another process of the
-# run may take over saving.
+# `autopar run` sets this environment variable to the same value in all its processes.
+# By it, a process recognises its own run if another process of the run takes over
+# saving.
 _RUN_VARIABLE = "AUTOPAR_SUPERVISOR"
 _HELD = (errno.EACCES, errno.EAGAIN)
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -53,14 +54,14 @@ class _Claim:
     pid: int
 
 
-# Directory -> the lock that this process holds. Closing any other descriptor of the
-# file would release the lock, so all users of a directory share one descriptor.
+# Directory -> the lock that this process holds. POSIX releases the lock when the
+# process closes any descriptor of the file. So all users of a directory share one
+# descriptor.
 _CLAIMS: dict[str, _Claim] = {}
 
 
 def claim(directory: pathlib.Path) -> None:
-    """Locks a directory for this process's run, until the process ends or releases the
-    lock.
+    """Locks a directory for this run, until this process ends or releases the lock.
 
     Raises:
       CheckpointError: another run holds the lock.
@@ -80,7 +81,7 @@ def claim(directory: pathlib.Path) -> None:
             os.close(descriptor)
         return
     _CLAIMS[str(path)] = _Claim(descriptor, os.getpid())
-    with contextlib.suppress(OSError):  # the lock counts, also on a full disk
+    with contextlib.suppress(OSError):  # the lock is valid even if the disk is full
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(_own()).encode(), 0)
 
@@ -112,7 +113,7 @@ def _own() -> dict[str, Any]:
 
 
 def _refuse(directory: pathlib.Path, descriptor: int, error: OSError) -> None:
-    """Raises an error that names the run which holds a directory, unless it is this
+    """Raises an error that names the run that has locked a directory, unless it is this
     run.
     """
     if error.errno in _WITHOUT_LOCKS:
@@ -139,15 +140,15 @@ def _refuse(directory: pathlib.Path, descriptor: int, error: OSError) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restored:
-    """What `Checkpoints.restore` returns.
+    """A restored state, with what was saved besides it.
 
     Attributes:
-      state: state of the step, in the layouts of its plan.
+      state: the training state, in the layouts of the step's plan.
       step: number of completed steps.
       position: number of samples consumed.
-      folder: the checkpoint.
-      damaged: descriptions of the damage in newer checkpoints, which were skipped.
-      notes: the saved notes; None: no notes were saved.
+      folder: folder of the checkpoint.
+      damaged: for each newer checkpoint that was skipped, what is wrong with it.
+      notes: plain data that was saved with the state; None: there was none.
     """
 
     state: Any
@@ -165,7 +166,7 @@ class Checkpoints:
         """Makes the object without reading or writing files.
 
         Args:
-          directory: directory with a folder for each checkpoint. Nothing else may write
+          directory: directory with a folder for each checkpoint. Only autopar may write
             into it, and all processes must have access to it.
           keep: number of checkpoints to keep; 0: all.
 
@@ -181,7 +182,7 @@ class Checkpoints:
         self._waits_at_end = False
 
     def __enter__(self) -> Checkpoints:
-        """At the end of the block, waits for saves that are in progress."""
+        """Returns the checkpoints; the end of the block waits for saves in progress."""
         return self
 
     def __exit__(
@@ -190,8 +191,8 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """See `__enter__`; also releases the lock, so that other runs may save into the
-        directory.
+        """Waits for saves in progress, and releases the lock, so that other runs may
+        save into the directory.
         """
         try:
             self.wait()
@@ -207,7 +208,8 @@ class Checkpoints:
         return steps[-1] if (steps := self.steps()) else None
 
     def notes(self) -> Any:
-        """The notes of the last readable checkpoint; None if it has no notes.
+        """The plain data saved with the last readable checkpoint; None if there was
+        none.
 
         Raises:
           CheckpointError: a newer version of autopar wrote the checkpoint.
@@ -234,23 +236,23 @@ class Checkpoints:
         position: int = 0,
         notes: Any = None,
     ) -> None:
-        """Saves a state in the background, with the state of codecs and of the noise
-        scale.
+        """Saves a training state in the background, with the codecs' state and the
+        averages of the noise scale.
 
-        The state is copied before this method returns, so the next step may consume the
-        state. If another save is in progress, this method first waits for it.
+        This method copies the state before it returns, so the next step may donate the
+        state's arrays. If another save is in progress, the method first waits for it.
 
         Args:
           train_step: the step, which must have been planned.
-          state: the state that the step returned last: one pytree, or a tuple of the
-            leading arguments.
+          state: the state that the step returned last: one pytree, or a tuple with
+            several leading arguments of the step.
           step: number of completed steps.
           position: number of samples consumed.
           notes: plain data that JSON can hold, saved with the state.
 
         Raises:
           CheckpointError: the directory cannot be written, another run saves there, or
-            the last save failed.
+            the previous save failed.
           PlanError: the step has not been planned, or the state belongs to another
             step.
         """
@@ -287,7 +289,7 @@ class Checkpoints:
         )
 
     def claim(self, train_step: ParallelStep[..., Any]) -> None:
-        """Locks the directory for this run, as the first `save` does.
+        """Locks the directory for this run already before the first `save`.
 
         A directory that cannot be written raises no error here; `save` raises it later.
 
@@ -309,12 +311,12 @@ class Checkpoints:
     def wait_for_other_world(
         self, train_step: ParallelStep[..., Any], patience_s: float
     ) -> None:
-        """Waits while another world of this run saves its last state here.
+        """Waits while processes that left this run save their last state here.
 
         Args:
           train_step: the step; all of its processes must call this method.
-          patience_s: a save in which nothing has been written for so many seconds
-            counts as aborted.
+          patience_s: a save counts as aborted if nothing has been written for this many
+            seconds.
         """
         world = train_step.world
         with agreement.tell_errors(world, "waiting for a checkpoint"):
@@ -343,7 +345,7 @@ class Checkpoints:
             running.wait()
 
     def abandon(self) -> None:
-        """Aborts a save that waits for a lost process."""
+        """Stops a save that waits for a process that is lost."""
         running, self._running = self._running, None
         if running is not None:
             running.abandon()
@@ -359,19 +361,20 @@ class Checkpoints:
     ) -> Restored:
         """Restores a state in the layouts of a step's plan.
 
-        No initial state is created, and no device holds more than its shards. The
-        arguments are those of `ParallelStep.init`.
+        The method creates no initial state, and loads only its shards to each device.
+        The arguments are those of `ParallelStep.init`.
 
         Args:
-          train_step: the step; with ``batch`` or ``others`` this method plans it.
-          create_state: function that makes the state; only the shapes of its result are
-            used.
+          train_step: the step. If ``batch`` or ``others`` is given, this method plans
+            it.
+          create_state: function that makes the state. It is only traced, to get the
+            shapes of the state.
           args: arguments of ``create_state``.
           batch: an example batch, arrays or ``ShapeDtypeStruct``s.
-          others: all arguments after the state, as an alternative to ``batch``.
-          step: step of the checkpoint; None: the last undamaged checkpoint. Damaged
-            checkpoints are skipped with a warning. If a save is in progress, this
-            method waits for it.
+          others: all arguments of the step after the state, if ``batch`` is not given.
+          step: number of completed steps of the checkpoint to restore. None: the last
+            undamaged checkpoint; damaged ones are skipped with a warning. If a save is
+            in progress, this method waits for it.
 
         Raises:
           CheckpointError: there is no checkpoint, or the checkpoint is damaged or
@@ -391,11 +394,12 @@ class Checkpoints:
     def restore_into(
         self, train_step: ParallelStep[..., Any], state: Any, *, step: int | None = None
     ) -> Restored:
-        """Restores a state in place of an existing state; see `restore`.
+        """Restores a state with the structure of an existing state; see `restore`.
 
         Args:
           train_step: the step, which must have been planned.
-          state: arrays or structs; NNX objects are updated in place.
+          state: the existing state, of arrays or `jax.ShapeDtypeStruct`. Flax NNX
+            objects are updated in place.
           step: step of the checkpoint, as for `restore`.
         """
         leaves, _ = creation.flat_state(state)
@@ -411,11 +415,11 @@ class Checkpoints:
         made: Callable[[list[Any]], Any],
         step: int | None,
     ) -> Restored:
-        """Restores the first undamaged checkpoint."""
+        """Restores the first undamaged one of the candidates."""
         damaged: list[str] = []
         try:
             self.wait()
-        except CheckpointError as error:  # those before it are as they were
+        except CheckpointError as error:  # earlier checkpoints stay as they are
             damaged.append(str(error))
         for folder in self._candidates(step):
             try:
@@ -441,9 +445,7 @@ class Checkpoints:
         raise CheckpointError(" ".join(damaged) or self._none())
 
     def _candidates(self, step: int | None) -> list[pathlib.Path]:
-        """The checkpoints that may be restored, in the order in which they are
-        tried.
-        """
+        """The checkpoints that may be restored, in the order to try them."""
         found = folders.complete(self.directory)[::-1]
         if step is None:
             return found
@@ -467,11 +469,13 @@ class Checkpoints:
 
 
 class _Damaged(Exception):
-    """A checkpoint cannot be read; an earlier checkpoint may be readable."""
+    """A checkpoint cannot be read, but an earlier one may be readable."""
 
 
 def _structs(running: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
-    """Path -> struct of each array of a state, with the plan's sharding."""
+    """Path -> `jax.ShapeDtypeStruct` of each array of a state, with the plan's
+    sharding.
+    """
     graph = running.analysis.graph
     paths = [given.path for given in graph.inputs[: len(leaves)]]
     return {
@@ -487,7 +491,7 @@ def _arrays_to_save(
     position: int,
     notes: Any,
 ) -> tuple[dict[str, Any], Manifest]:
-    """The arrays to save, and the manifest without checksums."""
+    """The arrays to save, and the manifest to which checksums will be added."""
     running = train_step.running.planned
     arrays = name_arrays(train_step.__name__, running.analysis, state)
     codecs, tree = train_step.compression_state, None
@@ -539,7 +543,8 @@ def _entry(array: Any, file: str) -> ArrayEntry:
 def _read(
     folder: pathlib.Path, train_step: ParallelStep[..., Any], wanted: dict[str, Any]
 ) -> tuple[Manifest, list[Any], Any, Any]:
-    """The manifest, the arrays of the state, codecs' state and noise of a checkpoint.
+    """Reads from a checkpoint the manifest, the arrays of the state, the codecs' state
+    and the noise averages.
 
     Raises:
       _Damaged: the checkpoint cannot be read.
@@ -549,7 +554,7 @@ def _read(
     try:
         held = manifest.read(folder)
     except NewerSchema:
-        raise  # an older checkpoint in its place would lose steps in silence
+        raise  # to restore an older one would silently lose steps
     except CheckpointError as error:
         raise _Damaged(str(error)) from error
     restoring.check_model(folder, held, wanted)

@@ -1,4 +1,4 @@
-"""Converts checkpoints to the formats of other libraries, and back."""
+"""Converts checkpoints to formats of other libraries, and DeepSpeed's atoms back."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.saving import Save
 from autopar.errors import CheckpointError
 
-# Writes parameters as a safetensors file, which other libraries can read.
+# Functions that write parameters as a safetensors file, which other libraries can read.
 #
-# A file consists of the length of a header, the header as JSON, and the numbers [1].
-# The file is written array by array, so that only one array is in memory at a time.
+# The file consists of the length of a header, the header as JSON, and the elements of
+# all arrays [1]. It is written array by array, so that only one array is in memory at a
+# time.
 #
 # [1] https://github.com/huggingface/safetensors, "Format".
 
@@ -46,7 +47,7 @@ _DTYPES = {
 
 
 def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[str]:
-    """Writes the parameters of a checkpoint.
+    """Writes the parameters of a checkpoint to a safetensors file.
 
     Args:
       folder: folder of the checkpoint.
@@ -57,13 +58,13 @@ def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[s
       The names of the parameters.
 
     Raises:
-      CheckpointError: the checkpoint is damaged, the format has no such dtype, or the
-        file already exists or cannot be written.
+      CheckpointError: the checkpoint is damaged, safetensors lacks the dtype of a
+        parameter, or the file already exists or cannot be written.
     """
     found = folders.parameter_paths(folder, held)
     header = _header(held, found)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # elements begin at a multiple of 8 bytes
     part = target.with_name(target.name + ".part")
     with folders.telling(target, "written"):
         with part.open("wb") as file:
@@ -106,7 +107,7 @@ def convert(
     called: Mapping[str, str] | None = None,
     position: int | None = None,
 ) -> list[str]:
-    """Converts a checkpoint.
+    """Converts a checkpoint to another format, or atoms to a checkpoint.
 
     Args:
       source: a checkpoint or a directory of checkpoints; with ``to="checkpoint"``, a
@@ -114,12 +115,13 @@ def convert(
       target: file or directory to write, which must not exist yet.
       to: ``safetensors`` (parameters), ``atoms`` (of DeepSpeed's universal
         checkpoint) or ``checkpoint``.
-      step: step of the checkpoint in a directory; None: the last checkpoint.
-      like: a checkpoint of the model, needed for atoms. Everything except parameters,
-        moments and numbers of steps is taken from this checkpoint.
-      called: name of a parameter -> its name among the atoms, for names that differ.
-      position: number of samples consumed by the steps of the atoms; None: the same
-        number per step as in ``like``.
+      step: if ``source`` is a directory of checkpoints, which one to convert; None: the
+        last.
+      like: with ``to="checkpoint"``, a checkpoint of the same model. Everything except
+        parameters, moments and numbers of steps is taken from it.
+      called: name of a parameter -> name of its atom, for names that differ.
+      position: number of samples that the steps of the atoms consumed; None: as many
+        per step as in ``like``.
 
     Returns:
       The names of the parameters that were written.
@@ -146,7 +148,7 @@ def _import(
     called: Mapping[str, str] | None,
     position: int | None,
 ) -> list[str]:
-    """Writes a checkpoint made of atoms into a directory of checkpoints."""
+    """Makes a checkpoint from atoms, in a directory of checkpoints."""
     if like is None:
         raise CheckpointError(
             "converting atoms needs a checkpoint of the model: give it with --like. It "
@@ -171,8 +173,8 @@ def _import(
 
 
 def _with_step(held: Manifest, step: int, position: int | None) -> Manifest:
-    """The manifest for another step, without the state of codecs, which belongs to the
-    old step.
+    """A copy of a manifest for another step. It leaves out the codecs' state, which
+    belongs to the old step.
     """
     if position is None:
         per_step = held.position / held.step if held.step else 0

@@ -1,14 +1,14 @@
-"""The folders of checkpoints: tells complete checkpoints from others, and completes one
+"""The folders of checkpoints: which of them are complete, and how one is completed
 atomically.
 
 A checkpoint is a folder ``<step>-<time>``; the time is in nanoseconds since 1970, as
-hex digits. A checkpoint is complete if it has a manifest. All other files are written
-and flushed to disk first, and then a rename puts the manifest in place. A save that is
-killed leaves a folder without a manifest. When a checkpoint is removed, its manifest is
-removed first.
+hex digits. A checkpoint is complete if it has a manifest. A save first writes all other
+files and flushes them to disk. Then it renames a file to put the manifest in place. If
+the save is killed before that, the folder has no manifest. To remove a checkpoint, its
+manifest is removed first.
 
-Checkpoints are ordered by time, not by step. So if a user returns to an earlier step
-and continues training, the last checkpoint holds the last state.
+Checkpoints are ordered by time and not by step. So if a user goes back to an earlier
+step and trains on from there, the last checkpoint is the one that was saved last.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def folder_name(step: int, time_ns: int) -> str:
 
 
 def step_of(folder: pathlib.Path) -> int:
-    """The step of a checkpoint, from the name of its folder.
+    """Reads the step of a checkpoint from the name of its folder.
 
     Raises:
-      CheckpointError: the folder has no such name.
+      CheckpointError: the name is not that of a checkpoint's folder.
     """
     found = _NAME.fullmatch(folder.name)
     if found is None:
@@ -57,7 +57,7 @@ def complete(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def incomplete(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The folders of saves that were aborted or are in progress."""
+    """The folders without a manifest: of saves that were aborted or are in progress."""
     return [x for x in _folders(directory) if not (x / MANIFEST).is_file()]
 
 
@@ -72,11 +72,11 @@ def _folders(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def progress_of_save(directory: pathlib.Path) -> tuple[str, int, int] | None:
-    """How far a save after the last complete checkpoint has come.
+    """How far a save has come that began after the last complete checkpoint.
 
     Returns:
-      Name of the folder, bytes in it, and when a file in it was written last
-      (nanoseconds since 1970); None: there is no such folder.
+      The name of its folder, the bytes in the folder, and when a file in it was last
+      written, in nanoseconds since 1970; None: there is no such save.
     """
     folders = _folders(directory)
     if not folders or (folders[-1] / MANIFEST).is_file():
@@ -122,7 +122,7 @@ def put(path: pathlib.Path, data: bytes) -> None:
 
 
 def flush(path: pathlib.Path) -> None:
-    """Waits until a file, or the list of names in a folder, is on disk."""
+    """Waits until the content of a file, or of a folder's list of names, is on disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -131,7 +131,7 @@ def flush(path: pathlib.Path) -> None:
 
 
 def remove(folder: pathlib.Path) -> None:
-    """Removes a checkpoint; if the removal is killed, the checkpoint is left
+    """Removes a checkpoint. If this is interrupted, the checkpoint counts as
     incomplete.
     """
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -139,10 +139,10 @@ def remove(folder: pathlib.Path) -> None:
 
 
 def prune(directory: pathlib.Path, keep: int, newest: pathlib.Path) -> None:
-    """Removes folders that a new checkpoint makes superfluous.
+    """Removes folders that are not needed after a new checkpoint was saved.
 
-    The removed folders are other checkpoints of the same step, all checkpoints except
-    the last ``keep``, and unfinished saves.
+    These are other checkpoints of the same step, all checkpoints except the last
+    ``keep``, and unfinished saves.
     """
     whole = [x for x in complete(directory) if x != newest]
     again = [x for x in whole if step_of(x) == step_of(newest)]
@@ -154,10 +154,10 @@ def prune(directory: pathlib.Path, keep: int, newest: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def telling(path: pathlib.Path, what: str) -> Generator[None]:
-    """Converts an error of the file system to an error that names the path.
+    """A context that converts an error of the file system to one that names the path.
 
     Raises:
-      CheckpointError: an ``OSError`` was raised inside.
+      CheckpointError: the block raised an ``OSError``.
     """
     try:
         yield
@@ -167,17 +167,17 @@ def telling(path: pathlib.Path, what: str) -> Generator[None]:
 
 
 _PARAMETER = "parameter"
-# optax's names of Adam's moments and of the step counter.
+# optax's names of Adam's two moments and of the step counter, as they occur in paths.
 FIRST, SECOND, COUNT = "mu", "nu", "count"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter with the paths of its optimizer state.
+    """A parameter, and where its optimizer state is.
 
     Attributes:
-      name: name with dots, without the argument of the step and ``params``.
-      path: path in the state.
+      name: its path with dots, without the name of the step's argument and ``params``.
+      path: path of the parameter in the training state.
       first: path of the first moment; '' if there is none.
       second: path of the second moment; '' if there is none.
     """
@@ -189,10 +189,10 @@ class Parameter:
 
 
 def parameter_paths(folder: pathlib.Path, held: Manifest) -> list[Parameter]:
-    """The parameters of a checkpoint, in the order of the state.
+    """The parameters of a checkpoint, in their order in the training state.
 
     Raises:
-      CheckpointError: the plan of the checkpoint is damaged, or has no parameter.
+      CheckpointError: the checkpoint's plan is damaged, or names no parameter.
     """
     roles = plan_of(folder, held).roles
     paths = [p for p in held.state if roles.get(p) == _PARAMETER]
@@ -211,15 +211,15 @@ def parameter_paths(folder: pathlib.Path, held: Manifest) -> list[Parameter]:
 
 
 def count_paths(held: Manifest) -> list[str]:
-    """The paths of the step counters of an optimizer."""
+    """The paths of the optimizer's step counters in a checkpoint."""
     return [p for p in held.state if COUNT in p.split("/")[-2:] and "/" in p]
 
 
 def plan_of(folder: pathlib.Path, held: Manifest) -> Plan:
-    """The plan that was in use when a checkpoint was saved.
+    """Reads the plan that was in use when a checkpoint was saved.
 
     Raises:
-      CheckpointError: the file of the plan was changed since it was saved.
+      CheckpointError: the plan's file has changed since it was saved.
     """
     try:
         plan = Plan.load(folder / PLAN)
@@ -247,7 +247,9 @@ def _name(path: str) -> str:
 
 
 def _moments(held: Manifest, word: str) -> dict[tuple[str, ...], list[str]]:
-    """The words after ``mu`` or ``nu`` in a path -> the paths with these words."""
+    """Groups the paths of moments: the part of a path after ``mu`` or ``nu`` -> all
+    paths with this part.
+    """
     out: dict[tuple[str, ...], list[str]] = {}
     for path in held.state:
         words = path.split("/")
@@ -258,8 +260,8 @@ def _moments(held: Manifest, word: str) -> dict[tuple[str, ...], list[str]]:
 
 
 def _of(path: str, moments: Mapping[tuple[str, ...], list[str]], held: Manifest) -> str:
-    """The path of a parameter's moment: the path that shares the longest suffix with
-    the parameter's path.
+    """The path of a parameter's moment: the one that has the longest suffix in common
+    with the parameter's path.
     """
     words = path.split("/")
     for begin in range(len(words)):
@@ -270,12 +272,13 @@ def _of(path: str, moments: Mapping[tuple[str, ...], list[str]], held: Manifest)
 
 
 def find_checkpoint(folder: pathlib.Path, step: int | None = None) -> pathlib.Path:
-    """The checkpoint at a path: the path is a checkpoint, or a directory of
+    """Finds a checkpoint: the given folder itself, or one in a directory of
     checkpoints.
 
     Args:
       folder: folder of a checkpoint, or directory of `autopar.Checkpoints`.
-      step: step of the checkpoint in a directory; None: the last checkpoint.
+      step: if ``folder`` is a directory of checkpoints, the step of the one to find;
+        None: the last.
 
     Raises:
       CheckpointError: there is no such checkpoint.

@@ -12,14 +12,15 @@ import msgspec
 
 from autopar.errors import CheckpointError
 
-# The schema number increases by one whenever the meaning of a field changes.
+# The version of the manifest's format. It rises by one whenever the meaning of a field
+# changes.
 SCHEMA = 1
 MANIFEST = "manifest.json"
 
 
 class NewerSchema(CheckpointError):
-    """A newer version of autopar wrote the checkpoint. The checkpoint is complete, but
-    is not read.
+    """The checkpoint is complete, but a newer version of autopar wrote it, and this
+    version cannot read it.
     """
 
 
@@ -29,7 +30,8 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
       shape: shape of the whole array.
       dtype: name of the dtype, such as ``bfloat16`` or ``key<fry>``.
-      file: name of the array's folder in ``arrays``; '' for an array without elements.
+      file: name of the array's folder within the folder ``arrays``; '' for an array
+        without elements.
       digest: checksum of the array (`autopar.checkpoint.store`).
       num_bytes: bytes of the elements, before compression.
     """
@@ -51,8 +53,8 @@ class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       digest: `Plan.digest`.
-      fingerprint: fingerprint of the plan's step, with its shapes.
-      structure: fingerprint of the step without its batch size.
+      fingerprint: fingerprint of the planned step, including its shapes.
+      structure: fingerprint of the planned step, independent of the batch size.
       text: the plan in one line.
     """
 
@@ -63,7 +65,7 @@ class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a checkpoint. Only the field ``plan`` depends on the plan.
+    """What a checkpoint contains. Only the field ``plan`` depends on the plan.
 
     Attributes:
       schema: version of this format.
@@ -71,14 +73,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
       step: number of completed steps.
       position: number of samples consumed.
       created: time of the save, in seconds since 1970.
-      name: name of the step function.
-      state: path -> array of the train state.
-      codecs: name -> array of the codecs' state.
-      codec_tree: the structure of the codecs' state; None: no gradient was compressed.
-      noise: name -> array of the averages of the noise scale.
-      noise_tree: the structure of these averages; None: noise was not measured.
-      notes: plain data of the training loop; None: no notes.
-      plan: summary of the plan that was in use; the complete plan is in ``plan.json``.
+      name: name of the user's step function.
+      state: path -> entry of an array of the training state.
+      codecs: name -> entry of an array of the codecs' state.
+      codec_tree: the structure of the codecs' state; None if no gradient was
+        compressed.
+      noise: name -> entry of an array of the averages for the noise scale.
+      noise_tree: the structure of these averages; None if noise was not measured.
+      notes: plain data of the training loop; None if there was none.
+      plan: summary of the plan in use. The complete plan is in the file ``plan.json``.
       checksum: checksum of all other fields.
     """
 
@@ -99,7 +102,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def arrays(self) -> dict[str, ArrayEntry]:
-        """All arrays of the train state, of the codecs and of the noise scale."""
+        """Entries of all arrays: of the training state, of the codecs and of the noise
+        scale.
+        """
         return {**self.state, **self.codecs, **self.noise}
 
     @property
@@ -117,8 +122,8 @@ class _ManifestHeader(msgspec.Struct):
     schema: int
 
 
-# The decoders are made at import, because msgspec crashes if two threads analyse one
-# type at the same time.
+# The decoders are made when this module is imported, because msgspec crashes if two
+# threads analyse a type at the same time.
 _HEADER = msgspec.json.Decoder(_ManifestHeader)
 _MANIFEST = msgspec.json.Decoder(Manifest)
 
@@ -127,7 +132,8 @@ def read(folder: pathlib.Path) -> Manifest:
     """Reads the manifest of a checkpoint.
 
     Raises:
-      CheckpointError: the manifest cannot be read, was changed, or has a newer schema.
+      CheckpointError: the manifest cannot be read, has changed since it was written, or
+        has a newer schema.
     """
     path = folder / MANIFEST
     try:
@@ -147,7 +153,7 @@ def decode(data: bytes, name: str) -> Manifest:
 
     Args:
       data: JSON text.
-      name: name of the manifest in errors.
+      name: how error messages name the manifest.
 
     Raises:
       CheckpointError: see `read`.
@@ -177,7 +183,7 @@ def decode(data: bytes, name: str) -> Manifest:
 
 
 def _check_entry(name: str, path: str, entry: ArrayEntry) -> None:
-    """Checks the values that are used as sizes or as file paths."""
+    """Checks those values of an entry that are later used as sizes or as file paths."""
     if re.fullmatch(r"[A-Za-z0-9_=.-]*", entry.file) is None or entry.file in (
         ".",
         "..",

@@ -1,4 +1,4 @@
-"""Reads a checkpoint into the layout of any plan, and checks every array."""
+"""Reads the arrays of a checkpoint in the layouts of any plan, and checks them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.runtime.world import World
 from autopar_passes import jax_compat
 from autopar_passes.jax_compat import dtype_of
 
-# The most differences that an error lists.
+# An error message lists at most this many differences.
 _MOST = 4
 
 
@@ -30,7 +30,7 @@ def check_model(folder: pathlib.Path, manifest: Manifest, wanted: Any) -> None:
     Args:
       folder: folder of the checkpoint.
       manifest: manifest of the checkpoint.
-      wanted: path -> struct of each array of the state.
+      wanted: path -> `jax.ShapeDtypeStruct` of each array of the training state.
 
     Raises:
       CheckpointError: paths, shapes or dtypes differ.
@@ -57,7 +57,7 @@ def check_model(folder: pathlib.Path, manifest: Manifest, wanted: Any) -> None:
 
 
 def first_items(join: Callable[[Sequence[str]], str], items: Sequence[str]) -> str:
-    """The first items, and the number of further items."""
+    """A text with the first items and the number of the others."""
     more = f" and {len(items) - _MOST} more" if len(items) > _MOST else ""
     return join(items[:_MOST]) + more
 
@@ -77,7 +77,7 @@ def read_arrays(
 
     Args:
       folder: folder of the checkpoint.
-      entries: path -> entry of the manifest.
+      entries: path -> entry of the array in the manifest.
       shardings: path -> sharding of the array.
       dtypes: path -> dtype of the array.
       world: the processes.
@@ -106,7 +106,9 @@ def _bits(
     shardings: Mapping[str, Any],
     dtypes: Mapping[str, Any],
 ) -> tuple[dict[str, jax.Array], dict[str, str], str]:
-    """The numbers of the arrays, their checksums on this process, and the errors."""
+    """The elements of the arrays as numbers, this process's checksums of them, and
+    errors as a text.
+    """
     structs = {
         path: store.struct_of(entry.shape, dtypes[path], shardings[path])
         for path, entry in entries.items()
@@ -136,8 +138,8 @@ def check_digests(
 
 
 def _place(bits: jax.Array, sharding: Any, dtype: Any) -> Any:
-    """Copies an array to all of its replicas; it was read only to the first device of
-    each shard.
+    """Copies each shard to all devices that need it. Before, only the first of these
+    devices has it.
     """
     if not sharding.addressable_devices:
         return jax_compat.with_dtype(bits, dtype)
@@ -147,11 +149,10 @@ def _place(bits: jax.Array, sharding: Any, dtype: Any) -> Any:
 def codec_state(
     folder: pathlib.Path, manifest: Manifest, mesh: Any, world: World
 ) -> Any:
-    """The codecs' state in a checkpoint, sharded evenly; None if the checkpoint has
+    """Reads the codecs' state, sharded evenly over the mesh; None if the checkpoint has
     none.
 
-    The next step reshards this state for its plan
-    (`autopar.runtime.gradients.codec_state`).
+    The next step reshards it for its plan (`autopar.runtime.gradients.codec_state`).
     """
     return _beside(folder, manifest.codecs, manifest.codec_tree, mesh, world)
 
@@ -159,9 +160,7 @@ def codec_state(
 def noise_state(
     folder: pathlib.Path, manifest: Manifest, mesh: Any, world: World
 ) -> Any:
-    """The averages of the noise scale in a checkpoint; None if the checkpoint
-    has none.
-    """
+    """Reads the averages for the noise scale; None if the checkpoint has none."""
     return _beside(folder, manifest.noise, manifest.noise_tree, mesh, world)
 
 
@@ -172,8 +171,8 @@ def _beside(
     mesh: Any,
     world: World,
 ) -> Any:
-    """A tree of arrays that is not part of the train state, sharded evenly; None if
-    there is none.
+    """Reads a tree of arrays that is not a part of the training state, sharded evenly
+    over the mesh; None if there is none.
     """
     if tree is None:
         return None
@@ -187,7 +186,7 @@ def _beside(
 
 
 def read_array(folder: pathlib.Path, held: Manifest, path: str) -> jax.Array:
-    """The numbers of one array; random keys are read as whole numbers.
+    """Reads one array; random keys are read as integers.
 
     Raises:
       CheckpointError: the array is damaged.
@@ -202,9 +201,7 @@ def read_array(folder: pathlib.Path, held: Manifest, path: str) -> jax.Array:
 
 
 def find_problems(folder: pathlib.Path, held: Manifest) -> list[str]:
-    """Reads every array of a checkpoint, and lists the problems; empty if the
-    checkpoint is intact.
-    """
+    """Reads every array of a checkpoint, and returns a list of what is damaged."""
     found: list[str] = []
     try:
         folders.plan_of(folder, held)

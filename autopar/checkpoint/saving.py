@@ -1,9 +1,9 @@
-"""Writes one checkpoint, in the background and with all processes.
+"""Writes a checkpoint in the background, by all processes together.
 
-Each process writes its own blocks, and their checksums into a separate part file.
-Process 0 waits for all part files and then completes the checkpoint. The processes
-communicate only through the folder, to which all of them must have access. No process
-calls another process while steps run.
+Each process writes its own blocks of the arrays, and a part file with their checksums.
+Process 0 waits for the part files of all processes and then completes the checkpoint.
+The processes communicate only through files in the folder, to which all must have
+access. They use no collectives, so steps can run at the same time.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from autopar.checkpoint.store import Digest, digest_of
 from autopar.errors import CheckpointError
 from autopar.plans import Plan
 
-# Seconds for which a process waits for the part files of the others, and seconds
-# between two checks.
+# Seconds for which a process waits for files of other processes, and seconds between
+# two checks whether they are there.
 PARTS_S, _POLL_S = 600.0, 0.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """The part of a checkpoint that one process writes.
+    """What one process needs to write its part of a checkpoint.
 
     Attributes:
       folder: folder of the checkpoint, which must exist.
-      manifest: manifest without checksums.
+      manifest: the manifest, without checksums.
       plan: the plan in use.
-      arrays: path -> copy of the array, which nothing else changes.
+      arrays: path -> a copy of the array that nothing else uses.
       process: number of this process.
       processes: number of processes.
       keep: number of checkpoints to keep; 0: all.
@@ -57,7 +57,8 @@ class Save:
         """Writes this process's part; returns when the checkpoint is complete.
 
         Raises:
-          CheckpointError: the part cannot be written, or another process wrote no part.
+          CheckpointError: the part cannot be written, or another process did not write
+            its part in time.
         """
         entries = self.manifest.arrays
         with folders.telling(self.folder, "written"):
@@ -82,7 +83,7 @@ class Save:
         return self.folder / f"part-{process}.json"
 
     def _commit(self, digests: Mapping[str, str], stopped: threading.Event) -> None:
-        """Completes the checkpoint once all parts exist."""
+        """Waits for the parts of all processes, and completes the checkpoint."""
         if self.processes > 1:
             digests = self._added_up(stopped)
         self.plan.save(self.folder / folders.PLAN)
@@ -101,7 +102,7 @@ class Save:
 
 
 def with_digests(manifest: Manifest, digests: Mapping[str, str]) -> Manifest:
-    """The manifest with the checksums of its arrays."""
+    """A copy of the manifest with the checksums of its arrays."""
 
     def fill(entries: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -121,7 +122,7 @@ def _await(path: pathlib.Path, stopped: threading.Event) -> None:
     """Waits for a file that another process writes.
 
     Raises:
-      CheckpointError: the file does not appear in time, or the save is aborted.
+      CheckpointError: the file did not appear in time, or the save was aborted.
     """
     end = time.monotonic() + PARTS_S
     while not path.exists():
@@ -135,11 +136,12 @@ def _await(path: pathlib.Path, stopped: threading.Event) -> None:
 
 
 def wait_at_end(wait: Callable[[], None]) -> None:
-    """Makes a program wait at its end for saves in progress.
+    """Registers a function that waits for saves in progress when Python exits.
 
-    Orbax writes in a thread pool, and Python closes thread pools before it ends the
-    threads that use them. The hook that Python runs before closing the pools has no
-    public name (3.11).
+    Orbax writes in a thread pool. At exit Python closes thread pools before it waits
+    for other threads, such as the one of a save. So the wait must come earlier. The
+    hook for this, which Python runs before it closes the pools, has no public name
+    (Python 3.11).
     """
 
     def end() -> None:
@@ -153,7 +155,7 @@ def wait_at_end(wait: Callable[[], None]) -> None:
 
 
 class Background:
-    """A thread that writes one checkpoint; `wait` raises the error of the thread."""
+    """Writes a checkpoint in a thread; `wait` raises the thread's error."""
 
     def __init__(self, save: Save) -> None:
         """Starts the thread."""
@@ -167,7 +169,7 @@ class Background:
     def _run(self, save: Save) -> None:
         try:
             save.write(self._stopped)
-        except BaseException as error:  # raised where the program waits for it
+        except BaseException as error:  # `wait` raises it
             self._error = error
 
     def wait(self) -> None:
@@ -182,6 +184,6 @@ class Background:
             raise error
 
     def abandon(self) -> None:
-        """Stops waiting for other processes, because a process is lost."""
+        """Stops the save's waits for other processes, because one of them is lost."""
         self._stopped.set()
         self._thread.join()

@@ -1,26 +1,26 @@
-"""Writes and reads the arrays of a checkpoint with Orbax, in one folder per array.
+"""Writes and reads the arrays of a checkpoint with Orbax, each in a folder of its own.
 
-Each block is written once, by a process that holds it. Each device reads the blocks
-that it needs. This module does not wait for other processes;
+Each block of an array is written once, by a process that has it. When arrays are read,
+each device gets the blocks that it needs. This module never waits for other processes;
 `autopar.checkpoint.saving` does. With several processes, each process writes its blocks
-with TensorStore in the format of Orbax. Orbax itself is not used then, for two reasons.
-Orbax does not accept arrays that exist on one process only, such as those of a pipeline
-stage. Orbax synchronises processes with counters, which are lost when a process is
+by TensorStore, in Orbax's format. Orbax itself is not used then, for two reasons. It
+does not accept arrays that exist only on one process, such as those of a pipeline
+stage. And it synchronises processes by counters, which are lost when a process is
 replaced.
 
-The checksums of arrays do not depend on the sharding.
+The checksum of an array does not depend on its sharding.
 
-A checksum consists of two sums over the words of an array, with one word for each
+It consists of two sums over the words ``w_i`` of the array, with one word for each
 element::
 
     total    = sum_i w_i        mod 2^64
     weighted = sum_i i * w_i    mod 2^64
 
-with ``i`` the index of the element in the whole array, in row-major order. The sums
-``total`` and ``weighted`` are Fletcher's two sums [1], for words of 8 to 64 bits. The
-sums of an array are the sums over its blocks added up. So each block is summed on its
-own device, and no array is gathered. A changed word changes the first sum. Two swapped
-words change the second sum.
+where ``i`` is the index of the element in the whole array, in row-major order. These
+are Fletcher's two sums [1], for words of 8 to 64 bits. The sums of an array are the
+sums of its blocks added up. So each block can be summed on its own device, and no array
+has to be gathered. If a word changes, so does ``total``. If two words are swapped,
+``weighted`` changes.
 
 [1] J. Fletcher, "An arithmetic checksum for serial transmissions", IEEE Transactions on
 Communications 30 (1982).
@@ -52,25 +52,25 @@ from autopar.runtime import placement
 from autopar_errors import InputError
 from autopar_passes import jax_compat
 
-# On accelerators with this memory kind, the copy is in host memory.
+# If the accelerator has this JAX memory kind, copies are put into host memory.
 _HOST_MEMORY = "pinned_host"
 
 
 def copy_arrays(
     arrays: Mapping[str, Any], *, alone: bool = True
 ) -> dict[str, jax.Array]:
-    """Copies arrays; each element is copied once, whatever its number of replicas.
+    """Copies arrays; of replicated elements only one copy is made.
 
-    The copies run asynchronously. Later work on the same devices, such as a step that
-    consumes the arrays, runs after the copies.
+    The copies run asynchronously. Work that is started later on the same devices, such
+    as a step that donates the arrays, runs after the copies.
 
     Args:
-      arrays: path -> array. Random keys are copied as numbers.
+      arrays: path -> array. Random keys are copied as integers.
       alone: whether there is only one process.
 
     Raises:
-      CheckpointError: a step has consumed an array, or, with several processes, an
-        array exists on one process only.
+      CheckpointError: a step has donated an array; or there are several processes, and
+        an array exists only on one of them.
     """
     return {path: _copy(path, array, alone) for path, array in arrays.items()}
 
@@ -95,7 +95,7 @@ def _copy(path: str, array: Any, alone: bool) -> jax.Array:
 
 
 def _copied_once(bits: jax.Array) -> jax.Array:
-    """A copy on the first device of those that hold the same shard."""
+    """Copies each shard once, on the first of the devices that have it."""
     target = host_memory(without_replicas(bits.sharding))
     chosen = target.addressable_devices
     parts = [
@@ -113,7 +113,9 @@ def _copied_once(bits: jax.Array) -> jax.Array:
 
 
 def without_replicas(sharding: Any) -> NamedSharding:
-    """The sharding on only the first devices along all axes that split no dim."""
+    """The same sharding without replicas: only on the first devices along mesh axes
+    that split no dim.
+    """
     mesh, spec = sharding.mesh, sharding.spec
     used = {a for axes in spec if axes is not None for a in _names(axes)}
     keep = [name for name in mesh.axis_names if name in used]
@@ -131,7 +133,7 @@ def _names(axes: Any) -> tuple[str, ...]:
 
 
 def host_memory(sharding: NamedSharding) -> NamedSharding:
-    """The sharding in host memory, if devices have their own memory."""
+    """The same sharding in host memory, if the devices have memory of their own."""
     device = next(iter(sharding.device_set))
     if device.platform == "cpu":
         return sharding
@@ -142,22 +144,22 @@ def host_memory(sharding: NamedSharding) -> NamedSharding:
 
 
 def num_bytes(array: Any) -> int:
-    """Bytes of the elements of an array."""
+    """Bytes of all elements of an array."""
     return math.prod(array.shape) * array.dtype.itemsize
 
 
-# Names of files that Orbax writes next to the arrays.
+# Names of files that Orbax writes beside the folders of arrays.
 _TAKEN = ("_METADATA", "_sharding", "array_metadatas")
-# Longer names are cut: a file system allows 255 bytes.
+# Longer names of folders are cut, because a file system allows only 255 bytes.
 _LONGEST = 120
 # Number of arrays that are read at the same time.
 _AT_A_TIME = 8
-# Seconds that other reads may take to end after a read has failed.
+# After a read has failed, other reads of the array get this many seconds to end.
 _SETTLE_S = 0.2
 
 
 def file_names(paths: Iterable[str]) -> dict[str, str]:
-    """Path of an array -> the name of its folder.
+    """Path of an array -> name of its folder, different for each array.
 
     >>> file_names(["state/w/kernel", "state/w.kernel"])
     {'state/w/kernel': 'state.w.kernel', 'state/w.kernel': 'state.w.kernel-2'}
@@ -176,10 +178,9 @@ def file_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def write(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Writes arrays by name, each in its own folder; arrays without elements are left
-    out.
+    """Writes each array in a folder of its own; does not write arrays without elements.
 
-    So the path of a damaged file names the array.
+    So if a file is damaged, its path tells which array it belongs to.
 
     Raises:
       CheckpointError: the arrays cannot be written, for example on a full disk.
@@ -204,8 +205,8 @@ def write_blocks(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
     """Writes this process's blocks of arrays that are sharded over several processes.
 
     Args:
-      folder: folder of the checkpoint, the same for every process.
-      arrays: arrays by name, without replicas (`copy_arrays`).
+      folder: folder of the checkpoint, to which all processes write.
+      arrays: name -> array without replicas (`copy_arrays`).
 
     Raises:
       CheckpointError: the blocks cannot be written.
@@ -232,7 +233,7 @@ def _write_blocks(place: pathlib.Path, array: jax.Array) -> None:
             "compressor": {"id": "zstd", "level": 1},
         },
     }
-    # The first process creates the array; the other processes open the same array.
+    # The first process to get here creates the array; the others open it.
     opened = tensorstore.open(spec, create=True, open=True).result()
     writes = [
         opened[shard.index].write(np.asarray(shard.data))
@@ -249,9 +250,9 @@ def read(
 
     Args:
       folder: folder to which the arrays were written.
-      wanted: path -> ``ShapeDtypeStruct`` with a sharding. Arrays that are only on
-        devices of other processes are not read.
-      files: path -> the name under which the array was written.
+      wanted: path -> ``ShapeDtypeStruct`` with a sharding. Arrays of which this
+        process's devices need nothing are not read.
+      files: path -> name of the array's folder.
 
     Raises:
       CheckpointError: a file is missing, truncated or changed.
@@ -276,9 +277,11 @@ def read(
 def _read(
     folder: pathlib.Path, args: Mapping[str, Any], files: Mapping[str, str]
 ) -> dict[str, jax.Array]:
-    """Reads arrays in parallel; a failing array does not stop the others.
+    """Reads arrays in parallel; if one cannot be read, the others are read
+    nevertheless.
 
-    The reads run in a separate thread, because the caller may run in an event loop.
+    The reads run in a separate thread with its own event loop, because the caller may
+    already be inside an event loop.
     """
     if not args:
         return {}
@@ -297,7 +300,7 @@ def _read(
 async def _every(
     folder: pathlib.Path, args: Mapping[str, Any], files: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Path -> the array, or the error that was raised by reading the array."""
+    """Path -> the array, or the error of reading it."""
     handler, turn = ocp.type_handlers.ArrayHandler(), asyncio.Semaphore(_AT_A_TIME)
 
     async def one(path: str, arg: Any) -> Any:
@@ -314,14 +317,14 @@ async def _every(
     work = (one(path, arg) for path, arg in args.items())
     found = await asyncio.gather(*work, return_exceptions=True)
     if any(isinstance(x, BaseException) for x in found):
-        # Other blocks of a damaged array may still be being read.
+        # Reads of other blocks of the damaged array may still be running.
         await asyncio.sleep(_SETTLE_S)
     return dict(zip(args, found, strict=True))
 
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """Keeps Orbax from printing errors that are also raised to the caller."""
+    """Keeps Orbax from logging errors, because the caller gets them as exceptions."""
 
     def tell(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname or record.levelno > logging.ERROR
@@ -335,8 +338,8 @@ def _quiet() -> Generator[None]:
 
 
 def _read_into(sharding: Any) -> Any:
-    """The sharding into which blocks are read; with one process, each block is read
-    once, whatever its number of replicas.
+    """The sharding in which arrays are read. With a single process it has no replicas,
+    so that each block is read once.
     """
     if sharding.is_fully_addressable and isinstance(
         sharding, jax.sharding.NamedSharding
@@ -357,23 +360,23 @@ def _empty(struct: Any) -> jax.Array:
 def struct_of(
     shape: tuple[int, ...], dtype: Any, sharding: Any
 ) -> jax.ShapeDtypeStruct:
-    """The struct of the numbers of an array: its elements or, for random keys, their
-    data.
+    """Shape and dtype of an array as numbers: of its elements or, for random keys, of
+    the integers that they consist of.
     """
     shape, dtype = jax_compat.bits_struct(shape, dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _reason(error: BaseException) -> str:
-    """The reason of an error, without tensorstore's internal details."""
+    """The message of an error, without TensorStore's internal details."""
     text = " ".join(str(error).split())
     text = re.sub(r" ?(See full TensorStore details|\[source locations=).*", "", text)
     return text[:300].rstrip(".: ") + "."
 
 
 _MASK = (1 << 64) - 1
-# Number of elements that are summed at a time, so small that a block which is read
-# twice stays in the cache.
+# This many elements are summed at a time. They are read twice, and stay in the
+# processor's cache between.
 _CHUNK = 1 << 18
 
 
@@ -391,7 +394,7 @@ class Digest:
     weighted: int = 0
 
     def __add__(self, other: Digest) -> Digest:
-        """The checksum of two parts joined."""
+        """The checksum of two parts of an array together."""
         return Digest(
             (self.total + other.total) & _MASK,
             (self.weighted + other.weighted) & _MASK,
@@ -414,11 +417,11 @@ class Digest:
 
 
 def digest_of(array: Any) -> Digest:
-    """The checksum of this process's part of an array; replicas count once.
+    """The checksum of the part of an array that this process has; replicas count once.
 
     Args:
-      array: a ``jax.Array`` without extended dtype. The checksums of all processes add
-        up to the checksum of the whole array.
+      array: a ``jax.Array`` that does not hold random keys. The checksums of all
+        processes add up to the checksum of the whole array.
     """
     found = Digest()
     for shard in array.addressable_shards:
@@ -435,7 +438,7 @@ def block_digest(
 
     Args:
       block: the elements.
-      begin: first index of the block in each dim.
+      begin: for each dim, index of the block's first element in the whole array.
       shape: shape of the whole array.
     """
     if not block.size:
@@ -454,8 +457,8 @@ def block_digest(
 
 
 def _sum_rows(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Digest:
-    """The checksum of some rows; the index of a word is the sum of its row's and its
-    column's index.
+    """The checksum of some rows. The index of a word is ``rows`` at its row plus
+    ``columns`` at its column.
     """
     by_row = words.sum(axis=1, dtype=np.uint64)
     by_column = words.sum(axis=0, dtype=np.uint64)
@@ -466,7 +469,7 @@ def _sum_rows(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Diges
 def _row_places(
     block: Sequence[int], begin: Sequence[int], shape: Sequence[int], wide: int
 ) -> np.ndarray:
-    """For each row of a block, the index in the whole array at which the row begins."""
+    """For each row of a block, the index of its first element in the whole array."""
     places = np.zeros((), np.uint64)
     for k in range(len(block) - 1):
         stride = math.prod(shape[k + 1 :]) * wide
@@ -476,7 +479,9 @@ def _row_places(
 
 
 def _words(block: np.ndarray) -> tuple[np.ndarray, int]:
-    """The elements as whole numbers, and the number of whole numbers per element."""
+    """The elements as unsigned integers (words), and the number of words of each
+    element.
+    """
     block = np.ascontiguousarray(block)
     size = block.dtype.itemsize
     if size <= 8:
@@ -489,8 +494,8 @@ def _words(block: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _bits(dtype: np.dtype) -> int:
-    """Number of bits of an element; in an element smaller than a byte, the other bits
-    of the byte are undefined.
+    """Number of bits of an element. If it is less than 8, the other bits of the
+    element's byte are undefined.
     """
     if dtype == np.bool_ or dtype.itemsize > 1:
         return 8 * dtype.itemsize

@@ -1,9 +1,10 @@
-"""Writes and reads files of ``torch.save`` without PyTorch: plain tensors in a zip.
+"""Writes and reads files of ``torch.save`` without PyTorch.
 
-A file is a zip with a pickle in ``archive/data.pkl`` and the numbers of each storage in
-``archive/data/<key>``. The pickle calls ``torch._utils._rebuild_tensor_v2`` with a
-storage, an offset, a shape and strides [1]. Reading calls no function that a file
-names. The few names that tensors need are mapped to functions of this module, and any
+Such a file is a zip archive. ``archive/data.pkl`` is a pickle, and
+``archive/data/<key>`` has the elements of a storage, which tensors can share. For each
+tensor, the pickle calls ``torch._utils._rebuild_tensor_v2`` with a storage, an offset,
+a shape and strides [1]. When this module reads a file, it never calls a function that
+the file names. It maps the few names that tensors need to functions of its own. Any
 other name is an error.
 
 [1] PyTorch, ``torch/serialization.py`` and ``torch/_utils.py`` (2.x).
@@ -26,7 +27,7 @@ import numpy as np
 
 from autopar.errors import CheckpointError
 
-# Name of a class of storages -> dtype of its elements.
+# Name of PyTorch's class of storages -> dtype of the elements.
 _STORAGES: dict[str, Any] = {
     "FloatStorage": np.dtype(np.float32),
     "DoubleStorage": np.dtype(np.float64),
@@ -52,7 +53,7 @@ def save(path: pathlib.Path, value: Any) -> None:
         become tensors.
 
     Raises:
-      CheckpointError: PyTorch has no such tensor.
+      CheckpointError: PyTorch has no tensors of an array's dtype.
     """
     writer = _PickleWriter()
     data = b"\x80\x02" + writer.encode(value) + b"."
@@ -65,8 +66,8 @@ def save(path: pathlib.Path, value: Any) -> None:
 
 
 class _PickleWriter:
-    """Encodes values as a pickle of protocol 2, without importing the named
-    functions.
+    """Writes a pickle of protocol 2 that names PyTorch's functions, without importing
+    them.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,8 @@ class _PickleWriter:
         if isinstance(value, np.ndarray):
             return self._tensor(value)
         if isinstance(value, (str, bool, int, float)) or value is None:
-            # The slice removes the two bytes of the protocol and the last byte.
+            # The slice removes the two bytes at the start that name the protocol, and
+            # the byte at the end that stops a pickle.
             return pickle.dumps(value, protocol=2)[2:-1]
         raise CheckpointError(f"torch files hold no {type(value).__name__}.")
 
@@ -97,7 +99,7 @@ class _PickleWriter:
             *(self.encode(x) for x in (key, "cpu", array.size)),
         )
         arguments = self._tuple(
-            storage + b"Q",  # the unpickler makes a storage of the tuple
+            storage + b"Q",  # makes the unpickler load a storage
             self.encode(0),
             self._tuple(*map(self.encode, array.shape)),
             self._tuple(*map(self.encode, strides)),
@@ -115,14 +117,14 @@ def _global(module: str, name: str) -> bytes:
 
 
 def load(path: pathlib.Path) -> Any:
-    """Reads a file of ``torch.save``; tensors become arrays.
+    """Reads a file of ``torch.save``; makes NumPy arrays of tensors.
 
-    The content of the file is not trusted: sizes, offsets and strides are compared with
-    the available bytes before an array is made.
+    The function does not trust the content of the file. Before it makes an array, it
+    checks that size, offset and strides lie within the storage.
 
     Raises:
-      CheckpointError: the file cannot be read, or holds more than tensors, numbers,
-        texts and collections of them.
+      CheckpointError: the file cannot be read, or contains anything but tensors,
+        numbers, texts and collections of them.
     """
     try:
         file = zipfile.ZipFile(path)
@@ -135,7 +137,8 @@ def load(path: pathlib.Path) -> Any:
             raise CheckpointError(f"{path}: {error}") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}.") from error
-        # For untrusted bytes, zipfile, zlib and pickle may raise any exception.
+        # If a file is damaged or malicious, zipfile, zlib and pickle may raise any
+        # exception.
         except Exception as error:
             raise CheckpointError(
                 f"{path}: damaged, or no tensors: {_reason(error)}."
@@ -167,20 +170,21 @@ def _read(file: zipfile.ZipFile, path: pathlib.Path) -> Any:
     return found
 
 
-# Tensors may share numbers. The bytes of all tensors together may be at most this many
-# times the size of the file.
+# Tensors may share the elements of a storage. The bytes of all tensors together may be
+# at most this many times the bytes of the file.
 _SHARED = 16
-# The deepest nesting of collections, and the mean number of times that a collection may
-# occur in others.
+# How deep collections may be nested, and how often on average a collection may occur
+# inside others.
 _DEEPEST, _REPEATS = 100, 10
 _STORES = frozenset({"BINPUT", "LONG_BINPUT", "PUT"})
 
 
 def _check(program: bytes) -> int:
-    """The number of operations of a pickle.
+    """Counts the operations of a pickle.
 
     Raises:
-      CheckpointError: the pickle would allocate memory that it does not need.
+      CheckpointError: an operation would allocate more memory than a file of tensors
+        needs.
     """
     count = 0
     for operation, argument, _ in pickletools.genops(program):
@@ -191,8 +195,8 @@ def _check(program: bytes) -> int:
 
 
 def _check_tree(value: Any, left: list[int]) -> None:
-    """Checks that a value can be traversed; ``left`` holds the remaining numbers of
-    levels and values.
+    """Checks that a value is not nested too deep and has not too many parts. ``left``
+    holds how many levels and values are still allowed.
     """
     left[1] -= 1
     if min(left) < 0:
@@ -211,9 +215,7 @@ def _check_tree(value: Any, left: list[int]) -> None:
 
 
 class _Name:
-    """The object to which a name in a pickle is mapped; a pickle cannot change the
-    object.
-    """
+    """Stands for a name in a pickle; the pickle cannot change this object."""
 
     __slots__ = ("_call",)
 
@@ -228,7 +230,9 @@ class _Name:
 
 
 class _StorageClass:
-    """A class of storages, with the dtype of its elements."""
+    """Stands for one of PyTorch's classes of storages; knows the dtype of the
+    elements.
+    """
 
     __slots__ = ("dtype",)
 
@@ -240,8 +244,8 @@ class _StorageClass:
 
 
 class _Dictionary(dict[Any, Any]):
-    """An ``OrderedDict`` that ignores the attributes which PyTorch sets on the
-    dictionaries of models.
+    """An ``OrderedDict`` that ignores attributes. PyTorch sets some on the dictionaries
+    of models.
     """
 
     def __setstate__(self, state: Any) -> None:
@@ -249,7 +253,7 @@ class _Dictionary(dict[Any, Any]):
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a pickle of tensors; all other names are errors."""
+    """Reads a pickle in which only the names that tensors need may occur."""
 
     def __init__(
         self, program: bytes, file: zipfile.ZipFile, top: str, size: int
@@ -309,12 +313,12 @@ class _Reader(pickle.Unpickler):
         return view.copy()
 
 
-# NumPy's limit is 64.
+# The most dimensions of a tensor; NumPy allows 64.
 _MOST_DIMS = 32
 
 
 def _whole_number(value: Any) -> int:
-    """Checks a size, an offset or a stride.
+    """Checks that a size, an offset or a stride is a valid whole number.
 
     Raises:
       CheckpointError: the value is not a valid whole number.

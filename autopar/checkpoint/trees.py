@@ -1,4 +1,4 @@
-"""Splits trees of arrays into named arrays and a structure that JSON can hold."""
+"""Splits a tree of arrays into named arrays and a structure that JSON can hold."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 
 from autopar.errors import CheckpointError
 
-# An upper limit of the length of a dtype's name.
+# The most characters of a dtype's name.
 _MOST_LETTERS = 64
 
 
 def split(
     tree: Any, name: str, kinds: tuple[type, ...] = (jax.Array,)
 ) -> tuple[dict[str, Any], Any]:
-    """The arrays of a tree by name, and the rest of the tree as plain data.
+    """Splits a tree into a mapping from names to arrays, and the rest as plain data.
 
-    A named tuple becomes a tuple. A NumPy array is stored as plain data unless
-    ``kinds`` includes its class, so such arrays should be small.
+    A named tuple becomes a tuple. Unless ``kinds`` contains NumPy's class of arrays,
+    NumPy arrays become plain data, so they should be small.
 
     Args:
       tree: dictionaries with names as keys, tuples, lists, arrays, numbers and texts.
       name: prefix of the names of the arrays.
-      kinds: classes of the arrays that get names.
+      kinds: classes of the arrays that are split off and get names.
     """
     arrays: dict[str, Any] = {}
     return arrays, _plain(tree, name, kinds, arrays)
@@ -52,7 +52,7 @@ def _plain(
 
 
 def join(plain: Any, arrays: Mapping[str, Any]) -> Any:
-    """Rebuilds a split tree with these arrays.
+    """Makes the tree again from the plain data and arrays of `split`.
 
     Raises:
       CheckpointError: the data was not made by `split`.
@@ -68,7 +68,7 @@ def join(plain: Any, arrays: Mapping[str, Any]) -> Any:
             return items if kind == "list" else tuple(items)
         if kind == "numpy":
             dtype, shape, text = held
-            if len(dtype) > _MOST_LETTERS:  # NumPy reads text as Python code
+            if len(dtype) > _MOST_LETTERS:  # NumPy may evaluate the text
                 raise CheckpointError(f"a name of {len(dtype)} letters is no dtype.")
             data = np.frombuffer(bytes.fromhex(text), np.dtype(dtype))
             return data.reshape(shape).copy()

@@ -1,4 +1,4 @@
-"""The parts of a cluster: devices, links between devices, and device meshes.
+"""Describes clusters: devices, links between devices, and device meshes.
 
 A cluster can be described without access to its devices. Only `Cluster.local` starts a
 JAX backend.

@@ -1,4 +1,6 @@
-"""A cluster: one class of devices, and the levels of links between them."""
+"""The class `Cluster`: equal devices with the levels of links between them, or
+groups.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ def _runs(positions: Sequence[int]) -> Iterator[str]:
 
 
 def _place(of: Members) -> list[str]:
-    """The text of the group, of the positions (unless all devices are used), and of the
-    number of idle devices.
+    """The parts of a cluster's text about places: its group, the positions of its
+    devices (unless all are used), and the number of idle devices.
     """
     said = [of.group] if of.group else []
     if of.positions != tuple(range(size_of(of.whole))):
@@ -51,7 +53,9 @@ def _place(of: Members) -> list[str]:
 
 
 def _of_groups(cluster: ClusterFields) -> str:
-    """The groups' texts; `parse` can read them back if they are complete."""
+    """The text of a cluster of groups; `parse` can read it if no group lacks
+    devices.
+    """
     bare = groups_of.without_places(cluster.groups)
     said = "+".join(map(str, bare))
     if groups_of.is_default(bare, cluster.between) and "(" not in said:
@@ -60,8 +64,8 @@ def _of_groups(cluster: ClusterFields) -> str:
 
 
 def cluster_text(cluster: ClusterFields) -> str:
-    """The short form if there is one; otherwise the shape, the name and the
-    differences.
+    """The text that `Cluster.parse` reads, if there is one. Otherwise the shape, the
+    device's name, and how the cluster differs from a preset.
 
     >>> from autopar.cluster import Cluster
     >>> cluster_text(Cluster.parse("4x8:h100").without("host1"))
@@ -82,10 +86,11 @@ def cluster_text(cluster: ClusterFields) -> str:
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cluster:
-    """Equal devices in nested levels, the outermost first, or groups of such devices.
+    """The devices of a cluster and the links between them.
 
-    The last level holds the devices that share the fastest links, such as the GPUs
-    of a host.
+    Equal devices are arranged in nested levels, the outermost first. The last level
+    holds devices that share the fastest links, such as the GPUs of a host. A cluster of
+    unequal devices consists of groups of equal devices.
 
     >>> cluster = Cluster.parse("2x4:h100")
     >>> cluster.num_devices
@@ -96,17 +101,19 @@ class Cluster:
     ('host1/device0', 'host1/device1', 'host1/device3')
 
     Attributes:
-      device: the devices; reading it on a cluster of groups is an error.
-      levels: the links; reading it on a cluster of groups is an error.
+      device: figures of a device; reading this attribute of a cluster of groups raises
+        an error.
+      levels: sizes and links of the levels; reading this attribute of a cluster of
+        groups raises an error.
       members: the positions of these devices in a whole cluster; None: these are all
         devices.
       groups: clusters of equal devices; empty if all devices are equal.
       between: the link between groups; None if all devices are equal.
     """
 
-    # The class has no slots, so that a missing field of an instance is looked up in the
-    # class, where the descriptor raises an error. RUF009 takes the call for a shared
-    # default value, but the call makes a descriptor.
+    # The class has no slots. So if an instance lacks this field, Python looks it up in
+    # the class, where a descriptor raises the error. Ruff's rule RUF009 takes the call
+    # below for a mutable default value, but it makes the descriptor.
     device: DeviceSpec = groups_of.equal_only()  # noqa: RUF009
     levels: tuple[Level, ...] = groups_of.equal_only()
     members: Members | None = None
@@ -144,11 +151,11 @@ class Cluster:
 
     @classmethod
     def parse(cls, description: str) -> Self:
-        """The cluster that a short text or the path of a TOML file describes.
+        """Reads a cluster from a short text, or from the TOML file at a path.
 
         ``"8x8:h100"`` is 8 hosts of 8 devices; ``"2x4x4:cpu"`` is 2 pods of 4 hosts of
-        4 devices; ``"8:h100"`` is 8 devices in one host (or, more widely, in one domain
-        of the fastest links). For TPUs the sizes are the dimensions of the torus:
+        4 devices; ``"8:h100"`` is 8 devices in one host, or in one larger domain of
+        fastest links. For TPUs the sizes are the dimensions of the torus:
         ``"16x16:v5e"``. A text without a device, such as ``"8x8"``, means H100 devices.
         Options follow after commas: ``memory=40GB`` (memory per device that a program
         may use), ``efficiency=0.5`` (the fraction of the peak that large matrix
@@ -169,34 +176,34 @@ class Cluster:
 
     @classmethod
     def from_toml(cls, path: str | pathlib.Path) -> Self:
-        """The cluster that a TOML file describes (see docs/cost-model.md)."""
+        """Reads a cluster from a TOML file (see docs/cost-model.md)."""
         check_path("Cluster.from_toml", path)
         return toml.read(pathlib.Path(path), functools.partial(data.read, cls))
 
     @classmethod
     def from_data(cls, values: Mapping[str, Any]) -> Self:
-        """The cluster that `to_data` wrote.
+        """Reads a cluster from the result of `to_data`.
 
         Raises:
           ClusterError: a key is unknown or missing, or a value is wrong.
         """
         try:
             return data.read(cls, values)
-        except ValueError as error:  # of msgspec, and our own ClusterError
+        except ValueError as error:  # msgspec's errors and ClusterError are ValueErrors
             raise ClusterError(f"the data of a cluster: {error}") from error
 
     @classmethod
     def local(cls, devices: int | Sequence[Any] | None = None) -> Self:
-        """The cluster of this process's JAX devices: all, the first few, or given
-        devices.
+        """Describes the cluster of this process's JAX devices.
 
-        If `autopar profile` saved a profile for this machine and number of devices, the
-        profile is used; otherwise the preset of the device. This function starts the
-        JAX backend; no other function of this package does.
+        If `autopar profile` has saved measurements for this machine and number of
+        devices, the cluster has the measured figures; otherwise the figures of the
+        device's preset. This is the only function of this package that starts the JAX
+        backend.
 
         Args:
-          devices: number of devices; or JAX devices, for example from another set of
-            processes; None: all devices.
+          devices: number of devices, of which the first are taken; or a list of JAX
+            devices, for example of several processes; None: all devices.
         """
         check_type(
             "Cluster.local",
@@ -208,11 +215,12 @@ class Cluster:
         return cls(device=device, levels=levels)
 
     def to_toml(self) -> str:
-        """The text of a TOML file that `from_toml` reads."""
+        """The cluster as the text of a TOML file, which `from_toml` reads."""
         return toml.write(self.to_data())
 
     def to_data(self) -> dict[str, Any]:
-        """Dictionaries, lists, texts and numbers that `from_data` reads back.
+        """The cluster as dictionaries, lists, texts and numbers, which `from_data`
+        reads.
 
         >>> import json
         >>> cluster = Cluster.parse("2x4:h100").slice((1, 2), offset=4)
@@ -235,7 +243,7 @@ class Cluster:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Positions of the devices in the whole cluster: indices of `jax.devices()`.
+        """Positions of the devices in the whole cluster, as indices of `jax.devices()`.
 
         >>> Cluster.parse("2x2:h100").without("host0").ids
         (2, 3)
@@ -253,15 +261,15 @@ class Cluster:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of the hosts that hold the devices; for a torus, the names of its
-        rows.
+        """The names of the hosts that hold the devices. In a torus, the rows count as
+        hosts.
         """
         return tuple(dict.fromkeys(n.rpartition("/")[0] for n in self.device_names))
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """The names of devices that are available but not used, because the cluster is
-        regular.
+        """The names of devices that are available but not used, because all parts of a
+        level must have equally many devices.
         """
         return sum((m.names(m.idle) for m in self._all_members()), ())
 
@@ -271,7 +279,7 @@ class Cluster:
     def mesh_shapes(
         self, max_axes: int = 3, names: Sequence[str] | None = None
     ) -> tuple[MeshShape, ...]:
-        """Every mesh of all devices in which each axis lies within one level.
+        """All meshes of all devices in which each axis lies within one level.
 
         Meshes with fewer axes come first. No axis has size 1, except the axis of a
         single device. `names` replaces the default names, outermost first.
@@ -284,8 +292,8 @@ class Cluster:
         return self.mesh_shapes(axes, names)[0]
 
     def slices(self) -> tuple[tuple[Self, int], ...]:
-        """The first slice of every shape, and the number of disjoint slices of that
-        shape.
+        """For every shape of slices (parts of the cluster): the first slice with this
+        shape, and how many disjoint slices have it.
 
         `autopar.cluster.slices` defines the shapes.
 
@@ -301,11 +309,12 @@ class Cluster:
         )
 
     def slice(self, shape: Sequence[int], offset: int = 0) -> Self:
-        """The slice of this shape whose first device is the one at `offset`.
+        """The slice (part of the cluster) of this shape that begins at the device
+        ``offset``.
 
         Args:
           shape: sizes of the levels, one of the shapes of `slices`.
-          offset: index of a device of this cluster, counted through all groups.
+          offset: index of the slice's first device, counted through all groups.
 
         Raises:
           ClusterError: the links allow no such slice; the message lists the allowed
@@ -326,12 +335,11 @@ class Cluster:
         return membership.select(self, sizes, cells)
 
     def partition(self, shapes: Sequence[Sequence[int]]) -> tuple[Self, ...]:
-        """Slices of these shapes that together hold each device once, in the given
-        order.
+        """Divides all devices into slices of these shapes, in the given order.
 
         Raises:
-          ClusterError: the slices hold more or fewer devices than the cluster, or do
-            not fit together.
+          ClusterError: the shapes have more or fewer devices than the cluster, or no
+            such division exists.
 
         >>> stages = Cluster.parse("2x4:h100").partition([(1, 2), (1, 4), (1, 2)])
         >>> [stage.ids for stage in stages]
@@ -352,17 +360,18 @@ class Cluster:
         hosts: Sequence[int] = (),
         prefer: Prefer = "devices",
     ) -> Self:
-        """The largest regular cluster of the remaining devices.
+        """The largest regular cluster of the devices that remain after some leave.
 
-        Remaining devices that are not used are `idle`. Idle devices may be used again
-        when more devices leave or join.
+        In a regular cluster all parts of a level have equally many devices. Remaining
+        devices that it does not use are `idle`. They may be used again when more
+        devices leave or join.
 
         Args:
           *names: devices, hosts, pods or groups, such as ``"host0/device1"``.
-          devices: devices by their `ids`.
-          hosts: hosts by their number in the whole cluster.
-          prefer: which cluster to choose among clusters of the same size: the one with
-            more ``"devices"`` per host, or with more ``"hosts"``.
+          devices: `ids` of devices that leave.
+          hosts: numbers, in the whole cluster, of hosts that leave.
+          prefer: which of several clusters of the same size to choose: with more
+            ``"devices"`` per host, or with more ``"hosts"``.
 
         Raises:
           ClusterError: a name is unknown or given twice, or no device is left.
@@ -381,17 +390,17 @@ class Cluster:
     ) -> Self:
         """The largest regular cluster after hosts joined or returned.
 
-        A host that belonged to the whole cluster returns with all its devices to their
-        old positions. A new host is added after the last host. If a number is given,
-        returning hosts are taken first.
+        If a host belonged to the whole cluster, all its devices return to their old
+        positions. A new host is added after the last host. If ``hosts`` is a number,
+        hosts that had left return first.
 
         Args:
           hosts: number of hosts, or their names.
           prefer: as for `without`.
 
         Raises:
-          ClusterError: a host is already in the cluster, or there is no switch that it
-            can join.
+          ClusterError: a host is already in the cluster, or the hosts are not joined by
+            a switch, to which a new host could be added.
 
         >>> cluster = Cluster.parse("2x4:h100").without("host0")
         >>> cluster.with_hosts(2).hosts
@@ -400,10 +409,10 @@ class Cluster:
         return self._rejoin(membership.with_hosts(self, hosts, prefer))
 
     def with_devices(self, devices: Sequence[int], prefer: Prefer = "devices") -> Self:
-        """The largest regular cluster after devices returned to their positions.
+        """The largest regular cluster after devices returned to their old positions.
 
         Args:
-          devices: `ids` of the devices.
+          devices: `ids` of the devices that return.
           prefer: as for `without`.
 
         Raises:
@@ -423,12 +432,13 @@ class Cluster:
     ) -> Self:
         """The same cluster with new measurements for the links of one level.
 
-        Measured times of collectives on the link are scaled accordingly.
+        If the link has measured times of collectives, they are scaled in proportion.
 
         Args:
-          level: name of the level; for groups, ``between`` or a group and its level.
-          bandwidth_bytes_per_s: as for `LinkSpec`; None: unchanged.
-          latency_s: as for `LinkSpec`; None: unchanged.
+          level: name of the level, such as ``host``; in a cluster of groups,
+            ``between`` for the link between groups, or names of a group and its level.
+          bandwidth_bytes_per_s: new bandwidth, as in `LinkSpec`; None: unchanged.
+          latency_s: new latency, as in `LinkSpec`; None: unchanged.
 
         Raises:
           ClusterError: there is no such level, or a value is wrong.
@@ -445,7 +455,7 @@ class Cluster:
         return type(self)(groups=groups, between=between)
 
     def _rejoin(self, left: Sequence[Self]) -> Self:
-        """Joins the parts to one cluster; a cluster of groups if more than one part is
+        """Makes one cluster of the remaining groups; a cluster of groups if several are
         left.
         """
         if len(left) == 1:
@@ -461,8 +471,8 @@ class Cluster:
         return (*own, self.members, self.groups, self.between)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all fields are equal, including fields that clusters of
-        groups lack.
+        """Whether all fields are equal. A field that a cluster of groups lacks is equal
+        to the same missing field.
         """
         if not isinstance(other, Cluster):
             return NotImplemented
@@ -473,7 +483,7 @@ class Cluster:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        """The text and the number of devices; `to_toml` has every number.
+        """The text and the number of devices; `to_toml` has all figures.
 
         >>> Cluster.parse("2x4:h100")
         <Cluster 2x4:h100, 8 devices>
@@ -482,7 +492,7 @@ class Cluster:
         return f"<Cluster {self}, {count} {'device' if count == 1 else 'devices'}>"
 
     def __str__(self) -> str:
-        """The text that `parse` reads; for a cluster without such a text, its shape and
-        name.
+        """The text that `parse` reads; if there is no such text, the cluster's shape
+        and the device's name.
         """
         return cluster_text(self)

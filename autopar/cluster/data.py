@@ -1,13 +1,13 @@
-"""Clusters as plain data: dictionaries, lists, texts and numbers.
+"""Converts clusters to plain data (dictionaries, lists, texts, numbers) and back.
 
-TOML files and plan files hold a cluster in this form. Reading is strict and restores
-equal values.
+TOML files and plan files hold clusters in this form. Unknown keys are errors. A cluster
+that is written and read again is equal to the original.
 
 A cluster of unequal devices consists of groups of equal devices and a link between the
 groups.
 
-Code that plans for equal devices reads `device` or `levels`. A cluster of groups has
-neither field, so reading them raises an error.
+Code that supports only equal devices reads the fields `device` or `levels`. A cluster
+of groups has neither, so reading them raises an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autopar.cluster.specs import (
 
 
 def unequal_error(cluster: ClusterFields, what: str) -> ClusterError:
-    """The error for a feature that only clusters of equal devices support."""
+    """The error to raise if a feature supports only clusters of equal devices."""
     return ClusterError(
         f"{what} needs equal devices, and {cluster} has groups of unequal ones: plan "
         f"one group at a time, cluster.groups[0] to "
@@ -52,11 +52,11 @@ def unequal_error(cluster: ClusterFields, what: str) -> ClusterError:
 
 @final
 class _EqualOnly:
-    """The descriptor of a field that clusters of groups lack: reading the field is an
+    """The descriptor of a field that a cluster of groups lacks; reading it raises an
     error.
 
-    The descriptor defines no `__set__`. So a cluster of equal devices holds plain
-    values, which take precedence over the descriptor.
+    It defines no `__set__`. So in a cluster of equal devices the field is a plain
+    attribute, which takes precedence over the descriptor.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -65,18 +65,18 @@ class _EqualOnly:
     def __get__(self, cluster: ClusterFields | None, owner: type) -> None:
         if cluster is not None:
             raise unequal_error(cluster, f"cluster.{self._name}")
-        # `dataclasses` reads the default from the class.
+        # `dataclasses` reads the default value of the field from the class.
 
 
 def equal_only() -> Any:
-    """The default of a field that only clusters of equal devices have."""
+    """The default value of a field that only clusters of equal devices have."""
     return _EqualOnly()
 
 
 def split_text(description: str) -> list[str]:
-    """The texts of the groups, which are separated by plus signs.
+    """Splits the text of a cluster at plus signs into the texts of its groups.
 
-    A plus sign may also belong to an exponent in the value of an option.
+    A plus sign in the exponent of a number does not separate groups.
 
     >>> split_text("4x8:h100,network=1e+11B/s+2x4:v5e+1x4:t4")
     ['4x8:h100,network=1e+11B/s', '2x4:v5e', '1x4:t4']
@@ -91,7 +91,7 @@ def split_text(description: str) -> list[str]:
 
 
 def outer_network(device: DeviceSpec, levels: Sequence[Level]) -> LinkSpec | None:
-    """The links beyond a group; None if unknown."""
+    """The network that leads out of a group; None if it is not known."""
     base = PRESETS.get(device.name)
     if any(level.link.topology != "switch" for level in levels):
         return None
@@ -101,7 +101,9 @@ def outer_network(device: DeviceSpec, levels: Sequence[Level]) -> LinkSpec | Non
 
 
 def default_between(groups: Sequence[ClusterFields]) -> LinkSpec:
-    """A link with the speed of the slowest of the groups' outermost networks."""
+    """The default link between groups: as fast as the slowest of their outermost
+    networks.
+    """
     links = [outer_network(group.device, group.levels) for group in groups]
     for i, link in enumerate(links):
         if link is None:
@@ -117,9 +119,9 @@ def default_between(groups: Sequence[ClusterFields]) -> LinkSpec:
 
 
 def place_groups(groups: Sequence[AnyCluster]) -> tuple[AnyCluster, ...]:
-    """The groups with names and consecutive positions.
+    """Gives groups names and consecutive positions.
 
-    Groups that were part of a cluster of groups keep both.
+    Groups that were already part of a cluster of groups keep their names and positions.
     """
     placed: list[AnyCluster] = []
     start = 0
@@ -145,8 +147,8 @@ def _check_places(groups: Sequence[ClusterFields]) -> None:
 
 
 def without_places(groups: Sequence[AnyCluster]) -> tuple[AnyCluster, ...]:
-    """The groups without the names and positions that `place_groups` would assign
-    again.
+    """Removes names and positions from groups, if `place_groups` would give them the
+    same again.
     """
     bare = tuple(_bare(group) for group in groups)
     return bare if place_groups(bare) == tuple(groups) else tuple(groups)
@@ -160,7 +162,7 @@ def _bare(group: AnyCluster) -> AnyCluster:
 
 
 def check_groups(groups: Sequence[ClusterFields], between: LinkSpec) -> None:
-    """Raises `ClusterError` if these groups cannot form a cluster."""
+    """Raises `ClusterError` unless these groups can form a cluster."""
     if len(groups) < 2:
         raise ClusterError("Cluster: one group of equal devices needs no groups=.")
     if between.topology != "switch" or between.measured:
@@ -170,14 +172,16 @@ def check_groups(groups: Sequence[ClusterFields], between: LinkSpec) -> None:
 
 
 def is_default(groups: Sequence[ClusterFields], between: LinkSpec | None) -> bool:
-    """Whether the link between the groups equals its default."""
+    """Whether the link between the groups is the default link."""
     if any(outer_network(group.device, group.levels) is None for group in groups):
         return False
     return between == default_between(groups)
 
 
 def slice_of(cluster: AnyCluster, shape: Sequence[int], offset: int) -> AnyCluster:
-    """The slice that begins at `offset`, counted through all groups."""
+    """The slice of a shape that begins at device ``offset``, counted through all
+    groups.
+    """
     before = 0
     for group in cluster.groups:
         if before <= offset < before + group.num_devices:
@@ -198,7 +202,9 @@ C = TypeVar("C")
 
 
 class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
-    """The table [device.calibration]; missing values are those of the device's kind."""
+    """The table [device.calibration]; for missing values, those of the device's kind
+    hold.
+    """
 
     skew: float | None = None
     half_rate_side: float | None = None
@@ -219,7 +225,7 @@ class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Device(msgspec.Struct, forbid_unknown_fields=True):
-    """The table [device]; missing values come from `preset`."""
+    """The table [device]; missing values are taken from its ``preset``."""
 
     preset: str | None = None
     name: str | None = None
@@ -263,7 +269,9 @@ class _Level(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Members(msgspec.Struct, forbid_unknown_fields=True):
-    """The table [members]: the positions in a whole cluster with the levels `level`."""
+    """The table [members]: positions of devices in a whole cluster with the levels
+    ``level``.
+    """
 
     positions: list[int]
     idle: list[int] = []
@@ -295,14 +303,14 @@ class _Unequal(msgspec.Struct, forbid_unknown_fields=True):
     between: _Between | None = None
 
 
-# The decoder is made at import, because msgspec crashes if two threads analyse one type
-# at the same time. A decoder analyses every type that `msgspec.convert` needs,
-# including _Equal.
+# The decoder is made when this module is imported, because msgspec crashes if two
+# threads analyse a type at the same time. To make it, msgspec analyses all types that
+# `msgspec.convert` needs later, including _Equal.
 _DECODER = msgspec.json.Decoder(_Unequal)
 
 
 def _whole(name: str, value: float) -> int:
-    if not abs(value) < 1e99:  # as of infinity, and of too many digits
+    if not abs(value) < 1e99:  # also infinity, or a number with too many digits
         raise ClusterError(f"{name} must be positive and finite, got {show(value)}.")
     return round(value)
 
@@ -356,7 +364,9 @@ def _level(given: _Level) -> Level:
 
 
 def _members(given: _Equal, levels: tuple[Level, ...]) -> Members | None:
-    """The members that the file lists, or members with the file's host names."""
+    """The members that a file lists, or else members with the host names in the
+    file.
+    """
     hosts = tuple(given.hosts)
     if given.members is None:
         return dataclasses.replace(everything(levels), hosts=hosts) if hosts else None
@@ -380,7 +390,7 @@ def _equal(make: Callable[..., C], given: _Equal) -> C:
 
 
 def read_equal(data: object) -> tuple[DeviceSpec, tuple[Level, ...]]:
-    """The device and the levels of a profile's data, which hold nothing else."""
+    """Reads the device and the levels from the data of a profile."""
     given = msgspec.convert(data, _Equal)
     if given.hosts or given.members:
         raise ClusterError("a profile has no hosts and no [members].")
@@ -388,10 +398,10 @@ def read_equal(data: object) -> tuple[DeviceSpec, tuple[Level, ...]]:
 
 
 def read(make: Callable[..., C], data: object) -> C:
-    """The cluster that the data describe, made by `make`.
+    """Reads a cluster from data; ``make`` creates it.
 
     Raises:
-      ValueError: from msgspec, if a type or a name is wrong; or `ClusterError`.
+      ValueError: msgspec's error for a wrong type or name, or a `ClusterError`.
     """
     if not (isinstance(data, Mapping) and "group" in data):
         return _equal(make, msgspec.convert(data, _Equal))
@@ -413,8 +423,8 @@ def _device_data(device: DeviceSpec) -> Data:
     numbers = _fields(device, *tables, *own, "calibration")
     given = {name: getattr(device, name) for name in own}
     given.update(on_chip_bytes=device.on_chip_bytes or None)
-    # Without a power limit the field is left out, as in files from versions without the
-    # field.
+    # The field is written only for a device with a power limit, because earlier
+    # versions of the format lack it.
     given.update(power_part=device.power_part if device.power_part < 1 else None)
     numbers |= {name: value for name, value in given.items() if value not in ("", None)}
     for name in tables:
@@ -424,7 +434,7 @@ def _device_data(device: DeviceSpec) -> Data:
 
 
 def _calibration_data(device: DeviceSpec) -> Data:
-    """The fields that differ from the calibration of the device's kind."""
+    """The fields of a device's calibration that differ from its kind's calibration."""
     if device.calibration is None:
         return {}
     usual = _fields(CALIBRATIONS[device.kind])
@@ -469,7 +479,7 @@ def _equal_data(cluster: ClusterFields) -> Data:
 
 
 def write(cluster: ClusterFields) -> Data:
-    """The data from which `read` restores an equal cluster."""
+    """Converts a cluster to data from which `read` makes an equal cluster."""
     if cluster.between is None:
         return _equal_data(cluster)
     return {

@@ -1,4 +1,4 @@
-"""The devices of this process, described by a saved profile or by a preset."""
+"""Describes the devices of this process by a saved profile or by a preset."""
 
 import dataclasses
 import os
@@ -14,8 +14,8 @@ from autopar.cluster.specs import ClusterError, DeviceSpec, Level
 
 PROFILE_VARIABLE = "AUTOPAR_PROFILE"
 
-# A substring of `jax.Device.device_kind` in lower case, and the preset; the first match
-# is used.
+# Pairs of a lower-case text and a preset. The first text that occurs in
+# `jax.Device.device_kind` decides the preset.
 _KINDS = (
     ("h200", "h200"),
     ("gb200", "gb200"),
@@ -33,8 +33,8 @@ _KINDS = (
 
 
 class Device(Protocol):
-    """The part of a `jax.Device` that is read here, because type checkers do not know
-    that class.
+    """The attributes of a `jax.Device` that this module reads; type checkers do not
+    know that class.
     """
 
     device_kind: str
@@ -42,14 +42,14 @@ class Device(Protocol):
     process_index: int
 
     def memory_stats(self) -> dict[str, Any] | None:
-        """Sizes in bytes by name, or None."""
+        """Name of a statistic -> bytes; None if the backend has none."""
         ...
 
 
 def profile_path(device_kind: str, num_devices: int) -> pathlib.Path:
-    """The path of this machine's profile.
+    """The path of the profile with this machine's measurements.
 
-    The path is $AUTOPAR_PROFILE if set. By default the path is a file in the user's
+    It is $AUTOPAR_PROFILE if this variable is set. Otherwise it is a file in the user's
     cache folder, named after the host, the kind of device and the number of devices.
     """
     chosen = os.environ.get(PROFILE_VARIABLE)
@@ -62,13 +62,13 @@ def profile_path(device_kind: str, num_devices: int) -> pathlib.Path:
 
 
 def take_devices(count: int | Sequence[Device] | None) -> list[Device]:
-    """The first `count` devices of the JAX backend, all of its devices, or the given
-    devices.
+    """The first ``count`` devices of the JAX backend, all its devices for None, or the
+    devices in a list.
     """
     if isinstance(count, Sequence):
         return list(count)
     # JAX is imported here and not at the top, because describing a cluster must not
-    # import JAX. So planning for another machine and `autopar --help` stay fast and
+    # import JAX. So `autopar --help` and planning for another machine are fast and
     # start no backend.
     import jax
 
@@ -95,8 +95,8 @@ def _host_memory_bytes() -> int:
 
 
 def _share_of_cpu(device: DeviceSpec, count: int) -> DeviceSpec:
-    """The preset of one core, scaled to the share of this host's cores that a device
-    gets.
+    """The preset of a CPU core, scaled to the number of this host's cores that each
+    simulated device has.
     """
     share = min(1.0, (os.cpu_count() or 1) / count)
     return dataclasses.replace(
@@ -109,7 +109,7 @@ def _share_of_cpu(device: DeviceSpec, count: int) -> DeviceSpec:
 
 
 def _device(preset: Preset, devices: Sequence[Device]) -> DeviceSpec:
-    """The preset's device with the memory that the backend reports."""
+    """The preset's figures of a device, with the memory that the backend reports."""
     if preset.device.kind == "cpu":
         return _share_of_cpu(preset.device, len(devices))
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
@@ -129,7 +129,7 @@ def level_sizes(devices: Sequence[Device]) -> tuple[int, ...]:
 def from_preset(
     devices: Sequence[Device],
 ) -> tuple[DeviceSpec, tuple[Level, ...]]:
-    """The device and the levels that the presets give for these devices."""
+    """Device and levels for these JAX devices, from the presets."""
     kind = devices[0].device_kind
     name = preset_name(kind)
     if name is None:
@@ -144,7 +144,9 @@ def from_preset(
 def discover(
     count: int | Sequence[Device] | None,
 ) -> tuple[DeviceSpec, tuple[Level, ...]]:
-    """The device and the levels of the devices of `take_devices`."""
+    """Device and levels for this process's devices, from a profile or else from
+    presets.
+    """
     devices = take_devices(count)
     path = profile_path(devices[0].device_kind, len(devices))
     if not path.is_file() and not os.environ.get(PROFILE_VARIABLE):

@@ -1,8 +1,8 @@
-"""The positions and names of a cluster's devices within a whole cluster.
+"""Positions and names of devices in the whole cluster from which some may have left.
 
-Devices have positions, counted row-major over the levels of the whole cluster, and
-names: ``host3/device1`` is the second device of the fourth host. Position and name of a
-device do not change when other devices leave.
+A device has a position, counted in row-major order over the levels of the whole
+cluster. It also has a name: ``host3/device1`` is the second device of the fourth host.
+Position and name stay the same when other devices leave.
 
 The protocol `ClusterFields` lists the fields of a cluster that the modules below
 `autopar.cluster.cluster` read.
@@ -27,21 +27,23 @@ from autopar.cluster.specs import (
     show,
 )
 
-# The most names that an error lists in full.
+# An error message lists at most this many names in full.
 _SHOWN = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """The positions of a cluster's devices in the whole cluster that contains them.
+    """Which devices of a whole cluster a cluster uses.
 
     Attributes:
       whole: the levels of the whole cluster.
-      positions: positions of the devices in use, in the order of a mesh.
-      idle: positions of the devices that are available and not used.
-      hosts: a name for each host of the whole cluster; empty: names by level, such as
-        ``host3``.
-      group: the name of the group, in a cluster of unequal devices.
+      positions: positions of the devices in use, in the order in which meshes are made
+        of them.
+      idle: positions of the devices that are available but not used.
+      hosts: a name for each host of the whole cluster; empty: hosts are named after
+        their level, such as ``host3``.
+      group: name of the group to which the devices belong, in a cluster of unequal
+        devices.
       start: the position of the group's first device among the devices of all groups.
     """
 
@@ -90,7 +92,7 @@ class Members:
         return tuple(f"{hosts[host]}/{last.name}{i}" for host, i in split)
 
     def blocks(self) -> dict[str, range]:
-        """The positions of each named part, host and device."""
+        """Name of each part, host and device -> its positions."""
         found: dict[str, range] = {}
         prefix = f"{self.group}/" if self.group else ""
         if self.group:
@@ -121,7 +123,7 @@ def checked_size(levels: Sequence[Level]) -> int:
 
 
 def num_hosts(levels: Sequence[Level]) -> int:
-    """The number of parts of the last level: hosts, or rows of a torus."""
+    """The number of hosts, or of rows of a torus."""
     return size_of(levels[:-1])
 
 
@@ -137,7 +139,9 @@ def paths(levels: Sequence[Level]) -> tuple[str, ...]:
 
 
 def default_hosts(levels: Sequence[Level]) -> tuple[str, ...]:
-    """The names of the hosts by level; devices without hosts share ``host0``."""
+    """The default names of hosts, after their level; ``host0`` if there is only one
+    level.
+    """
     return paths(levels[:-1]) if len(levels) > 1 else ("host0",)
 
 
@@ -164,12 +168,13 @@ def _check_hosts(members: Members) -> None:
 
 
 def everything(levels: tuple[Level, ...]) -> Members:
-    """The members that hold all devices of a whole cluster."""
+    """The members of a cluster that uses all devices of a whole cluster."""
     return Members(whole=levels, positions=tuple(range(size_of(levels))))
 
 
 def settle(members: Members, levels: tuple[Level, ...]) -> Members | None:
-    """The members, checked against the levels; None if they only state defaults.
+    """Checks members against levels; returns None for the default members, which use
+    all devices under default names.
 
     Raises:
       ClusterError: the members do not fit a cluster with these levels.
@@ -196,8 +201,8 @@ def _shape(levels: Sequence[Level]) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """The names for an error: all names of a short list, the first and last of a long
-    list.
+    """Names as a text for an error message: all of a short list, the first and the last
+    of a long one.
 
     >>> list_names(["a", "b"])
     'a, b'
@@ -210,22 +215,22 @@ def list_names(names: Sequence[str]) -> str:
 class ClusterFields(Protocol):
     """The fields and derived properties of `autopar.cluster.Cluster`."""
 
-    # `dataclasses.replace` needs this attribute.
+    # Type checkers require this attribute for `dataclasses.replace`.
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     @property
     def device(self) -> DeviceSpec:
-        """The devices; an error for a cluster of groups."""
+        """Figures of a device; raises an error for a cluster of groups."""
         ...
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The links; an error for a cluster of groups."""
+        """Sizes and links of the levels; raises an error for a cluster of groups."""
         ...
 
     @property
     def members(self) -> Members | None:
-        """The positions of these devices in a whole cluster; None: these are all
+        """Positions of these devices in the whole cluster; None: these are all its
         devices.
         """
         ...
@@ -251,7 +256,9 @@ class ClusterFields(Protocol):
         ...
 
     def slice(self, shape: Sequence[int], offset: int = 0) -> Self:
-        """The slice of this shape whose first device is the one at `offset`."""
+        """The slice (part of the cluster) of this shape that begins at the device
+        ``offset``.
+        """
         ...
 
     def fingerprint(self) -> str:

@@ -1,15 +1,16 @@
-"""Clusters after devices left or joined.
+"""Finds the cluster to use after devices left or joined.
 
-The remaining devices are rarely a regular cluster: 8 hosts of 8 devices without one
-device are 63 devices. A plan needs the same number of devices in every part. So the
-largest regular cluster is used, and the other devices are idle. Idle devices are
-considered again at the next change.
+A plan needs a regular cluster, in which all parts of a level (such as hosts) have
+equally many devices. The devices that remain are rarely a regular cluster: 8 hosts of 8
+devices without one device are 63 devices. So the largest regular cluster of the
+remaining devices is used. The other devices are idle until the next change, when they
+may be used again.
 
 This module finds the largest regular cluster of the remaining devices.
 
-Behind switches, any devices of any parts can be used, as long as every part has the
-same number of devices. In a torus only blocks of neighbours are connected. A ring that
-lost a part becomes a line.
+If a switch joins the parts of a level, any parts and any devices in them can be used.
+In a torus only blocks of neighbours can be used. If a ring has lost a part, the rest is
+a line.
 """
 
 from __future__ import annotations
@@ -55,19 +56,21 @@ def check_prefer(prefer: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Segment:
-    """Levels that are chosen together: one level behind a switch, or all levels of a
-    torus.
+    """Levels whose sizes must be chosen together: a single level joined by a switch, or
+    all levels of a torus.
 
-    `wraps` says for each dimension of a torus whether it has wrap-around links.
+    ``wraps`` tells for each dimension of a torus whether it has wrap-around links.
     """
 
     axes: tuple[int, ...]
     wraps: tuple[bool, ...] | None
 
     def options(self, cells: Cells) -> Iterator[tuple[Shape, Cells]]:
-        """Yields each size that a part can have, and the parts that can have it.
+        """Yields each shape that a part can have in these levels, and which parts can
+        have it.
 
-        `cells` says which inner parts are usable; its last axes belong to this segment.
+        ``cells`` tells which inner parts are usable. Its last axes are the levels of
+        this segment.
         """
         if self.wraps is not None:
             yield from _blocks(cells, self.axes, self.wraps)
@@ -77,14 +80,14 @@ class _Segment:
             yield (size,), found >= size
 
     def good(self, cells: Cells, shape: Shape) -> Cells:
-        """The parts that can have these sizes."""
+        """Which parts can have this shape."""
         for sizes, good in self.options(cells):
             if sizes == shape:
                 return good
         raise AssertionError((shape, self))  # the search found it before
 
     def place(self, cells: Cells, shape: Shape) -> list[tuple[int, ...]]:
-        """The first parts of these sizes, by their coordinates."""
+        """The coordinates of the first usable inner parts that form this shape."""
         if self.wraps is None:
             return [(int(i),) for i in np.flatnonzero(cells)[: shape[0]]]
         axes = tuple(range(cells.ndim))
@@ -114,8 +117,8 @@ def _segments(device: DeviceSpec, levels: Sequence[Level]) -> list[_Segment]:
 
 
 def _shift(cells: Cells, axis: int, by: int, wraps: bool) -> Cells:
-    """The cells shifted by `by`; beyond an end without wrap-around the cells
-    are False.
+    """Shifts cells along an axis. Without wrap-around, cells from beyond the end are
+    False.
     """
     moved = np.roll(cells, -by, axis)
     if not wraps:
@@ -128,7 +131,7 @@ def _shift(cells: Cells, axis: int, by: int, wraps: bool) -> Cells:
 def _corners(
     cells: Cells, axes: tuple[int, ...], wraps: tuple[bool, ...]
 ) -> Iterator[tuple[Shape, Cells]]:
-    """Yields the shapes of blocks of usable cells, and the cells where the blocks
+    """Yields each shape of a block of usable cells, and the cells at which such blocks
     begin.
     """
     if not axes:
@@ -138,7 +141,7 @@ def _corners(
     for size in range(1, cells.shape[axis] + 1):
         if size > 1:
             run = run & _shift(cells, axis, size - 1, wraps[0])
-        if size == cells.shape[axis]:  # the whole ring begins where it is counted from
+        if size == cells.shape[axis]:  # a whole ring begins at its cell 0
             first = np.arange(size) == 0
             run = run & np.expand_dims(
                 first, tuple(i for i in range(cells.ndim) if i != axis)
@@ -152,13 +155,13 @@ def _corners(
 def _blocks(
     cells: Cells, axes: tuple[int, ...], wraps: tuple[bool, ...]
 ) -> Iterator[tuple[Shape, Cells]]:
-    """Yields the shapes of blocks, and the parts that hold such a block."""
+    """Yields each shape of a block, and which parts contain such a block."""
     for shape, corners in _corners(cells, axes, wraps):
         yield shape, np.asarray(corners.any(axis=axes))
 
 
 def _shapes(cells: Cells, segments: Sequence[_Segment]) -> Iterator[Shape]:
-    """Yields every shape that the usable cells can have."""
+    """Yields every shape that a regular cluster of the usable devices can have."""
     if not segments:
         yield ()
         return
@@ -191,11 +194,11 @@ def largest_cluster(
 ) -> tuple[Shape, tuple[int, ...]]:
     """The shape and the positions of the largest regular cluster.
 
-    Of several clusters of the same size, `prefer` decides. Of the remaining clusters,
-    the one with the first positions is taken.
+    Among clusters of the same size, ``prefer`` decides. If this leaves several, the one
+    with the lowest positions is taken.
 
     Args:
-      device: the device, which says whether a torus wraps around.
+      device: figures of a device, which tell whether a torus has wrap-around links.
       levels: levels of the whole cluster.
       there: positions of the remaining devices, at least one.
       prefer: which of several clusters of the same size to choose.
@@ -219,19 +222,19 @@ def largest_cluster(
 
 
 def members_of(cluster: ClusterFields) -> Members:
-    """The members of a cluster of equal devices, also if its field is None."""
+    """The members of a cluster of equal devices; all devices if its field is None."""
     return cluster.members or everything(cluster.levels)
 
 
 def parts(cluster: AnyCluster) -> tuple[AnyCluster, ...]:
-    """The groups, or the cluster itself if all devices are equal."""
+    """The groups of a cluster, or the cluster itself if all its devices are equal."""
     return cluster.groups or (cluster,)
 
 
 def select(
     cluster: AnyCluster, shape: Sequence[int], cells: Sequence[int]
 ) -> AnyCluster:
-    """The part of a cluster with the devices of these indices, in this shape."""
+    """The part of a cluster that has the devices with these indices, in this shape."""
     of = members_of(cluster)
     held = tuple(of.positions[cell] for cell in cells)
     return dataclasses.replace(
@@ -244,7 +247,7 @@ def select(
 def regrid(
     cluster: AnyCluster, of: Members, there: Iterable[int], prefer: Prefer
 ) -> AnyCluster:
-    """The largest regular cluster of the available positions."""
+    """The largest regular cluster of the devices at these positions."""
     left = sorted(there)
     shape, positions = largest_cluster(cluster.device, of.whole, left, prefer)
     idle = tuple(sorted(set(left) - set(positions)))
@@ -260,7 +263,7 @@ def _there(of: Members) -> set[int]:
 
 
 def _known_names(cluster: ClusterFields) -> dict[str, set[int]]:
-    """Name -> the ids of its devices, for available devices only."""
+    """Name of a part, host or device -> ids of its devices that are available."""
     found: dict[str, set[int]] = {}
     for part in parts(cluster):
         of = members_of(part)
@@ -289,7 +292,7 @@ def _by_id(cluster: ClusterFields) -> dict[int, str]:
 def _names_of(
     cluster: ClusterFields, devices: Iterable[int], hosts: Iterable[int]
 ) -> list[str]:
-    """The names of devices and hosts given by number."""
+    """The names of devices and hosts that are given by number."""
     ids, rows = _by_id(cluster), _all_hosts(cluster)
     found: list[str] = []
     for device in devices:
@@ -307,7 +310,7 @@ def _names_of(
 
 
 def _leaving(known: Mapping[str, set[int]], names: Sequence[str]) -> set[int]:
-    """The ids of the named devices, each named once."""
+    """The ids of the devices that leave; an error if a device is named twice."""
     gone: set[int] = set()
     for name in names:
         if name not in known:
@@ -328,7 +331,9 @@ def without(
     hosts: Sequence[int],
     prefer: Prefer,
 ) -> list[AnyCluster]:
-    """The remaining parts; see `autopar.cluster.Cluster.without`."""
+    """The groups (or the one cluster) that remain; see
+    `autopar.cluster.Cluster.without`.
+    """
     check_prefer(prefer)
     known = _known_names(cluster)
     gone = _leaving(known, [*names, *_names_of(cluster, devices, hosts)])
@@ -348,7 +353,7 @@ def without(
 def with_devices(
     cluster: AnyCluster, devices: Sequence[int], prefer: Prefer
 ) -> list[AnyCluster]:
-    """The parts after devices returned.
+    """The groups (or the one cluster) after devices returned.
 
     See `autopar.cluster.Cluster.with_devices`.
     """
@@ -376,7 +381,9 @@ def with_devices(
 def with_link(
     cluster: AnyCluster, level: str, bandwidth: float | None, latency: float | None
 ) -> AnyCluster:
-    """A cluster of equal devices with another rate of a link."""
+    """A cluster of equal devices with another bandwidth or latency of a level's
+    link.
+    """
     found = next((x for x in cluster.levels if x.name == level), None)
     if found is None:
         names = [x.name for x in cluster.levels]
@@ -395,8 +402,8 @@ def with_link(
         )
 
     def _exactly(link: LinkSpec, was: Level) -> LinkSpec:
-        """Restores the exact measured values without rounding, so that equal
-        measurements give equal clusters.
+        """Sets the new bandwidth and latency exactly, without the rounding of a scaled
+        value. So equal measurements give equal clusters.
         """
         if was.link != found.link:
             return link
@@ -419,7 +426,7 @@ def _ratio(new: float | None, old: float) -> float:
 def groups_with_link(
     cluster: AnyCluster, level: str, bandwidth: float | None, latency: float | None
 ) -> tuple[tuple[AnyCluster, ...], LinkSpec]:
-    """The groups and the link between them, with another rate for one link."""
+    """The groups and the link between them, after one link got another rate."""
     between = cluster.between
     assert between is not None
     if level == "between":
@@ -442,8 +449,8 @@ def groups_with_link(
 
 
 def _missing(of: Members) -> dict[str, set[int]]:
-    """Missing positions of the whole cluster by host, including hosts without missing
-    devices.
+    """Host of the whole cluster -> positions of its devices that are missing, also if
+    none is.
     """
     size, there = of.whole[-1].size, _there(of)
     return {
@@ -453,8 +460,8 @@ def _missing(of: Members) -> dict[str, set[int]]:
 
 
 def _names_for(of: Members, hosts: int) -> list[str]:
-    """The names of a number of hosts: first hosts that left entirely, then new
-    hosts.
+    """Names for a number of hosts that join: first those of hosts that left with all
+    devices, then new names.
     """
     if hosts < 1:
         raise ClusterError(f"with_hosts: cannot add {hosts} hosts; give 1 or more.")
@@ -468,7 +475,7 @@ def _names_for(of: Members, hosts: int) -> list[str]:
 
 
 def _longer(whole: tuple[Level, ...], hosts: int) -> tuple[Level, ...]:
-    """The levels after adding a number of hosts."""
+    """The levels of the whole cluster after adding a number of hosts."""
     if len(whole) == 1 or is_torus(whole[0]):
         raise ClusterError(
             "with_hosts: no new host can join: the cluster describes no switch between "
@@ -486,8 +493,8 @@ def _longer(whole: tuple[Level, ...], hosts: int) -> tuple[Level, ...]:
 
 
 def _extend(of: Members, new: Sequence[str]) -> Members:
-    """The members of a larger whole cluster, whose new devices are not yet
-    available.
+    """The same members in a larger whole cluster, whose new devices are not available
+    yet.
     """
     if not new:
         return of
@@ -522,7 +529,7 @@ def _check_joining(
 
 
 def _grow(part: AnyCluster, names: Sequence[str], prefer: Prefer) -> AnyCluster:
-    """One cluster of equal devices with these hosts."""
+    """A cluster of equal devices after these hosts joined."""
     of = members_of(part)
     missing = _missing(of)
     _check_joining(of, names, missing)
@@ -534,7 +541,9 @@ def _grow(part: AnyCluster, names: Sequence[str], prefer: Prefer) -> AnyCluster:
 def with_hosts(
     cluster: AnyCluster, hosts: int | str | Sequence[str], prefer: Prefer
 ) -> list[AnyCluster]:
-    """The parts with more hosts; see `autopar.cluster.Cluster.with_hosts`."""
+    """The groups (or the one cluster) after hosts joined; see
+    `autopar.cluster.Cluster.with_hosts`.
+    """
     check_prefer(prefer)
     if isinstance(hosts, int):
         if cluster.groups:
@@ -563,8 +572,8 @@ def _next_host(group: ClusterFields) -> str:
 def _grown_groups(
     cluster: AnyCluster, names: Sequence[str], prefer: Prefer
 ) -> list[AnyCluster]:
-    """Each group with its hosts; if a group has new hosts, the positions of later
-    groups increase.
+    """The groups after hosts joined them. If a group got new hosts, the positions of
+    all later groups increase.
     """
     groups = {members_of(group).group: group for group in cluster.groups}
     mine = {name: [n for n in names if _is_in(name, n)] for name in groups}

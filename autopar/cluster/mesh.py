@@ -1,4 +1,4 @@
-"""Logical meshes: the ways to map mesh axes to the levels of a cluster."""
+"""Logical meshes: how mesh axes are mapped to the levels of a cluster."""
 
 import dataclasses
 import functools
@@ -24,10 +24,11 @@ class MeshAxis:
       name: name of the axis.
       size: number of devices along the axis.
       link: link between neighbours along the axis.
-      level: number of the cluster level that contains the axis; 0 is the outermost.
-      named: whether the user gave the name. If False, the name only states the position
-        of the axis, and a plan renames the axis after the kind of dimension that it
-        splits.
+      level: index of the cluster's level within which the axis lies; 0 is the
+        outermost.
+      named: whether the user gave the name. If False, it is a default name, and the
+        planner later renames the axis after the kind of dimension that it splits, such
+        as ``data``.
     """
 
     name: str
@@ -55,7 +56,9 @@ class MeshShape:
 
     @property
     def label(self) -> str:
-        """Sizes by name; sizes only, such as ``8x4``, if the user named no axis."""
+        """Names and sizes as text; only sizes, such as ``8x4``, if the user named no
+        axis.
+        """
         named = any(axis.named for axis in self.axes)
         return str(self) if named else "x".join(map(str, self.sizes))
 
@@ -65,24 +68,24 @@ class MeshShape:
         return math.prod(self.sizes)
 
     def axis(self, name: str) -> MeshAxis:
-        """The axis of that name."""
+        """The axis with this name."""
         for axis in self.axes:
             if axis.name == name:
                 return axis
         raise ClusterError(f"MeshShape: no axis {name!r}; the axes are {self.names}.")
 
     def __str__(self) -> str:
-        """Sizes by name, such as ``data=8 tensor=4``."""
+        """Names and sizes as text, such as ``data=8 tensor=4``."""
         return " ".join(f"{axis.name}={axis.size}" for axis in self.axes)
 
 
-# The keys are sizes of levels and their divisors: a few tens of entries of about 450
-# bytes.
+# The arguments are sizes of levels and their divisors. So the cache has a few tens of
+# entries of about 450 bytes.
 @functools.lru_cache(maxsize=1 << 10)
 def ordered_factorisations(
     number: int, max_factors: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Every way to write `number` as an ordered product of factors above 1.
+    """All ways to write ``number`` as an ordered product of factors above 1.
 
     >>> ordered_factorisations(8, 2)
     ((8,), (2, 4), (4, 2))
@@ -108,7 +111,7 @@ def axis_names(num_axes: int) -> tuple[str, ...]:
 def _sizes_per_level(
     levels: Sequence[Level], max_axes: int
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yields, for each level, the sizes of the axes that lie within it."""
+    """Yields every choice of axes: for each level, the sizes of the axes within it."""
     options = [ordered_factorisations(level.size, max_axes) for level in levels]
     for sizes in itertools.product(*options):
         if sum(map(len, sizes)) <= max_axes:
@@ -121,7 +124,7 @@ def _build(
     names: Sequence[str] | None,
 ) -> MeshShape:
     placed = [(i, size) for i, inside in enumerate(sizes) for size in inside]
-    placed = placed or [(len(levels) - 1, 1)]  # a mesh has an axis, be it of size 1
+    placed = placed or [(len(levels) - 1, 1)]  # a mesh has at least one axis
     axes = [
         MeshAxis(
             name=name,
@@ -149,7 +152,9 @@ def _names_for(num_axes: int, names: Sequence[str] | None) -> tuple[str, ...]:
 def mesh_shapes(
     levels: Sequence[Level], max_axes: int, names: Sequence[str] | None
 ) -> tuple[MeshShape, ...]:
-    """Every mesh in which each axis lies within one level, few axes first."""
+    """All meshes in which each axis lies within one level; those with fewer axes
+    first.
+    """
     needed = max(1, sum(level.size > 1 for level in levels))
     if max_axes < needed:
         raise ClusterError(

@@ -1,16 +1,16 @@
-"""Public figures of common devices and of their usual links, from TOML files.
+"""Reads public figures of common devices and of their usual links from TOML files.
 
 Each file of the folder ``devices`` describes a device; its name is that of the device.
 The files of the folders in ``AUTOPAR_DEVICES`` (separated as in ``PATH``) are read,
 too. A file has the fields of `_GpuFile`, `_TpuFile` or `_CpuFile`.
 
-Peaks are dense (without sparsity) and per device. The peaks come from the vendors'
-datasheets, which are named in each file and also state the power limit. The memory of a
-GPU is the size that its driver reports: `device_memory_size` of OpenXLA's target
-configurations (xla/backends/gpu/target_config/specs/*.txtpb), for a card of 80 GB about
-85e9 bytes. Programs do not reach the datasheet's figures; the factors in the files and
-below give the reachable fraction. `autopar profile` replaces all of these figures by
-measurements.
+Peak rates are rates of one device for dense products (without sparsity). They come from
+the vendors' datasheets, which each file names, and which also state the power limit.
+The memory of a GPU is the size that its driver reports: `device_memory_size` of
+OpenXLA's target configurations (xla/backends/gpu/target_config/specs/*.txtpb), for a
+card of 80 GB about 85e9 bytes. Programs do not reach the rates of a datasheet. Factors
+in the files and in this module give the fraction that they reach. `autopar profile`
+measures the real figures and replaces those of the preset.
 """
 
 from __future__ import annotations
@@ -41,21 +41,23 @@ STREAM_EFFICIENCY = 0.9
 # Assumption: the fraction of its rate that a network reaches.
 NETWORK_EFFICIENCY = 0.9
 
-# Time of one step of a collective, for models without protocols.
-# `autopar.cost.collectives` has NCCL's latencies by algorithm and protocol. The
-# latencies of networks are scaled by the network's latency divided by InfiniBand's. TPU
-# links take about 1 us per hop (https://jax-ml.github.io/scaling-book/sharding/).
+# Time of one step of a collective, for models of collectives that do not distinguish
+# protocols. `autopar.cost.collectives` has NCCL's latencies by algorithm and protocol.
+# For a network, these latencies are multiplied by the network's latency divided by
+# InfiniBand's latency. TPU links take about 1 us per hop
+# (https://jax-ml.github.io/scaling-book/sharding/).
 PCIE_LATENCY_S = 4e-6
 INFINIBAND_LATENCY_S = 8e-6
 ICI_LATENCY_S = 1e-6
 
-# Assumptions: the gap between two dependent kernels.
+# Assumptions: the time between the end of a kernel and the start of a kernel that
+# depends on it.
 GPU_KERNEL_LATENCY_S = 2e-6
 TPU_KERNEL_LATENCY_S = 1e-6
 CPU_KERNEL_LATENCY_S = 2e-6
 
-# Assumption: large products reach nearly the peak, because whole training steps on v5e
-# reach up to 0.86 of the peak.
+# Assumption: large products reach nearly the peak rate. A reason: whole training steps
+# on v5e reach up to 0.86 of it.
 TPU_EFFICIENCY = 0.95
 
 _FOLDERS_VARIABLE = "AUTOPAR_DEVICES"
@@ -65,12 +67,12 @@ _TORUS_LEVELS = ("x", "y", "z")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A device with the links between such devices.
+    """Figures of a device, and of the usual links between such devices.
 
-    `inner` is the link between devices of a host, `outer` the link between hosts. A
-    torus has links of one class in every dimension. A torus has wrap-around links only
-    in dimensions whose size is a multiple of `wrap_multiple`. `power_w` is the power
-    limit of the datasheet; 0 means that the power is not known.
+    ``inner`` is the link between devices of a host, ``outer`` the link between hosts.
+    All dimensions of a torus have the same kind of links. A dimension has wrap-around
+    links only if its size is a multiple of ``wrap_multiple``. ``power_w`` is the power
+    limit of the datasheet in watts; 0 means that it is not known.
     """
 
     device: DeviceSpec
@@ -86,7 +88,7 @@ class Preset:
 
     @property
     def open_link(self) -> LinkSpec:
-        """The links of a torus dimension without wrap-around, with half the
+        """The links of a torus dimension without wrap-around, which have half the
         bandwidth.
         """
         half = self.inner.bandwidth_bytes_per_s / 2
@@ -104,8 +106,8 @@ class Preset:
         return tuple(Level(name=n, size=s, link=link) for n, s, link in named)
 
     def _torus_link(self, size: int) -> LinkSpec:
-        """The link of a ring, or the open link if a dimension of this size has no
-        wrap-around.
+        """The links of a torus dimension of this size, which has wrap-around links or
+        not.
         """
         return self.inner if size % self.wrap_multiple == 0 else self.open_link
 
@@ -114,10 +116,11 @@ class _Link(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The links of a device to the other devices of its host.
 
     Attributes:
-      gb_per_s: rate of all links of a device together, in one direction.
+      gb_per_s: rate of all links of a device together in one direction, in GB/s.
       efficiency: fraction of this rate that collectives reach.
       latency_s: seconds of one step of a collective.
-      rates: class of links whose measured rates are used (`autopar.cluster.rates`).
+      rates: name of the class of links whose measured rates hold for these links
+        (`autopar.cluster.rates`).
     """
 
     gb_per_s: float
@@ -134,15 +137,16 @@ class _Link(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class _HostFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What files of GPUs and of CPUs have.
+    """The fields that files of GPUs and files of CPUs both have.
 
     Attributes:
-      tera_flops: dtype -> peak of products, in 1e12 operations per second.
-      vector_tera_flops: peak of elementwise operations.
+      tera_flops: dtype -> peak rate of matrix products, in 1e12 operations per second.
+      vector_tera_flops: peak rate of elementwise operations, in 1e12 per second.
       memory_bytes: memory of a device.
       memory_gb_per_s: bandwidth of this memory.
-      efficiency: fraction of the peak that the best products reach by themselves.
-      network_gbit_per_s: rate of a device's network port.
+      efficiency: fraction of the peak rate that the best products reach if nothing else
+        runs.
+      network_gbit_per_s: rate of a device's network port, in Gbit/s.
       network_latency_s: seconds of one step of a collective over the network.
       inner: links between the devices of a host.
     """
@@ -170,10 +174,12 @@ class _GpuFile(_HostFile, tag_field="kind", tag="gpu", kw_only=True):
     """A GPU.
 
     Attributes:
-      sustained: rate of products within a step, as a fraction of the rate by itself.
-      rates: table of products of this device (`autopar.cluster.rates`).
-      power_w: power limit of the datasheet.
-      workspace_bytes: XLA's workspace for products; None: XLA's default.
+      sustained: rate of products within a training step, as a fraction of their rate if
+        nothing else runs.
+      rates: name of the table of measured products of this device
+        (`autopar.cluster.rates`).
+      power_w: power limit of the datasheet, in watts.
+      workspace_bytes: XLA's workspace for matrix products; None: XLA's default.
     """
 
     sustained: float
@@ -200,7 +206,7 @@ class _GpuFile(_HostFile, tag_field="kind", tag="gpu", kw_only=True):
 
 
 class _CpuFile(_HostFile, tag_field="kind", tag="cpu", kw_only=True):
-    """A share of a host's processors, as one device."""
+    """A part of a host's processor cores that counts as one device."""
 
     def preset(self, name: str) -> Preset:
         device = DeviceSpec(
@@ -227,14 +233,16 @@ class _TpuFile(
 
     Attributes:
       tera_flops: peak of products in bfloat16, in 1e12 operations per second.
-      vector_tera_flops: peak of elementwise operations.
+      vector_tera_flops: peak rate of elementwise operations, in 1e12 per second.
       memory_gib: memory that the runtime leaves to a program, in GiB.
       memory_gb_per_s: bandwidth of this memory.
-      link_gb_per_s: rate of one link in one direction; a dimension has two links.
+      link_gb_per_s: rate of one link in one direction, in GB/s; a device has two links
+        in each dimension.
       wrap_multiple: see `Preset`.
-      vector_memory_mib: vector memory of a chip with one core, in MiB; such chips have
-        memory rules of their own.
-      memory_overhead: memory that the compiler needs, divided by the predicted one.
+      vector_memory_mib: vector memory of a chip with one core, in MiB. The cost model
+        has special memory rules for such chips.
+      memory_overhead: memory that a compiled program needs, divided by the predicted
+        memory.
     """
 
     tera_flops: float
@@ -275,10 +283,10 @@ class _TpuFile(
 
 
 def read_presets(*folders: pathlib.Path) -> dict[str, Preset]:
-    """The devices that the TOML files of some folders describe, by name.
+    """Name -> device, for all devices that TOML files in the folders describe.
 
     Raises:
-      ClusterError: a folder cannot be read, a file is wrong, or two files have one
+      ClusterError: a folder cannot be read, a file is wrong, or two files have the same
         name.
     """
     found: dict[str, Preset] = {}
@@ -304,7 +312,7 @@ def _read(path: pathlib.Path, name: str) -> Preset:
         return msgspec.convert(data, _GpuFile | _TpuFile | _CpuFile).preset(name)
     except OSError as error:
         raise ClusterError(f"{path}: cannot be read: {error.strerror}.") from error
-    except ValueError as error:  # of TOML, of msgspec, and of the values
+    except ValueError as error:  # errors of TOML, msgspec and the values
         raise ClusterError(f"{path}: {error}") from error
 
 
@@ -320,7 +328,7 @@ DEFAULT_PRESET = "h100"
 
 
 def preset(name: str) -> Preset:
-    """The preset with a name; upper and lower case are equal."""
+    """The preset with this name, in upper or lower case."""
     found = PRESETS.get(name.lower())
     if found is None:
         raise ClusterError(

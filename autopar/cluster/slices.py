@@ -1,18 +1,19 @@
-"""The sub-clusters that the links allow; a pipeline stage may run on each of them.
+"""Slices: the parts of a cluster on which a pipeline stage may run.
 
 A slice is one of
 
-- devices of one host, whose number divides the host's devices and whose first index is
-  a multiple of this number;
-- whole parts within one part of a middle level, by the same rule;
+- some devices of one host, whose number divides the number of the host's devices, and
+  the first of which has an index that is a multiple of this number;
+- some whole parts of a middle level within one part of the next outer level, by the
+  same rule;
 - any number of neighbouring whole parts of the outermost level;
-- in a torus, a block whose sides divide the sides of the torus, aligned to multiples of
-  its sides.
+- in a torus, a block whose sides divide the sides of the torus, and whose first
+  coordinates are multiples of its sides.
 
-The shapes of slices are the submesh shapes of Alpa (L. Zheng et al., "Alpa: Automating
+These shapes generalise the submesh shapes of Alpa (L. Zheng et al., "Alpa: Automating
 Inter- and Intra-Operator Parallelism for Distributed Deep Learning", OSDI 2022, section
-5.2) for any number of levels. Each level of a slice has links of one class, and shares
-no link with other slices of the same shape.
+5.2) to any number of levels. In each level, a slice has links of only one class, and
+shares no link with other slices of the same shape.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ from autopar.cluster.specs import (
 
 
 def is_torus(level: Level) -> bool:
-    """Whether the parts of a level are connected only to their neighbours."""
+    """Whether a level is a torus dimension: each part is connected only to its
+    neighbours.
+    """
     return level.link.topology != "switch"
 
 
 def wraps_around(device: DeviceSpec, link: LinkSpec) -> bool:
     """Whether a torus dimension has wrap-around links.
 
-    A ring has wrap-around links, with one exception: presets describe a dimension
-    without wrap-around as a ring with half the bandwidth.
+    A link with the topology "ring" has wrap-around links, with one exception: presets
+    describe a dimension without wrap-around as a ring with half the bandwidth.
     """
     if link.topology != "ring":
         return False
@@ -55,12 +58,13 @@ def wraps_around(device: DeviceSpec, link: LinkSpec) -> bool:
 
 
 def cut_level(device: DeviceSpec, level: Level, size: int) -> Level:
-    """A level cut to `size` parts, which are neighbours in a torus dimension.
+    """A level with only ``size`` of its parts; in a torus dimension they are
+    neighbours.
 
     A ring becomes a line: without the wrap-around, a device at an end sends in one
-    direction only, at half the bandwidth. Measured fits for groups as large as the ring
-    are dropped, because they were measured with the wrap-around. Smaller groups were
-    measured as lines.
+    direction only, at half the bandwidth. Measured times for groups as large as the
+    ring are dropped, because they were measured with the wrap-around. Times for smaller
+    groups were measured on lines, and stay.
 
     >>> from autopar.cluster.presets import PRESETS
     >>> level = PRESETS["v5e"].levels((16,))[0]
@@ -87,21 +91,21 @@ def cut_level(device: DeviceSpec, level: Level, size: int) -> Level:
 def cut_all(
     device: DeviceSpec, levels: Sequence[Level], sizes: Sequence[int]
 ) -> tuple[Level, ...]:
-    """Every level cut to its size."""
+    """Cuts every level to its size in ``sizes``."""
     pairs = zip(levels, sizes, strict=True)
     return tuple(cut_level(device, level, size) for level, size in pairs)
 
 
 def at_rate(link: LinkSpec, bandwidth: float, latency: float) -> LinkSpec:
-    """A link with scaled bandwidth, latency and measured times.
+    """A link after its bandwidth, latency and measured times are scaled.
 
-    A table of XLA's measurements holds only for a link at full speed. So a link at
-    another speed uses the model of bandwidth and latency instead of the table.
+    XLA's tables of measurements hold only for a link at full speed. So for a link at
+    another speed, the cost model uses bandwidth and latency, and not the table.
 
     Args:
       link: the original link.
-      bandwidth: new bandwidth divided by the old bandwidth.
-      latency: new latency divided by the old latency.
+      bandwidth: new bandwidth divided by old bandwidth.
+      latency: new latency divided by old latency.
 
     >>> from autopar.cluster.presets import PRESETS
     >>> slow = at_rate(PRESETS["h100"].outer, 0.5, 1.0)
@@ -131,7 +135,7 @@ Shape = tuple[int, ...]
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """The shape as in the text of a cluster.
+    """The shape as text, as in the text of a cluster.
 
     >>> shape_text((2, 8))
     '2x8'
@@ -140,8 +144,8 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def _any_count(levels: Sequence[Level]) -> int:
-    """The level that may be cut anywhere, which is the outermost level; -1: no
-    level.
+    """Index of the level of which a slice may have any number of parts: the outermost
+    one; -1 if there is none.
     """
     first = next((i for i, level in enumerate(levels) if level.size > 1), 0)
     cuttable = first < len(levels) - 1 and not is_torus(levels[first])
@@ -149,7 +153,7 @@ def _any_count(levels: Sequence[Level]) -> int:
 
 
 def _sizes(levels: Sequence[Level], free: int) -> list[list[int]]:
-    """The sizes that each level of a slice may have."""
+    """For each level the sizes that it may have in a slice."""
     return [
         [s for s in range(1, n + 1) if i == free or n % s == 0]
         for i, n in enumerate(level.size for level in levels)
@@ -157,8 +161,8 @@ def _sizes(levels: Sequence[Level], free: int) -> list[list[int]]:
 
 
 def _nests(levels: Sequence[Level], shape: Sequence[int]) -> bool:
-    """Whether a slice with several parts of a level has them whole; blocks of a torus
-    are exempt.
+    """Whether a slice that has several parts of a level has them whole. In a torus this
+    is not needed.
     """
     for i, size in enumerate(shape):
         if size == 1:
@@ -172,7 +176,7 @@ def _nests(levels: Sequence[Level], shape: Sequence[int]) -> bool:
 
 
 def shapes(levels: Sequence[Level]) -> tuple[Shape, ...]:
-    """The shape of every slice, few devices first.
+    """All shapes of slices; those with fewer devices first.
 
     >>> from autopar.cluster import Cluster
     >>> shapes(Cluster.parse("3x4:h100").levels)
@@ -184,14 +188,14 @@ def shapes(levels: Sequence[Level]) -> tuple[Shape, ...]:
 
 
 def count(levels: Sequence[Level], shape: Shape) -> int:
-    """The number of disjoint slices of one shape in the levels."""
+    """How many disjoint slices of a shape the levels contain."""
     return math.prod(
         level.size // size for level, size in zip(levels, shape, strict=True)
     )
 
 
 def check_shape(levels: Sequence[Level], shape: Sequence[int]) -> Shape:
-    """The shape as a tuple; an error if no slice may have this shape."""
+    """Returns the shape as a tuple; raises an error if no slice can have it."""
     allowed = _sizes(levels, _any_count(levels))
     good = len(shape) == len(levels) and all(
         size in sizes for size, sizes in zip(shape, allowed, strict=True)
@@ -212,7 +216,7 @@ def _strides(levels: Sequence[Level]) -> list[int]:
 
 
 def offsets(levels: Sequence[Level], shape: Shape) -> Iterator[int]:
-    """The first device of every slice of one shape, in order."""
+    """Yields the first device of every slice of a shape, in ascending order."""
     free = _any_count(levels)
     corners = [
         range(0, level.size - size + 1, 1 if i == free else size)
@@ -224,7 +228,7 @@ def offsets(levels: Sequence[Level], shape: Shape) -> Iterator[int]:
 
 
 def block(levels: Sequence[Level], shape: Shape, offset: int) -> tuple[int, ...]:
-    """The devices of the slice that begins at `offset`, row-major.
+    """The devices of the slice that begins at ``offset``, in row-major order.
 
     >>> from autopar.cluster import Cluster
     >>> block(Cluster.parse("4x4:v5e").levels, (2, 2), 8)
@@ -237,7 +241,7 @@ def block(levels: Sequence[Level], shape: Shape, offset: int) -> tuple[int, ...]
 
 
 def check_offset(levels: Sequence[Level], shape: Shape, offset: int) -> int:
-    """The offset; an error if no slice of this shape may begin there."""
+    """Returns the offset; raises an error if no slice of this shape can begin there."""
     known = list(offsets(levels, shape))
     if offset not in known:
         raise ClusterError(
@@ -248,10 +252,10 @@ def check_offset(levels: Sequence[Level], shape: Shape, offset: int) -> int:
 
 
 def partition(levels: Sequence[Level], asked: Sequence[Sequence[int]]) -> list[int]:
-    """An offset for each shape, so that the slices hold each device once.
+    """Finds an offset for each shape, such that the slices contain each device once.
 
-    The search fills the devices in order with the first shape that fits, and backtracks
-    if it gets stuck.
+    The search covers the devices in order, with the first shape that fits in each
+    place. If no shape fits, it backtracks.
     """
     checked = {shape: check_shape(levels, shape) for shape in map(tuple, asked)}
     wanted = [checked[tuple(shape)] for shape in asked]
@@ -277,17 +281,17 @@ def _texts(wanted: Sequence[Shape]) -> str:
 
 
 class _Filling:
-    """The search for a partition: an exact cover problem, solved by the first free
-    device.
+    """Searches for a partition of the devices into slices, an exact cover problem.
 
-    The first free device is always the first device of its slice, so that only the
-    shape must be chosen. States without a solution are not tried again.
+    The search goes on at the first device that is not covered yet. This device must be
+    the first of its slice, so only the shape of the slice has to be chosen. States that
+    led to no solution are not tried again.
     """
 
     def __init__(self, levels: Sequence[Level], wanted: Sequence[Shape]) -> None:
         self._size = math.prod(level.size for level in levels)
         self._levels = levels
-        self._left = Counter(wanted)  # in the order of their first mention
+        self._left = Counter(wanted)  # ordered by their first occurrence
         self._starts = {shape: set(offsets(levels, shape)) for shape in self._left}
         self._taken = [False] * self._size
         self._dead: set[tuple[int, ...]] = set()
@@ -298,7 +302,9 @@ class _Filling:
         return start
 
     def _state(self) -> tuple[int, ...]:
-        """The taken positions, as bits of one number, and the remaining counts."""
+        """The covered positions, as bits of one number, and how often each shape is
+        still needed.
+        """
         bits = int("".join("01"[taken] for taken in self._taken), 2)
         return (bits, *self._left.values())
 
@@ -308,7 +314,7 @@ class _Filling:
         self._left[shape] += -1 if taken else 1
 
     def _choices(self, free: int) -> Iterator[Shape]:
-        """Yields the shapes of slices that can begin at the first free device."""
+        """Yields the needed shapes of slices that can begin at the device ``free``."""
         for shape, left in list(self._left.items()):
             if left and free in self._starts[shape]:
                 cells = block(self._levels, shape, free)
@@ -316,7 +322,7 @@ class _Filling:
                     yield shape
 
     def fill(self) -> dict[Shape, list[int]] | None:
-        """Offsets by shape; None if there is no partition.
+        """Shape -> offsets of its slices; None if there is no partition.
 
         The search is a loop and not a recursion, because there may be more stages than
         Python allows stack frames.

@@ -1,10 +1,10 @@
-"""Devices, links and levels: the hardware figures that the cost model needs.
+"""Figures of devices, links and levels that the cost model needs.
 
 A calibration holds constants of a kind of device that no datasheet gives.
 
-These constants correct the formulas of `autopar.cost` for the behaviour of compilers
-and shared machines. A device has the calibration of its kind (`CALIBRATIONS`) unless
-its cluster file has a table ``[device.calibration]``.
+They correct the formulas of `autopar.cost` for the behaviour of compilers and of shared
+machines. A device has the calibration of its kind (`CALIBRATIONS`) unless its cluster
+file has a table ``[device.calibration]``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar_errors import InputError
 
 
 class ClusterError(InputError):
-    """A cluster description is wrong; the message shows a correct description."""
+    """The description of a cluster is wrong; the message shows a correct one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,39 +26,40 @@ class Calibration:
     """Corrections of the cost model for one kind of device.
 
     Attributes:
-      skew: factor on the time of every collective, because devices that reach the
-        collective early wait for the others. 1 for devices that share no hardware.
-      half_rate_side: side length in elements at which a matrix product runs at half its
-        rate, because the rest of a tile or vector is wasted.
-      vector_slowdown: factor on the roofline time of operators that are not matrix
-        products.
-      patch_passes: passes over memory for the unfolded patches of a convolution; 0 if
-        convolutions unfold no patches.
-      memory_overhead: factor on the peak of live buffers, for copies into other
-        memory orders and for fragmentation.
-      combined_kinds: kinds of collectives that the compiler joins into one message.
-      combined_bytes: the most bytes of the results of one message; a larger array has
+      skew: factor by which every collective takes longer, because devices that reach
+        the collective early wait for the others. It is 1 if devices share no hardware.
+      half_rate_side: number of elements of a matrix side at which a product runs at
+        half the full rate, because a part of a tile or vector is not used.
+      vector_slowdown: factor by which operators other than matrix products take longer
+        than their roofline time.
+      patch_passes: how often a convolution writes or reads its unfolded patches
+        (im2col) in memory; 0 if convolutions do not unfold patches.
+      memory_overhead: memory that a program needs, divided by the predicted peak of
+        live buffers. It covers copies into other memory orders, and fragmentation.
+      combined_kinds: kinds of collectives of which the compiler joins several to one
+        message.
+      combined_bytes: the most bytes of results in a joined message; a larger array has
         its own message. 1e18 means no limit.
-      combined_arrays: the most arrays in one message.
-      arrays_apart: whether the arrays of a message between hosts are sent one after the
-        other, so that each array costs the latency of the link.
-      forms_reduce_scatter: whether the compiler forms reduce-scatters. If False, an
-        all-reduce runs instead, and each device keeps a slice of the result.
-      copies_pieces: whether the compiler packs the operand of a collective, or copies
-        the pieces of the result to their places.
-      reassociates: whether the compiler replaces the addition of two all-reduces by one
-        all-reduce.
-      overlap: fraction of the work that communication may overlap with; 0 if a device
-        does one after the other.
-      contention: seconds by which each second of overlapping communication lengthens
+      combined_arrays: the most arrays in a joined message.
+      arrays_apart: whether the arrays of a joined message between hosts are sent one
+        after the other, so that each array adds the latency of the link.
+      forms_reduce_scatter: whether the compiler makes reduce-scatters. If False, the
+        program runs an all-reduce instead, and each device keeps a slice of the result.
+      copies_pieces: whether the program copies data for a collective: packs the
+        operand, or moves pieces of the result to their places.
+      reassociates: whether the compiler replaces the sum of two all-reduces by one
+        all-reduce of the sum.
+      overlap: fraction of the work with which communication may overlap; 0 if a device
+        either works or communicates.
+      contention: by how many seconds a second of overlapping communication lengthens
         the work.
-      whole_messages: whether communication overlaps with work in whole messages, and
-        sums also overlap with the update (`autopar.cost.overlap`). If False,
-        communication overlaps with work array by array.
+      whole_messages: whether a message can overlap with work only as a whole, and sums
+        of gradients also overlap with the optimizer's update (`autopar.cost.overlap`).
+        If False, each array of a message can overlap by itself.
       makes_room: whether the cost model assumes that the compiler saves memory if
-        memory is short (`autopar.cost.live`). The compiler often fails to do so next to
-        communication. So such plans are made only if nothing else fits, and kept only
-        if they compile.
+        memory is short (`autopar.cost.live`). Next to communication the compiler often
+        fails to do so. So the planner makes a plan that relies on this only if no other
+        plan fits, and keeps it only if it compiles.
     """
 
     skew: float = 1.0
@@ -108,33 +109,34 @@ class Calibration:
 
 # 30 MiB + 7 bytes is the value of the thresholds
 # xla_gpu_{all_reduce,all_gather,reduce_scatter}_ combine_threshold_bytes (openxla/xla,
-# xla/service/collective_utils.h). 256 arrays is the limit in
-# xla/service/gpu/gpu_compiler.cc. The TPU's compiler is not public; the same values are
-# assumed for it. On CPUs (jaxlib 0.10.2), 25 arrays with 3.2 GB of gradients became one
-# all-reduce, and 401 arrays became two all-reduces of 256 and 145 arrays. All-gathers
-# were not joined (benchmarks/combined_collectives.py).
+# xla/service/collective_utils.h). The limit of 256 arrays is in
+# xla/service/gpu/gpu_compiler.cc. The compiler for TPUs is not public; the same values
+# are assumed for it. On CPUs (jaxlib 0.10.2), 25 arrays with 3.2 GB of gradients became
+# one all-reduce, and 401 arrays became two all-reduces of 256 and 145 arrays.
+# All-gathers were not joined (benchmarks/combined_collectives.py).
 _COMBINED_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 _COMBINED_BYTES = 30.0 * 1024 * 1024 + 7
 
 CALIBRATIONS = {
     "cpu": Calibration(
-        # Simulated devices share the cores. The value was chosen by hand; least squares
-        # over measured steps gave 1.9 (docs/cost-model.md).
+        # Simulated devices share the processor cores. This value was chosen by hand. A
+        # least-squares fit to measured steps gave 1.9 (docs/cost-model.md).
         skew=1.5,
-        # The width of a vector register of 32-bit numbers (AVX2); not fitted.
+        # This many 32-bit numbers fit into a vector register (AVX2). The value was not
+        # fitted.
         half_rate_side=8.0,
         # XLA's CPU code for element-wise operators and reductions takes longer than one
-        # pass over memory. The value was chosen by hand. Least squares over measured
-        # steps gave about 3, but with 3 the fastest plans of some examples were
-        # predicted worse.
+        # pass over memory. This value was chosen by hand. A least-squares fit to
+        # measured steps gave about 3. But with 3, the steps of the fastest plans of
+        # some examples were predicted less well.
         vector_slowdown=2.0,
-        # Convolutions are products over unfolded patches (Eigen). The patches are
-        # written and read once, mostly in cache. Half a pass over memory is assumed for
-        # writing and for reading.
+        # XLA on CPUs computes convolutions as products with unfolded patches (Eigen).
+        # The patches are written and read once, mostly in the cache. So writing and
+        # reading are assumed to take half a pass over memory.
         patch_passes=0.5,
-        # Fragmentation of the heap, and copies for which no rule is known: in programs
-        # of the examples, the predicted peak of the buffers is up to 8 % below XLA's
-        # peak.
+        # This covers fragmentation of the heap, and copies for which no rule is known.
+        # In the programs of the examples, the predicted peak of buffers is up to 8 %
+        # below XLA's.
         memory_overhead=1.05,
         combined_kinds=("all_reduce",),
         # XLA passes the arrays to gloo one by one. At 1 Gbit/s, 70 arrays of 4 KiB take
@@ -145,41 +147,41 @@ CALIBRATIONS = {
         # XLA's CPU pipeline has no pass that forms a reduce-scatter.
         forms_reduce_scatter=False,
     ),
-    # Half-rate sides are a quarter of the tiles that GPU libraries prefer (64) and of a
-    # TPU's matrix unit (128). These values are assumptions. On GPUs the predicted peak
-    # of the buffers is about what XLA allocates (docs/record, compilers of
-    # accelerators). The TPU's memory overhead is the value that was chosen for CPUs.
+    # `half_rate_side` is assumed to be a quarter of the side of the tiles that GPU
+    # libraries prefer (64), or of a TPU's matrix unit (128). On GPUs the predicted peak
+    # of buffers is about what XLA allocates (docs/record, compilers of accelerators).
+    # `memory_overhead` of TPUs is the value that was chosen for CPUs.
     "gpu": Calibration(
         half_rate_side=16.0,
         memory_overhead=1.0,
         combined_kinds=_COMBINED_KINDS,
         combined_bytes=_COMBINED_BYTES,
-        # The dimension that a collective gathers, scatters or splits is outermost in
-        # memory, so that no pieces are copied
-        # (xla/service/gpu/transforms/layout_assignment.cc). Products can read any
-        # order.
+        # XLA for GPUs makes the dimension that a collective gathers, scatters or splits
+        # the outermost in memory, so that no pieces are copied
+        # (xla/service/gpu/transforms/layout_assignment.cc). Matrix products can read
+        # operands in any memory order.
         copies_pieces=False,
-        # The compiler joins both kinds of sums (autopar_passes.sums.reassociated).
+        # The compiler reassociates sums (autopar_passes.sums.reassociated).
         reassociates=True,
         overlap=1.0,
-        # Collectives use streaming multiprocessors and bandwidth. Overlapping work is
-        # 18.9 % slower on average (arXiv 2507.03114).
+        # Collectives use streaming multiprocessors and memory bandwidth. Work that
+        # overlaps with them is 18.9 % slower on average (arXiv 2507.03114).
         contention=0.189,
-        # Compiled schedules for H100 overlap whole messages (docs/record). TPUs send
-        # more and smaller messages than the limits above give, and no rule for TPUs is
-        # known.
+        # In programs compiled for H100, whole messages overlap with work (docs/record).
+        # Compiled programs for TPUs have more and smaller messages than the limits
+        # above allow, and no rule for this is known.
         whole_messages=True,
     ),
     "tpu": Calibration(
         half_rate_side=32.0,
         combined_kinds=_COMBINED_KINDS,
         combined_bytes=_COMBINED_BYTES,
-        # With this setting the predicted bytes of reduce-scatters are exact for
-        # tensor-parallel plans on 16 v5e. With separate sums, the prediction would be
-        # 1.2 to 1.6 times as large (libtpu 0.0.42).
+        # With this setting, the bytes of reduce-scatters are predicted exactly for
+        # tensor-parallel plans on 16 v5e. Without it, the prediction is 1.2 to 1.6
+        # times the true bytes (libtpu 0.0.42).
         reassociates=True,
-        # Separate engines do the transfers between TPUs. No published figure was found
-        # for the slowdown of overlapping work.
+        # In a TPU separate engines do the transfers between chips. No published figure
+        # for the slowdown of overlapping work was found.
         overlap=1.0,
     ),
 }
@@ -201,10 +203,9 @@ KINDS: tuple[str, ...] = get_args(Kind)
 TOPOLOGIES = ("switch", "ring", "line")
 DEVICE_KINDS = ("gpu", "tpu", "cpu")
 
-# The dtypes in which a dtype without its own rate is computed, in the order in which
-# they are tried. XLA widens 8-bit floats to bfloat16 where the hardware has no
-# instruction for them, and the two 16-bit floats share the same units on every device
-# in `presets`.
+# If a device has no rate for a dtype, the rate of the first of these dtypes that has
+# one is used. XLA widens 8-bit floats to bfloat16 where the hardware has no instruction
+# for them, and the two 16-bit floats share the same units on every device in `presets`.
 _STAND_INS = {
     "float8": ("float8", "bfloat16", "float16"),
     "bfloat16": ("bfloat16", "float16"),
@@ -224,8 +225,8 @@ _VECTOR_ONLY = frozenset(
 )  # fmt: skip
 
 
-# The most devices of a cluster, and the largest value of a rate, a time or bytes. With
-# these limits, products of several values stay finite.
+# Largest number of devices of a cluster, and largest value of a rate, a time or a
+# number of bytes. Within these limits, products of several values stay finite.
 MOST_DEVICES, _LARGEST = 1 << 20, 1e60
 _LONGEST_SHOWN = 200
 
@@ -236,10 +237,10 @@ def _require(condition: bool, owner: str, what: str, value: object) -> None:
 
 
 def show(value: object) -> str:
-    """A value as text for an error, cut if long."""
+    """A value as text for an error message; a long text is cut."""
     try:
         text = repr(value)
-    except ValueError:  # a whole number of more digits than Python writes
+    except ValueError:  # an integer with too many digits for Python to write
         text = "a number of thousands of digits"
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
@@ -256,12 +257,12 @@ def _not_negative(owner: str, name: str, value: float) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveFit:
-    """Measured time of one collective in groups of one size.
+    """A fit to measured times of a collective in groups of one size.
 
     The time is ``max(latency_s + s_per_byte * n, large_s_per_byte * n)``, where n is
-    the size by the convention of `Kind`. The second term is for buffers that no longer
-    fit a cache; it is zero if there is no such effect. `relative_error` is the root
-    mean square of ``predicted / measured - 1`` over the fitted points.
+    the size in bytes, counted as in `Kind`. The second term is for buffers that are
+    larger than a cache; it is zero if there is no such effect. `relative_error` is the
+    root mean square of ``predicted / measured - 1`` over the fitted points.
     """
 
     kind: str
@@ -294,23 +295,25 @@ class LinkSpec:
 
     Attributes:
       latency_s: time of an empty message between two neighbours.
-      bandwidth_bytes_per_s: bytes per second that one device can send through this
-        level in one direction while all devices send, as reached in collectives.
-      topology: "switch" (any device reaches any other at full rate), "ring" (a torus
-        dimension with wrap-around: half the bandwidth is for each direction) or "line"
-        (a part of a torus dimension without wrap-around).
-      rates: source of the times of collectives on the link, one of `LINK_RATES`: XLA's
-        measurements on a device, or NCCL's latencies on a class of links. "": times
-        follow from the latency and the bandwidth only.
-      measured: fitted times, which replace the model for their kinds of collectives.
+      bandwidth_bytes_per_s: bytes per second that one device reaches in collectives
+        when it sends through this level in one direction and all other devices send,
+        too.
+      topology: "switch" (any device sends to any other at full rate), "ring" (a torus
+        dimension with wrap-around; each of the two directions has half the bandwidth)
+        or "line" (a part of a torus dimension, without wrap-around).
+      rates: where times of collectives on the link come from, one of `LINK_RATES`:
+        XLA's measurements on a device, or NCCL's latencies on a class of links. "":
+        times are computed only from latency and bandwidth.
+      measured: fits to measured times, which the cost model uses for these kinds of
+        collectives in place of its formulas.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
     topology: str = "switch"
     rates: str = ""
-    # This field is not hashed, because cost functions look up links in caches many
-    # thousand times.
+    # The hash leaves out this field, because cost functions look up links in caches
+    # many thousand times.
     measured: tuple[CollectiveFit, ...] = dataclasses.field(default=(), hash=False)
 
     def __post_init__(self) -> None:
@@ -341,23 +344,27 @@ class DeviceSpec:
       peak_flops_per_s: (dtype name, FLOP/s of dense matrix products) pairs; float32 is
         required. The rate of float32 is for XLA's default computation of float32
         operands (TF32 on GPUs since Ampere, one bfloat16 pass on TPUs).
-      memory_bytes: memory a program may use.
-      memory_bandwidth_bytes_per_s: reads plus writes, as reached by a large copy.
-      matmul_efficiency: fraction of the peak that a large matrix product reaches.
+      memory_bytes: memory of the device that a program may use.
+      memory_bandwidth_bytes_per_s: bytes read plus bytes written per second in a large
+        copy.
+      matmul_efficiency: fraction of the peak rate that a large matrix product reaches.
       kernel_latency_s: time of an operator with almost no work.
       vector_flops_per_s: rate of all operators except matrix products; 0 means the
         float32 peak.
-      sustained: rate of products in a step, where the power limit lowers the clock,
-        divided by the rate of a product by itself.
-      power_part: power limit of the device as a fraction of the datasheet's power.
-      rates: the table of matrix products, one of `DEVICE_RATES`; "": no table.
-      workspace_bytes: workspace of the library of matrix products; None: the workspace
-        on the newest devices of the kind (`autopar.cost.live.habits_of`).
-      on_chip_bytes: on-chip memory that the compiler uses for buffers: the vector
-        memory of a TPU; 0 for other devices.
-      codec_s_per_element: (codec as text, seconds) pairs: the measured seconds per
-        element by which encoding and decoding lengthen the sum of a gradient.
-      calibration: corrections of the cost model; None: the corrections of the kind.
+      sustained: rate of products within a training step, where the power limit lowers
+        the clock, divided by their rate if nothing else runs.
+      power_part: power limit of the device as a fraction of the datasheet's power
+        limit.
+      rates: name of the table of measured matrix products, one of `DEVICE_RATES`; "":
+        no table.
+      workspace_bytes: workspace of the library for matrix products; None: as on the
+        newest devices of this kind (`autopar.cost.live.habits_of`).
+      on_chip_bytes: on-chip memory in which the compiler puts buffers: a TPU's vector
+        memory; 0 for other devices.
+      codec_s_per_element: (codec as text, seconds) pairs: how many seconds per element
+        encoding and decoding add to the sum of a gradient, as measured.
+      calibration: corrections of the cost model; None: the corrections for this kind of
+        device.
     """
 
     name: str
@@ -417,9 +424,9 @@ class DeviceSpec:
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in `dtype` (a NumPy or ml_dtypes name).
 
-        A dtype that is not listed runs at the rate of the dtype to which it is widened.
-        A dtype that no matrix unit supports (`_VECTOR_ONLY`) runs on the vector units.
-        If no rule applies, the rate is that of float32.
+        If ``peak_flops_per_s`` does not list the dtype, the rate is that of the dtype
+        to which it is widened. A dtype that no matrix unit supports (`_VECTOR_ONLY`)
+        runs on the vector units. If neither applies, the rate is that of float32.
         """
         peaks = dict(self.peak_flops_per_s)
         family = "float8" if dtype.startswith("float8") else dtype
@@ -442,32 +449,32 @@ class DeviceSpec:
 
     @property
     def kept_rate(self) -> float:
-        """The rate of products in a step divided by the rate of a product by itself.
+        """Rate of products within a training step, as a fraction of their rate if
+        nothing else runs.
 
-        `sustained` is for the datasheet's power limit. Below this limit the clock falls
-        with the cube root of the power, because power is proportional to the clock
-        times the squared voltage, and the voltage is proportional to the clock (Mudge,
-        "Power: A First-Class Architectural Design Constraint", IEEE Computer 34(4),
-        2001).
+        `sustained` holds for the datasheet's power limit. With a lower limit, the clock
+        falls with the cube root of the power: power is proportional to the clock times
+        the squared voltage, and voltage is proportional to the clock (Mudge, "Power: A
+        First-Class Architectural Design Constraint", IEEE Computer 34(4), 2001).
         """
         return self.sustained * self.power_part ** (1 / 3)
 
     @property
     def streams(self) -> bool:
-        """Whether the compiler computes operands of products while the products read
-        them.
+        """Whether the compiler can compute an operand of a product while the product
+        reads it.
 
-        A TPU's vector unit computes the operands tile by tile, in parallel with the
+        A TPU's vector unit computes the operand tile by tile, in parallel with the
         matrix unit (`autopar.steps.fusion.made_again`).
         """
         return self.kind == "tpu"
 
     @property
     def rounds_operands(self) -> bool:
-        """Whether products of float32 read bfloat16 operands, so that only bfloat16
-        copies are kept.
+        """Whether matrix products of float32 read operands as bfloat16, so that only
+        bfloat16 copies of them are kept in memory.
 
-        XLA's compiler for TPUs rounds these operands (`autopar.steps.rounding`).
+        XLA's compiler for TPUs rounds operands in this way (`autopar.steps.rounding`).
         """
         return self.kind == "tpu"
 

@@ -1,4 +1,4 @@
-"""The short form of a cluster, such as ``8x8:h100,network=100Gb/s``."""
+"""Reads and writes clusters as short texts, such as ``8x8:h100,network=100Gb/s``."""
 
 import dataclasses
 import re
@@ -9,7 +9,8 @@ from autopar.cluster.specs import ClusterError, DeviceSpec, Level, show
 
 EXAMPLE = "Example: Cluster.parse('8x8:h100,memory=40GB')."
 
-# A value that is larger than any field allows, and finite, so that it can be rounded.
+# A finite value that is larger than any field allows. It stands for larger values,
+# which could not be rounded.
 _MOST = 1e99
 _SCALE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -34,7 +35,7 @@ _EXAMPLES = {
 
 
 def parse_quantity(text: str, unit: str) -> float:
-    """The number in `text`, in SI units; a lower-case b is a bit.
+    """The number in ``text`` in SI units; a lower-case b stands for bits.
 
     >>> parse_quantity("100Gb/s", "bytes per second")
     12500000000.0
@@ -42,8 +43,8 @@ def parse_quantity(text: str, unit: str) -> float:
     match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)", text.strip())
     scales = _UNITS[unit]
     if match and match[2] in scales and match[1].count(".") <= 1 and match[1] != ".":
-        # Values that are not numbers, or have too many digits, are refused by the later
-        # check of the value.
+        # If a value is not a number or has too many digits, the later check of the
+        # field refuses it.
         return min(float(match[1]) * scales[match[2]], _MOST)
     known = ", ".join(name for name in scales if name)
     raise ClusterError(
@@ -53,7 +54,7 @@ def parse_quantity(text: str, unit: str) -> float:
 
 
 def format_quantity(value: float, unit: str) -> str:
-    """The shortest text that `parse_quantity` reads back exactly.
+    """The shortest text from which `parse_quantity` reads exactly this value.
 
     >>> format_quantity(40_000_000_000, "bytes")
     '40GB'
@@ -64,13 +65,15 @@ def format_quantity(value: float, unit: str) -> str:
     ]
     short = [f"{value / scale:g}{name}" for name, scale in _UNITS[unit].items()]
     exact = [text for text in short + written if parse_quantity(text, unit) == value]
-    # No text is exact if a whole number has more digits than a float.
+    # For a whole number with more digits than a float, no text is exact.
     return min(exact or written, key=len)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _DeviceOption:
-    """One ``key=value`` option: its unit, and functions to write and apply it."""
+    """An option ``key=value`` of a cluster's text: its unit, and functions that read it
+    from a cluster and apply it.
+    """
 
     unit: str
     read: Callable[[Preset], float]
@@ -91,7 +94,7 @@ def _on_device(
 
 
 def _watts(of: Preset) -> float:
-    # The value is rounded, so that 450 W is read and written as 450 W.
+    # The value is rounded, so that 450 W is written as 450 W again.
     return round(of.device.power_part * of.power_w, 6)
 
 
@@ -168,7 +171,7 @@ def _apply_option(base: Preset, sizes: tuple[int, ...], text: str) -> Preset:
 
 
 def parse_text(text: str) -> tuple[DeviceSpec, tuple[Level, ...]]:
-    """The device and the levels that `text` describes."""
+    """Reads the device and the levels from a short text."""
     head, *options = text.strip().split(",")
     shape, colon, name = head.partition(":")
     sizes = _parse_sizes(shape.strip())
@@ -195,7 +198,9 @@ def _options_of(device: DeviceSpec, levels: Sequence[Level], base: Preset) -> li
 
 
 def format_text(device: DeviceSpec, levels: Sequence[Level]) -> str | None:
-    """The short form that `parse_text` reads back, or None if there is none."""
+    """The short text from which `parse_text` reads this device and these levels; None
+    if there is none.
+    """
     try:
         base = preset(device.name)
         shape = "x".join(str(level.size) for level in levels)

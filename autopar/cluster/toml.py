@@ -1,4 +1,4 @@
-"""Clusters as TOML files: the data of `autopar.cluster.data`, as text."""
+"""Reads and writes clusters as TOML files, with the data of `autopar.cluster.data`."""
 
 import pathlib
 import tomllib
@@ -11,15 +11,15 @@ from autopar.cluster import data
 from autopar.cluster.specs import ClusterError
 
 _HELP = "docs/cost-model.md has a complete example."
-# The keys of these tables are names of dtypes and codecs, which are quoted like
-# strings.
+# In these tables the keys are names of dtypes or codecs, which TOML requires to be
+# quoted.
 _QUOTED = ("peak_flops_per_s.", "codec_s_per_element.")
 
 T = TypeVar("T")
 
 
 def read(path: pathlib.Path, convert: Callable[[data.Data], T]) -> T:
-    """Reads a file and converts its tables with `convert`.
+    """Reads a TOML file; ``convert`` makes the result from its tables.
 
     Raises:
       ClusterError: the file cannot be read, or its content is wrong.
@@ -32,20 +32,20 @@ def read(path: pathlib.Path, convert: Callable[[data.Data], T]) -> T:
         ) from error
     except RecursionError as error:
         raise ClusterError(f"{path}: is nested too deeply. {_HELP}") from error
-    except ValueError as error:  # of TOML, of msgspec, and our own ClusterError
+    except ValueError as error:  # of TOML or msgspec, or a ClusterError
         raise ClusterError(f"{path}: {error} {_HELP}") from error
 
 
 def _value(value: object) -> str:
     if isinstance(value, str | list):
-        # A JSON string is also a TOML basic string, except for one control character
-        # that JSON does not escape. Lists hold strings or integers.
+        # A JSON string is also a valid TOML basic string, except for one control
+        # character, which JSON does not escape. Lists hold only strings or integers.
         return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
     return repr(value)
 
 
 def _tables(name: str, value: Any) -> list[str]:
-    """The lines of one table, or of an array of tables."""
+    """The lines for one table, or for an array of tables."""
     if isinstance(value, dict):
         return ["", f"[{name}]", *_lines(f"{name}.", value)]
     lines: list[str] = []
@@ -55,7 +55,7 @@ def _tables(name: str, value: Any) -> list[str]:
 
 
 def _lines(prefix: str, values: data.Data) -> list[str]:
-    """The lines of a table's values: plain values first, then nested tables."""
+    """The lines for the values of a table: first plain values, then nested tables."""
     plain: list[str] = []
     tables: list[str] = []
     for key, value in values.items():
@@ -69,5 +69,5 @@ def _lines(prefix: str, values: data.Data) -> list[str]:
 
 
 def write(values: data.Data) -> str:
-    """The text of a file with these data."""
+    """The data as the text of a TOML file."""
     return "\n".join(_lines("", values)).removeprefix("\n") + "\n"

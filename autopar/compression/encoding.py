@@ -18,9 +18,10 @@ whole group. Worker i sums the i-th chunks of all workers. ``dim`` is the dim al
 which worker i needs only the i-th part of the sum; None: every worker needs the whole
 sum.
 
-Some functions sum over the elements of joined gradients, with one sum per gradient.
+Some functions compute one sum over elements for each gradient of a group.
 
-Their legend: k gradients with c elements of a chunk each, C elements of all chunks.
+In these functions a group has k gradients. A chunk of the group has c elements of each
+gradient, and C elements in total.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measured rates of devices and links, as interpolation points of the cost model."""
+"""Measured rates of devices and links, between which the cost model interpolates."""
 
 from autopar.cluster.rates.tables import (
     DEVICE_RATES,

@@ -1,8 +1,8 @@
-"""The tables of `xla.json`, and the names by which devices and links refer to them.
+"""Reads the tables of measured rates in `xla.json`.
 
 `scripts/fit_rates.py` writes `xla.json` from OpenXLA's performance tables (Apache-2.0,
-xla/service/gpu/model: collective_interpolator_data, matmul_interpolator_data), except
-for the rows that `benchmarks/xla_tables.py` holds out.
+xla/service/gpu/model: collective_interpolator_data, matmul_interpolator_data), without
+the rows that `benchmarks/xla_tables.py` needs to test predictions.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ import pathlib
 
 import msgspec
 
-# Links for which NCCL's latencies are used (`autopar.cost.collectives`).
+# Classes of links for which the cost model uses NCCL's latencies
+# (`autopar.cost.collectives`).
 NCCL_CLASSES = ("nvlink", "pcie", "network")
-# Links with measured collectives, named after the device that they connect.
+# Classes of links with measured times of collectives, named after the devices that they
+# connect.
 MEASURED_LINKS = ("h100", "b200", "gb200")
 LINK_RATES = ("", *NCCL_CLASSES, *MEASURED_LINKS)
-# Devices with rates of products; devices without measurements use the same curve as
-# another device.
+# Names of tables of matrix products, after devices. A device without measurements uses
+# a scaled curve of another device.
 DEVICE_RATES = ("", "a100", "b200", "h100", "t4", "v100")
 
 
 class CollectiveKnots(msgspec.Struct, frozen=True):
-    """Times of one collective among devices behind one switch.
+    """Measured times of one collective among devices that one switch joins.
 
     Attributes:
       group_sizes: the measured group sizes, ascending.
-      nbytes: sizes at the interpolation points, in the convention of
+      nbytes: sizes of the measured collectives, counted as in
         `autopar.cluster.specs.Kind`.
-      seconds: times, ``[group sizes, sizes]``.
+      seconds: measured seconds, ``[group sizes, sizes]``.
     """
 
     group_sizes: tuple[int, ...]
@@ -38,21 +40,22 @@ class CollectiveKnots(msgspec.Struct, frozen=True):
 
 
 class PartnerRates(msgspec.Struct, frozen=True):
-    """Rates of messages between pairs of devices (`autopar.cost.collectives`).
+    """Fitted rates of messages between pairs of devices (`autopar.cost.collectives`).
 
     Attributes:
-      channels: channels of a device for all messages together.
-      most_channels: the most channels that one message uses.
+      channels: number of NCCL channels of a device for all messages together.
+      most_channels: the most NCCL channels that one message uses.
       start_s: seconds of a collective with almost no data.
-      partner_s: seconds for each partner after the first.
-      small_bytes_per_s: rate of one channel in the protocol for small messages.
-      large_bytes_per_s: rate of one channel in the protocol for large messages.
+      partner_s: additional seconds for each partner after the first.
+      small_bytes_per_s: rate of one channel with NCCL's protocol for small messages.
+      large_bytes_per_s: rate of one channel with NCCL's protocol for large messages.
       bandwidth_bytes_per_s: bandwidth of the link in one direction.
-      sharpness: sharpness of the transition between the limits of channels and of the
-        link.
+      sharpness: exponent that makes the transition between the limit by channels and
+        the limit by the link smooth; larger is sharper.
       group_sizes: the measured group sizes, ascending.
-      octaves: log2 of the bytes per partner at the interpolation points.
-      logs: logarithms of measured divided by modelled time, ``[group sizes, octaves]``.
+      octaves: log2 of the bytes per partner of each measurement.
+      logs: logarithm of measured time divided by modelled time, ``[group sizes,
+        octaves]``.
     """
 
     channels: int
@@ -69,34 +72,36 @@ class PartnerRates(msgspec.Struct, frozen=True):
 
 
 class ProductRates(msgspec.Struct, frozen=True):
-    """Time of the matrix products of one dtype on one device.
+    """Model of the time of matrix products of one dtype on one device.
 
-    The time of ``batch`` products M x K by K x N, without the gap to the next kernel:
-    ``start_s + (depth^e + work^e + traffic^e)^(1/e)`` with ``e = sharpness``, where
-    depth is ``s_per_depth * K`` (the time of one tile along K), work is the time of the
-    FLOPs at ``rate_part`` of the device's reachable rate, and traffic is the time to
-    move the operands and the result at ``traffic_part`` of the memory bandwidth (caches
-    hold a part of them). A correction is added: the logarithm of measured divided by
-    modelled time at interpolation points. The correction is interpolated in the
-    logarithms of the sides.
+    The time of ``batch`` products of M x K by K x N matrices, without the pause before
+    the next kernel, is ``start_s + (depth^e + work^e + traffic^e)^(1/e)`` with ``e =
+    sharpness``, where depth is ``s_per_depth * K``, the time to go along K for one tile
+    of the result; work is the time of the FLOPs at ``rate_part`` of the device's
+    reachable rate; and traffic is the time to move operands and result at
+    ``traffic_part`` of the memory bandwidth (a part of them is in caches). The
+    logarithm of this time gets a correction: the logarithm of measured time divided by
+    modelled time, interpolated between measurements by the logarithms of the sides.
 
     Attributes:
       start_s: seconds of a kernel with almost no work.
-      s_per_depth: seconds of one element along K.
-      rate_part: fraction of ``peak * matmul_efficiency``.
-      traffic_part: fraction of the memory bandwidth; above 1 if caches help.
-      sharpness: sharpness of the transition to the largest of the three terms.
-      best_part: the best measured rate as a fraction like `rate_part`; an upper limit
-        of all predictions.
-      tile: elements of a tile side; a shorter side M or N takes the same time.
-      areas: log2 of ``batch * M * N`` at the interpolation points.
-      depths: log2 of K at the interpolation points.
-      sides: log2 of M and of N at the interpolation points.
-      by_area: corrections ``[areas, depths]`` of a single product.
-      by_area_batched: corrections of two or more products at once, for which libraries
-        use other kernels.
-      by_rows: corrections by M, ``[sides, depths]``.
-      by_columns: corrections by N, ``[sides, depths]``.
+      s_per_depth: seconds for each element along K.
+      rate_part: reached rate as a fraction of ``peak * matmul_efficiency``.
+      traffic_part: reached rate of transfers as a fraction of the memory bandwidth;
+        above 1 if caches help.
+      sharpness: the exponent e; the larger it is, the closer is the sum to the largest
+        of the three terms.
+      best_part: the best measured rate, as a fraction like ``rate_part``. No prediction
+        exceeds this rate.
+      tile: elements of a side of a tile. A shorter M or N takes as long as one tile.
+      areas: log2 of ``batch * M * N`` of the measurements.
+      depths: log2 of K of the measurements.
+      sides: log2 of M and of N of the measurements.
+      by_area: corrections ``[areas, depths]`` for a single product.
+      by_area_batched: corrections ``[areas, depths]`` for two or more products at once,
+        for which libraries use other kernels.
+      by_rows: corrections for M, ``[sides, depths]``.
+      by_columns: corrections for N, ``[sides, depths]``.
     """
 
     start_s: float
@@ -124,8 +129,8 @@ class _RatesFile(msgspec.Struct, frozen=True):
     products: dict[str, dict[str, ProductRates]]
 
 
-# The decoder is made at import, because msgspec crashes if two threads analyse one type
-# at the same time.
+# The decoder is made when this module is imported, because msgspec crashes if two
+# threads analyse a type at the same time.
 _FILE = msgspec.json.Decoder(_RatesFile)
 
 
@@ -138,7 +143,8 @@ def _file() -> _RatesFile:
 def collective_knots(rates: str, kind: str) -> CollectiveKnots | None:
     """The measured times of a collective, or None.
 
-    Permutations and all-to-alls, which send to partners, have `partner_rates` instead.
+    For permutations and all-to-alls, in which pairs of devices exchange messages, use
+    `partner_rates`.
 
     Args:
       rates: one of `LINK_RATES`.
@@ -158,16 +164,16 @@ def partner_rates(rates: str, kind: str) -> PartnerRates | None:
 
 
 # GPUs of other generations use the curve of bfloat16 products on an H100. The start of
-# a kernel takes the same time, and a step along K takes longer in inverse proportion to
-# the clock (H100 1.98 GHz, A100 1.41, V100 1.53, T4 1.59). The scaling with the clock
-# is an assumption, not a measurement.
+# a kernel is taken to last as long as on an H100. A step along K is taken to last
+# longer in inverse proportion to the clock (H100 1.98 GHz, A100 1.41, V100 1.53, T4
+# 1.59). This is an assumption, not a measurement.
 _H100_CLOCK_GHZ = 1.98
 _CLOCKS_GHZ = {"a100": 1.41, "v100": 1.53, "t4": 1.59}
 
 
 @functools.cache
 def product_rates(rates: str, itemsize: int) -> ProductRates | None:
-    """The rates of products of a dtype; None if the device has no table.
+    """The model of products of a dtype; None if there is no table with this name.
 
     Args:
       rates: one of `DEVICE_RATES`.
