@@ -5,6 +5,7 @@ Usage: python multiprocess_worker.py PROCESS COUNT PORT OUT
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -170,12 +171,9 @@ def adapted(process: int) -> dict[str, Any]:
     step = case.parallel(
         "powersgd:rank=3", policy=policy, fallback="bf16", least_gain=0.5
     )
-    count = compressed_cases.ROWS // jax.process_count()
-    mine = slice(process * count, (process + 1) * count)
     state, losses, levels = case.state(), [], []
     for whole in case.batches(5):
-        batch = {k: v[mine] for k, v in whole.items()}
-        state, (loss,) = case.train(step, state, [batch])
+        state, (loss,) = case.train(step, state, [_own_rows(whole, process)])
         losses.append(loss)
         levels.append([report.level for report in step.telemetry.values()])
     return {
@@ -186,6 +184,28 @@ def adapted(process: int) -> dict[str, Any]:
     }
 
 
+def _own_rows(batch: Any, process: int) -> Any:
+    count = len(batch["x"]) // jax.process_count()
+    return {k: v[process * count : (process + 1) * count] for k, v in batch.items()}
+
+
+def replicated(process: int) -> dict[str, Any]:
+    """Replicas of unequal shares, with codecs and the noise of their gradients."""
+    import compressed_cases
+
+    case = dataclasses.replace(
+        compressed_cases.data_parallel(), cluster="1x2:cpu+1x2:cpu,efficiency=0.2"
+    )
+    step = case.parallel("int8", microbatches=[3, 1], noise_scale=True)
+    mine = [_own_rows(whole, process) for whole in case.batches(3)]
+    _, losses = case.train(step, case.state(), mine)
+    return {
+        "losses": losses,
+        "codecs": [g.codec for g in step.plan.gradients],
+        "phi": step.noise_scale.phi,
+    }
+
+
 def results(process: int) -> dict[str, Any]:
     """The losses and plans of the three forms, on four devices."""
     found: dict[str, Any] = {}
@@ -193,7 +213,8 @@ def results(process: int) -> dict[str, Any]:
         losses, plan = train(forms.FORMS[name], outside)
         found[name] = losses
         found[f"{name} plan"] = msgspec.to_builtins(plan)
-    return {**found, "keyed": keyed(process), "adapted": adapted(process)}
+    more = {"keyed": keyed, "adapted": adapted, "replicated": replicated}
+    return {**found, **{name: run(process) for name, run in more.items()}}
 
 
 def main() -> None:

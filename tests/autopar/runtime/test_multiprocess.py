@@ -51,6 +51,16 @@ def test_keys_and_scalars_are_the_same_everywhere(found: Any) -> None:
     assert found["second"]["keyed"] == pytest.approx(want, rel=1e-5)
 
 
+def test_replicas_send_by_codecs_between_processes(found: Any) -> None:
+    want = found["one"]["replicated"]
+    assert "int8" in want["codecs"]
+    for process in ("first", "second"):
+        own = found[process]["replicated"]
+        assert own["codecs"] == want["codecs"]
+        np.testing.assert_allclose(own["losses"], want["losses"], rtol=1e-5)
+        assert own["phi"] == pytest.approx(want["phi"], rel=1e-4)
+
+
 def test_codecs_are_chosen_alike_everywhere(found: Any) -> None:
     """By errors that are measured on the devices of all processes."""
     want = found["one"]["adapted"]
