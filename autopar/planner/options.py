@@ -275,28 +275,23 @@ def _check_together(asked: PlanOptions) -> None:
             f"schedule={asked.schedule!r} is for a pipeline, and stages=1. Leave one "
             "of the two out."
         )
-    elif remat not in (None, 0) and stages not in (None, 1, "auto"):
+    elif remat == "none" and stages not in (None, 1):
         wrong = (
-            f"remat={remat!r} is for plans of one stage, and stages={stages!r}. Leave "
-            "remat out; with stages='auto' layers are chosen that compute again."
-        )
-    elif remat not in (None, "auto") and stages == "auto":
-        wrong = (
-            f"remat={remat!r}: stages='auto' chooses itself which layers compute "
-            "again. Leave remat out, or say stages=1."
+            f"remat='none' drops the step's own jax.checkpoint in plans of one stage, "
+            f"and stages={stages!r}. Leave one of the two out."
         )
     if wrong:
         raise PlanError(wrong)
 
 
 def _is_of_one_stage(asked: PlanOptions) -> str:
-    """The options in use that only plans of one stage support, as text; '' if there are
-    none.
+    """The options in use with which plans have one stage by default, as text; '' if
+    there are none.
     """
     if isinstance(asked.microbatches, tuple):
         return f"microbatches={list(asked.microbatches)} are those of replicas"
-    if asked.remat not in (None, "auto"):
-        return f"remat={asked.remat!r} was given, which is for plans of one"
+    if asked.remat not in (None, "auto") and asked.schedule is None:
+        return f"remat={asked.remat!r} was given, and stages= was not"
     return ""
 
 
@@ -310,7 +305,7 @@ def decide_open(asked: PlanOptions) -> PlanOptions:
 
     >>> found = decide_open(PlanOptions(remat=4))
     >>> found.stages, found.microbatches, found.one_stage
-    (1, 'auto', 'remat=4 was given, which is for plans of one')
+    (1, 'auto', 'remat=4 was given, and stages= was not')
     """
     why = ""
     if asked.stages is None and asked.schedule is None:

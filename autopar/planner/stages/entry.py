@@ -15,7 +15,7 @@ from autopar.cluster import Cluster
 from autopar.cluster.slices import shapes
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.codecs.choose import CodecRequest, request_of
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PlanOptions, layers_asked
 from autopar.planner.record import another_step
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs
 from autopar.planner.stages.plan import (
@@ -29,6 +29,7 @@ from autopar.planner.stages.plan import (
 from autopar.planner.stages.stage_search import StageSite, hints_of
 from autopar.planner.stages.staged import (
     WantedPipeline,
+    layers_by_pressure,
     schedule_of,
     staged_plan,
 )
@@ -37,6 +38,7 @@ from autopar.plans import Plan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import one_microbatch, over_microbatches
+from autopar.steps.remat import layer_starts
 from autopar.steps.stages import (
     CutStep,
     cut_step,
@@ -47,6 +49,7 @@ from autopar.steps.stages import (
 from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.operators import piece_arguments
+from autopar_passes.remat.copies import FULL
 from autopar_passes.stages.flow import Flow
 from autopar_passes.stages.layers import top_level
 from autopar_passes.stages.parts import CutError
@@ -436,9 +439,68 @@ def plan_wanted(
       InfeasibleError: a stage does not fit the memory of its devices.
       PlanError: the step cannot be cut or split in this way.
     """
+    if options.remat is not None:
+        wanted = _with_recomputed(whole, cluster, options, wanted, count)
     cut = cut_for(whole, options, wanted, count)
     asked = codecs or request_of(options)
     return staged_plan(cut, cluster, wanted, asked, hints_of(options))
+
+
+def _with_recomputed(
+    whole: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    wanted: WantedPipeline,
+    count: int,
+) -> WantedPipeline:
+    """The pipeline with the rematerialised layers that the options ask for.
+
+    ``auto`` keeps the layers of the pipeline if there are any, and otherwise takes as
+    many as are needed to fit. The layers are those of `layer_starts`, as for plans of
+    one stage.
+
+    Raises:
+      PlanError: the step has fewer layers, or its layers are a loop.
+    """
+    asked = options.remat
+    number, level = (None, FULL) if asked == "auto" else layers_asked(asked)
+    if number == 0 or (asked == "auto" and wanted.recomputed):
+        return wanted if asked == "auto" else dataclasses.replace(wanted, recomputed=())
+    couple = options.coupled == "microbatch"
+    found = layer_starts(whole, count, couple=couple)
+    if whole.pieces or len(set(found)) < len(found):
+        if asked == "auto":
+            return wanted
+        raise PlanError(
+            f"remat={asked!r}: the layers of the step are a loop, which a stage "
+            "computes as a whole. Leave remat out, say stages=1, or put "
+            "jax.checkpoint around the body of the loop."
+        )
+    if level != FULL:
+        raise PlanError(
+            f"remat={asked!r}: stages keep nothing of the layers that they compute "
+            "again. Give a number or 'all', or say stages=1."
+        )
+    if number is not None and number > len(found):
+        raise PlanError(
+            f"remat={asked!r}: the step has {len(found)} layers. Give fewer, or 'all'."
+        )
+    begins = [wanted.layers[part] for part in wanted.parts]
+    layers = tuple(sorted({*found, *begins}))
+    plain = dataclasses.replace(
+        wanted,
+        layers=layers,
+        parts=tuple(map(layers.index, begins)),
+        recomputed=(),
+    )
+    every = dataclasses.replace(plain, recomputed=tuple(range(len(layers))))
+    if asked != "auto" and number in (None, len(found)):
+        return every
+    cut = cut_for(whole, options, plain, count)
+    again = cut_for(whole, options, every, count)
+    hints = hints_of(options)
+    taken = layers_by_pressure(cut, again, cluster, plain, hints, number)
+    return dataclasses.replace(plain, recomputed=taken)
 
 
 def cut_for(

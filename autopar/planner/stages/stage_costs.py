@@ -570,6 +570,23 @@ def saved_bytes(
       recomputed: the layers of the stage that are rematerialised.
       found: the stage's layouts.
     """
+    sizes = recomputed_bytes(cut, layers, recomputed, found).values()
+    return sum(sizes) - max(sizes, default=0.0)
+
+
+def recomputed_bytes(
+    cut: CutStep, layers: Sequence[int], recomputed: Collection[int], found: Candidate
+) -> dict[int, float]:
+    """Layer of a stage -> bytes of its rematerialised activations on a device.
+
+    The bytes are those of one microbatch. Layers without such activations are left out.
+
+    Args:
+      cut: the step as stages.
+      layers: the forward equation at which each layer begins.
+      recomputed: the layers of the stage that are rematerialised.
+      found: the stage's layouts.
+    """
     flow = cut.cut.parts.flow
     order = {index: k for k, index in enumerate(flow.equations)}
     begins = [order[start] for start in layers]
@@ -584,6 +601,8 @@ def saved_bytes(
         read = any(flow.roles[r] is Role.BACKWARD for r in flow.readers.get(value, ()))
         if read and value in life.written and value not in known:
             held.setdefault(layer, []).append(value)
-    sizes = [_device_bytes(cut, values, found.assignment) for values in held.values()]
     overhead = device.corrections.memory_overhead * life.factor
-    return overhead * (sum(sizes) - max(sizes, default=0.0))
+    return {
+        layer: overhead * _device_bytes(cut, values, found.assignment)
+        for layer, values in held.items()
+    }

@@ -17,7 +17,12 @@ from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import CodecRequest, warn_if_unused
 from autopar.planner.record import make_plan
 from autopar.planner.stages.codecs import StagedChoice, choose_staged, sending_of
-from autopar.planner.stages.stage_costs import StageCosts, saved_bytes, stage_costs
+from autopar.planner.stages.stage_costs import (
+    StageCosts,
+    recomputed_bytes,
+    saved_bytes,
+    stage_costs,
+)
 from autopar.planner.stages.stage_search import StageHints, StageSearch, StageSite
 from autopar.plans import NO_SCHEDULE, PipelineData, Plan, StagePlan
 from autopar.steps.microbatches import over_microbatches
@@ -184,6 +189,70 @@ def _send_by_codecs(
     pairs = zip(laid.memory, choice.choices, strict=True)
     memory = [nbytes + sending_of(own).memory_bytes for nbytes, own in pairs]
     return _Laid(laid.found, choice.costs, memory, choice)
+
+
+def layers_by_pressure(
+    cut: CutStep,
+    every: CutStep,
+    cluster: Cluster,
+    wanted: WantedPipeline,
+    hints: StageHints,
+    number: int | None,
+) -> tuple[int, ...]:
+    """The layers to rematerialise, those of the stages with the least memory first.
+
+    One layer is taken after the other, each from the stage that needs the largest part
+    of its devices' memory with the layers taken so far. A stage gives the layer with
+    the most bytes.
+
+    Args:
+      cut: the step as stages, without rematerialised layers.
+      every: the step as stages, with all layers rematerialised.
+      cluster: all devices.
+      wanted: the pipeline, without rematerialised layers.
+      hints: hints about layouts.
+      number: how many layers to take; None: as many as are needed to fit.
+
+    Raises:
+      PlanError: fewer layers save memory, or a pin does not fit.
+    """
+    table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
+    search = StageSearch(cut=cut, sites=wanted.sites, hints=hints)
+    stages = range(len(wanted.sites))
+    laid = _price_stages(
+        cut, cluster, wanted, table, search.all([_NO_LIMIT for _ in stages])
+    )
+    peaks = play(table, laid.costs.tasks).peak_bytes
+    layers = range(len(wanted.layers))
+    again = dataclasses.replace(wanted, recomputed=tuple(layers))
+    left: list[dict[int, float]] = []
+    times: list[float] = []
+    for k in stages:
+        own = _again(every, again, k)
+        left.append(recomputed_bytes(every, wanted.layers, own, laid.found[k]))
+        once = sum(laid.costs.activation_bytes[k :: len(stages)])
+        times.append(float(peaks[k]) / once if once else 1.0)
+    taken: list[dict[int, float]] = [{} for _ in stages]
+
+    def pressure(k: int) -> float:
+        sizes = taken[k].values()
+        held = laid.memory[k] - times[k] * sum(sizes) + max(sizes, default=0.0)
+        return held / wanted.sites[k].cluster.device.memory_bytes
+
+    while number is None or sum(map(len, taken)) < number:
+        giving = [k for k in stages if left[k]]
+        if number is None and (not giving or max(map(pressure, stages)) <= 1.0):
+            break  # what does not fit is said where the plan is written
+        if not giving:
+            raise PlanError(
+                f"{sum(map(len, taken))} layers of the step keep activations that can "
+                f"be computed again, and remat= asks for {number}. Give fewer, or "
+                "'all'."
+            )
+        k = max(giving, key=lambda k: (pressure(k), -k))
+        layer = max(left[k], key=lambda layer: (left[k][layer], -layer))
+        taken[k][layer] = left[k].pop(layer)
+    return tuple(sorted(layer for own in taken for layer in own))
 
 
 def kept_plan(
@@ -387,8 +456,8 @@ def _check_memory(
                 f"stage {number} of {len(found)} does not fit: a device holds "
                 f"{nbytes / 1e9:.2f} GB with the activations that the schedule "
                 f"{wanted.schedule.name} keeps, and has {limit / 1e9:.2f} GB.\n"
-                "  try: more stages or microbatches, schedule='1f1b', or layers that "
-                "compute their activations again"
+                "  try: more stages or microbatches, schedule='1f1b', or remat='auto', "
+                "with which layers compute their activations again"
             )
 
 

@@ -224,9 +224,11 @@ def test_options_of_one_stage_are_said_in_the_plan() -> None:
     step, args = STEPS["mlp"]
     found = autopar.plan(step, *args, cluster=cluster(), remat=2)
 
-    assert found.decided == ("one stage: remat=2 was given, which is for plans of one",)
+    assert found.decided == ("one stage: remat=2 was given, and stages= was not",)
     with pytest.raises(PlanError, match="schedule='gpipe' is for a pipeline, and"):
-        autopar.plan(step, *args, cluster=cluster(), remat=2, schedule="gpipe")
+        autopar.plan(
+            step, *args, cluster=cluster(), microbatches=[2, 2], schedule="gpipe"
+        )
 
 
 def test_what_nobody_asked_for_does_not_stop_a_plan(

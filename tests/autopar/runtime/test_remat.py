@@ -271,10 +271,6 @@ def test_what_cannot_be_is_refused() -> None:
             planned(remat=wrong)
     with pytest.raises(PlanError, match=r"named 'norm' by .*; it names none"):
         planned(remat="2:names=norm")
-    with pytest.raises(PlanError, match="is for plans of one stage"):
-        planned(remat=2, stages=2)
-    with pytest.raises(PlanError, match="stages='auto' chooses"):
-        planned(remat=2, stages="auto")
     with pytest.raises(PlanError, match="remat= has no effect with plan="):
         autopar.parallelize(STEP, plan=plain(), remat=2)
 
