@@ -23,19 +23,20 @@ from autopar.errors import InputError, PlanError
 
 _NAMESPACE = "autopar"
 _POLL_S = 1.0
-# Concurrent calls of an actor: one runs the script, others send signals or wait.
+# How many calls an actor can run concurrently: one runs the script, others send signals
+# or wait.
 _CALLS = 4
-# The resources that a worker takes of its node by default.
+# The resources of its node that a worker takes by default.
 WORKER_RESOURCES: Mapping[str, float] = {"CPU": 1.0}
-# Kinds of resources for which actors have an option of their own.
+# Kinds of resources for which Ray's actors have an option of their own -> the option.
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}
 
 
 def read_resources(texts: Sequence[str]) -> Mapping[str, float]:
-    """Returns the resources that a worker takes, from texts such as ``GPU=2``.
+    """Reads the resources that a worker takes, from texts such as ``GPU=2``.
 
     Raises:
-      InputError: a text is not a kind with a positive number, or a kind comes twice.
+      InputError: a text is not a kind with a positive number, or a kind occurs twice.
 
     >>> read_resources(["GPU=2"])
     {'CPU': 1.0, 'GPU': 2.0}
@@ -59,10 +60,10 @@ def read_resources(texts: Sequence[str]) -> Mapping[str, float]:
 
 
 class RayLauncher:
-    """Starts workers as actors, and watches the nodes that join and leave.
+    """Starts workers as Ray actors, and watches nodes join and leave.
 
-    A new node gets a worker. The actors are detached: they continue after this process
-    has ended, just as workers continue after their supervisor has ended.
+    It starts a worker on each node that joins. The actors are detached: they go on
+    after this process has ended, as workers must when their supervisor ends.
     """
 
     def __init__(
@@ -74,17 +75,18 @@ class RayLauncher:
         network: Network | None = None,
         resources: Mapping[str, float] = WORKER_RESOURCES,
     ) -> None:
-        """Connects to the cluster.
+        """Connects to the Ray cluster.
 
         Args:
-          words: path of the script and its arguments.
+          words: path of the user's script, and its arguments.
           processes: the number of workers at the start of the run.
           address: address of the cluster; '' for ``RAY_ADDRESS``, or else for the
             cluster of this machine.
-          places: chooses the node of each worker; None for the node with fewest
+          places: chooses the node of each worker; None: always the node with the fewest
             workers.
-          network: the network of the run; None if all workers are on this machine.
-          resources: kind of a resource -> the amount that a worker takes.
+          network: how processes of the run connect over hosts; None if all workers are
+            on this machine.
+          resources: kind of a resource -> how much of it a worker takes.
 
         Raises:
           PlanError: Ray is not installed, there is no cluster, or it is too small.
@@ -146,7 +148,7 @@ class RayLauncher:
         return True
 
     def signal(self, worker: int, number: int) -> None:
-        """See `Launcher`; SIGKILL ends the actor, and the script ends with it."""
+        """See `Launcher`; for SIGKILL, ends the actor, with which the script ends."""
         if (actor := self._actors.get(worker)) is None:
             return
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
@@ -158,33 +160,37 @@ class RayLauncher:
     def close(self) -> None:
         """See `Launcher`."""
         if self._watched is not None:
-            self._watched.ending.set()  # its thread may wait for the cluster's answer
+            self._watched.ending.set()  # the thread may be waiting for Ray
         self._ray.shutdown()
 
     def _name(self, worker: int) -> str:
         return f"autopar-{self._run}-{worker}"
 
     def _wait(self, worker: int, actor: Any, ending: Any) -> None:
-        """Starts a thread that reports the end of a script or of its actor."""
+        """Starts a thread that waits for the end of a script or of its actor, and
+        reports it.
+        """
         self._actors[worker] = actor
 
         def wait() -> None:
             code, lost = self._ending(actor, ending)
             with contextlib.suppress(Exception):
-                self._ray.kill(actor)  # a detached actor would keep its CPU
+                self._ray.kill(actor)  # else it would keep its CPU
             self._actors.pop(worker, None)
             self._report(worker, code, lost=lost)
 
         threading.Thread(target=wait, daemon=True).start()
 
     def _ending(self, actor: Any, ending: Any) -> tuple[int | None, bool]:
-        """Returns the exit status of a script, and whether its actor was lost."""
+        """Waits for a script's end; returns the exit status and whether its actor was
+        lost.
+        """
         errors = self._ray.exceptions
         while True:
             try:
                 return int(self._ray.get(ending)), False
             except errors.ActorUnavailableError:
-                ending = actor.wait.remote()  # the actor may be reachable again
+                ending = actor.wait.remote()  # the actor may have become reachable
             except errors.RayTaskError as error:
                 print(f"autopar: {error.cause}", file=sys.stderr)
                 return 1, False
@@ -203,13 +209,13 @@ class RayLauncher:
         self._reports.on_end(worker, code, spare=spare)
 
     def _follow(self, watched: Watched) -> None:
-        """Reports nodes that join; the loss of a node is seen at its actors."""
+        """Reports nodes that join. A lost node shows by the loss of its actors."""
         assert self._reports is not None
         while not watched.ending.wait(_POLL_S):
             try:
                 nodes, _ = self._nodes()
             except Exception:
-                continue  # the cluster's head may be away for a while
+                continue  # Ray's head may be away for a while
             with self._lock:
                 new = self._places.update(nodes)
             if new:
@@ -221,7 +227,9 @@ class RayLauncher:
         return live_nodes(self._ray.nodes(), self._resources, None)
 
     def _begin_with(self, processes: int) -> None:
-        """Reads the current nodes; raises an error if they have too little room."""
+        """Reads the present nodes; raises an error if the workers do not fit on
+        them.
+        """
         nodes, elsewhere = self._nodes()
         self._places.update(nodes)
         room = sum(x.room for x in nodes)
@@ -244,7 +252,7 @@ def _say(reason: str) -> None:
 
 
 def connect(address: str) -> Any:
-    """Returns the module of Ray, connected to a cluster.
+    """Imports Ray, connects it to a cluster, and returns the module.
 
     Args:
       address: address of the cluster; '' for ``RAY_ADDRESS``, or else for the cluster
@@ -261,12 +269,12 @@ def connect(address: str) -> Any:
 def nodes_here(
     ray: Any, resources: Mapping[str, float] = WORKER_RESOURCES
 ) -> tuple[list[LiveNode], int]:
-    """Returns this machine's nodes with room, and their number on other machines."""
+    """This machine's nodes that can run workers, and how many other machines have."""
     return live_nodes(ray.nodes(), resources, ray.util.get_node_ip_address())
 
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the options of an actor that takes these resources."""
+    """The options of an actor that takes these resources."""
     named = {_OPTIONS[k]: x for k, x in resources.items() if k in _OPTIONS}
     return {
         **named,
@@ -276,7 +284,7 @@ def _options(resources: Mapping[str, float]) -> dict[str, Any]:
 
 def _ray() -> Any:
     try:
-        # Imported by name and only when needed, because Ray is an extra.
+        # Ray is imported only when it is needed, because it is an optional dependency.
         return importlib.import_module("ray")
     except ImportError as error:
         raise PlanError(

@@ -1,7 +1,7 @@
-"""The actor that runs one worker of a run on a node of a Ray cluster.
+"""The Ray actor that runs a worker of a run on a node.
 
-The script is a child process of the actor. If the script crashes, the actor can report
-the exit status. If the actor dies, its child process ends with it.
+The user's script is a child process of the actor. So if the script crashes, the actor
+can still report the exit status. If the actor dies, the script ends with it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.elastic.processes import leash
 
-# Seconds that an actor stays after its script has ended, to report the exit status.
+# After its script has ended, an actor stays for this many seconds to report the exit
+# status.
 _ASKED_S = 120.0
-# Variables that belong to a machine, and variables that Ray sets for the actor.
+# Environment variables that belong to a machine, and the prefix of those that Ray sets
+# for an actor.
 _OF_MACHINE = ("HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER")
 _OF_RAY = ("RAY_", "CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "ROCR_VISIBLE_DEVICES")
 
 
 class ScriptActor:
-    """Runs the script once; a plain class, which `ray.remote` turns into an actor."""
+    """Runs the script once. `ray.remote` makes an actor of this class."""
 
     def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
-        """Creates an actor that has not run its script yet.
+        """Makes the object; does not run the script yet.
 
         Args:
-          leave: ends the actor's process, some time after the end of the script.
+          leave: called some time after the end of the script; ends the actor's process.
         """
         self._leave = leave
         self._child: subprocess.Popen[bytes] | None = None
@@ -42,12 +44,13 @@ class ScriptActor:
         """Runs the script to its end.
 
         Args:
-          words: path of the script and its arguments.
+          words: path of the user's script, and its arguments.
           folder: the folder in which the script runs.
-          environment: the variables of a worker.
+          environment: the environment variables of the worker.
 
         Returns:
-          The exit status; the negative number of a signal that ended the script.
+          The exit status. If a signal ended the script, it is the negative number of
+          the signal.
 
         Raises:
           FileNotFoundError: this node has no such script or folder.
@@ -58,7 +61,7 @@ class ScriptActor:
                     f"there is no {path} on node {os.uname().nodename}: scripts and "
                     "folders of a run must be at the same place on every node."
                 )
-        # The thread that starts a child process must live as long as the child.
+        # The script dies with the thread that starts it. This thread waits for it.
         self._child = subprocess.Popen(
             [sys.executable, leash.__file__, str(os.getpid()), sys.executable, *words],
             cwd=folder,
@@ -88,10 +91,10 @@ class ScriptActor:
 def merge_environment(
     node: Mapping[str, str], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the environment of a worker on a node.
+    """The environment variables of a worker on a node.
 
-    The variables are those of the node, replaced by the given ones. Given variables
-    that belong to a machine or to Ray are left out.
+    The given variables are added to those of the node, or replace them. But given
+    variables that belong to a machine or to Ray are ignored.
 
     >>> node = {"PATH": "/node", "RAY_JOB_ID": "1"}
     >>> merge_environment(node, {"PATH": "/here", "SEED": "2"})

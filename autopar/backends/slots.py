@@ -1,7 +1,7 @@
-"""Assigns the workers of a run to nodes of a cluster.
+"""Chooses the node on which each worker of a run starts.
 
-`Places` assigns workers to the nodes of a Ray cluster. `Slots` assigns workers only to
-the places that a scheduler gives a job.
+`Places` uses all nodes of a Ray cluster. `Slots` uses only the places on nodes that a
+scheduler has given a job.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from autopar.elastic.processes.launching import Launcher, Reports
 from autopar.elastic.processes.members import ProcessId
 
-# Seconds for which a node that lost a worker gets no new workers. Ray shows a dead node
-# as alive for about 15 s.
+# After a node has lost a worker, it gets no new workers for this many seconds, because
+# Ray lists a dead node as alive for about 15 s.
 _SHUNNED_S = 30.0
 
 
@@ -29,8 +29,8 @@ class LiveNode:
 
     Attributes:
       name: Ray's id of the node.
-      address: address of the node's machine.
-      room: the largest number of workers on the node.
+      address: network address of the node's machine.
+      room: the largest number of workers that fit on the node.
     """
 
     name: str
@@ -43,15 +43,16 @@ def live_nodes(
     resources: Mapping[str, float],
     address: str | None,
 ) -> tuple[list[LiveNode], int]:
-    """Returns the nodes that can run workers.
+    """Selects the nodes that can run workers.
 
     Args:
       listed: the nodes as ``ray.nodes()`` returns them.
-      resources: kind of a resource -> the amount that a worker takes.
-      address: address of the machine whose nodes are wanted; None for all machines.
+      resources: kind of a resource -> how much of it a worker takes.
+      address: address of the machine whose nodes to return; None: all machines.
 
     Returns:
-      The nodes of the machine, and the number of such nodes on other machines.
+      The nodes of this machine that can run workers, and how many such nodes other
+      machines have.
     """
     nodes = [
         LiveNode(
@@ -74,15 +75,17 @@ class Placer(Protocol):
     """Chooses the node of each worker."""
 
     def update(self, nodes: Sequence[LiveNode]) -> int:
-        """Updates the nodes that are alive; returns how many more workers to start."""
+        """Takes the nodes that are alive now; returns how many more workers to
+        start.
+        """
         ...
 
     def place(self, worker: int) -> LiveNode | None:
-        """Chooses a node for a worker; returns None if no node has room."""
+        """Chooses a node for a worker; None if no node has room."""
         ...
 
     def on_end(self, worker: int, *, lost: bool) -> bool:
-        """Removes an ended worker; returns whether another worker may replace it."""
+        """Removes a worker that has ended; returns whether another may replace it."""
         ...
 
 
@@ -90,7 +93,7 @@ class Places:
     """The nodes of a Ray cluster, and the workers on each node."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Creates places without nodes."""
+        """Starts without nodes."""
         self._clock = clock
         self._nodes: dict[str, LiveNode] = {}
         self._seen: set[str] = set()
@@ -99,14 +102,14 @@ class Places:
         self._of: dict[int, str] = {}
 
     def update(self, nodes: Sequence[LiveNode]) -> int:
-        """Updates the nodes that are alive; returns the number of new nodes."""
+        """Takes the nodes that are alive now; returns how many of them are new."""
         self._nodes = {x.name: x for x in nodes}
         new = self._nodes.keys() - self._seen
         self._seen |= new
         return len(new)
 
     def place(self, worker: int) -> LiveNode | None:
-        """Chooses the node with fewest workers; returns None if no node has room."""
+        """Chooses the node with the fewest workers; None if no node has room."""
         counts = self._counts()
         free = [x for x in self._open() if counts.get(x.name, 0) < x.room]
         if not free:
@@ -121,10 +124,11 @@ class Places:
 
         Args:
           worker: number of the worker.
-          lost: whether its actor died, perhaps with its node.
+          lost: whether its actor was lost, perhaps together with its node.
 
         Returns:
-          True if the worker was lost and some node has never had a worker.
+          Whether another worker can replace it: it was lost, and some node has never
+          had a worker.
         """
         name = self._of.pop(worker, None)
         if not lost:
@@ -149,19 +153,19 @@ class Places:
 
 
 class Slots:
-    """The places that a scheduler gives a job, and the worker at each place.
+    """The places on nodes that a scheduler has given a job, and the worker at each.
 
-    This is a `Placer` like `Places`, but it uses only the given places, and no nodes
-    that join the cluster.
+    Unlike `Places`, this `Placer` uses only these places. It ignores nodes that join
+    the cluster.
     """
 
     def __init__(self, places: Mapping[str, int], file: pathlib.Path | None) -> None:
-        """Creates slots at the given places.
+        """Starts with these places and no workers.
 
         Args:
           places: name of a node -> number of the job's workers on it.
-          file: stores the place of each worker, for a supervisor that is restarted;
-            None to store nothing.
+          file: a file in which to store the place of each worker, for a restarted
+            supervisor; None: places are not stored.
         """
         self._file = file
         self._places = dict(places)
@@ -172,14 +176,16 @@ class Slots:
                 self._of = {int(k): v for k, v in json.loads(file.read_text()).items()}
 
     def update(self, nodes: Sequence[LiveNode]) -> int:
-        """Returns 0: new nodes get no workers unless a scheduler gives them."""
+        """Returns 0: on new nodes no workers start, unless a scheduler gives the job
+        places there.
+        """
         del nodes
         return 0
 
     def place(self, worker: int) -> LiveNode | None:
-        """Returns the place of a worker; None if all places are taken.
+        """Gives a worker a place; None if all places are taken.
 
-        A worker keeps its place until it ends.
+        The worker keeps the place until it ends.
         """
         with self._lock:
             if worker not in self._of:
@@ -192,7 +198,7 @@ class Slots:
             return LiveNode(name=self._of[worker], address="", room=1)
 
     def on_end(self, worker: int, *, lost: bool = False) -> bool:
-        """Removes an ended worker; returns False: no other worker replaces it."""
+        """Removes a worker that has ended; returns False, as no other replaces it."""
         del lost
         with self._lock:
             if self._of.pop(worker, None) is not None:
@@ -200,7 +206,7 @@ class Slots:
         return False
 
     def move(self, places: Mapping[str, int]) -> list[int]:
-        """Replaces the places; returns the workers that have no place any more."""
+        """Sets new places; returns the workers that have no place any more."""
         with self._lock:
             self._places = dict(places)
             left, leaving = dict(places), list[int]()
@@ -210,7 +216,8 @@ class Slots:
                     left[name] -= 1
                 else:
                     leaving.append(worker)
-            # The places are free for other workers before these workers have ended.
+            # The places of these workers are free for others at once, before they have
+            # ended.
             self._leave(leaving)
             return leaving
 
@@ -220,7 +227,7 @@ class Slots:
         self._write()
 
     def forget(self) -> None:
-        """Removes all workers from their places, for a new run."""
+        """Frees all places, for a new run."""
         with self._lock:
             self._leave(list(self._of))
 
@@ -239,14 +246,14 @@ class Slots:
 
 
 class PlacedLauncher:
-    """Starts workers by another launcher, each worker at its slot."""
+    """Starts workers by another launcher, each at a place in `Slots`."""
 
     def __init__(self, base: Launcher, slots: Slots) -> None:
         """Wraps a launcher.
 
         Args:
-          base: starts the workers. A launcher that chooses nodes must use the same
-            slots.
+          base: the launcher that starts the workers. If it chooses nodes, it must use
+            the same ``slots``.
           slots: the places of the workers.
         """
         self._base, self._slots = base, slots
@@ -258,7 +265,9 @@ class PlacedLauncher:
         self._base.begin(run, self)
 
     def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
-        """See `Launcher`; if all places are taken, the worker ends at once."""
+        """See `Launcher`; if all places are taken, reports at once that the worker
+        ended.
+        """
         if self._slots.place(worker) is None:
             self.on_end(worker, None)
             return None
@@ -290,4 +299,6 @@ class PlacedLauncher:
         self._reports.on_end(worker, code, spare=spare)
 
     def on_join(self, machines: int) -> None:
-        """See `Reports`; does nothing, as only the scheduler uses nodes that join."""
+        """See `Reports`; does nothing, as only the scheduler gives places on new
+        nodes.
+        """

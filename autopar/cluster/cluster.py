@@ -105,8 +105,8 @@ class Cluster:
         an error.
       levels: sizes and links of the levels; reading this attribute of a cluster of
         groups raises an error.
-      members: the positions of these devices in a whole cluster; None: these are all
-        devices.
+      members: positions of these devices in the whole cluster, if they are only a part
+        of it; None: these are all devices of the whole cluster.
       groups: clusters of equal devices; empty if all devices are equal.
       between: the link between groups; None if all devices are equal.
     """

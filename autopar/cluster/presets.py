@@ -232,7 +232,8 @@ class _TpuFile(
     """A TPU, whose links form a torus.
 
     Attributes:
-      tera_flops: peak of products in bfloat16, in 1e12 operations per second.
+      tera_flops: peak rate of matrix products in bfloat16, in 1e12 operations per
+        second.
       vector_tera_flops: peak rate of elementwise operations, in 1e12 per second.
       memory_gib: memory that the runtime leaves to a program, in GiB.
       memory_gb_per_s: bandwidth of this memory.

@@ -1,1 +1,1 @@
-"""XLA's compilers for accelerators, for hosts without an accelerator."""
+"""Compiles for accelerators by XLA, on hosts without an accelerator."""

@@ -1,12 +1,13 @@
-"""The child process that compiles: it has its own backend, and ends after the
-compilation.
+"""The child process that compiles programs with a JAX backend of its own, and then
+ends.
 
     python -m autopar.compilers.child FOLDER
 
 FOLDER holds ``request.json``, as `autopar.compilers.compiled.compile_for` writes it,
-and the modules ``0.mlirbc``, ``1.mlirbc`` ... For each module the process writes its
-program, such as ``0.txt``, and its memory, such as ``0.json``. If the compiler refuses
-a module, the process writes the compiler's message to ``error.txt``.
+and the modules ``0.mlirbc``, ``1.mlirbc`` ... For each module the process writes the
+compiled program, such as ``0.txt``, and the memory that it needs, such as ``0.json``.
+If the compiler refuses a module, the process writes the compiler's message to
+``error.txt``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main(folder: pathlib.Path) -> int:
         for k, (program, memory) in enumerate(found):
             (folder / f"{k}.txt").write_text(program, encoding="utf-8")
             (folder / f"{k}.json").write_text(json.dumps(memory), encoding="utf-8")
-    # The compiler may raise any exception; the parent process reports it.
+    # The compiler may raise any exception. The parent process reports it to the user.
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         (folder / "error.txt").write_text(text, encoding="utf-8")

@@ -18,22 +18,23 @@ from autopar.cluster import Cluster
 from autopar.compilers.targets import Target, room_options, topology
 from autopar.errors import CompileError, PlanError
 
-# Without a device the compiler cannot autotune kernels by running them. Products by
-# Triton need autotuning: without it the compiler may find no tile size.
+# Without a device the compiler cannot autotune kernels, because it cannot run them.
+# Matrix products by Triton need autotuning: without it the compiler may not find a tile
+# size.
 _GPU_FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
-# The same option with which planned steps are compiled on CPUs (`autopar.runtime`).
+# The option with which `autopar.runtime` compiles planned steps for CPUs, too.
 _WITH_BARRIERS = "--xla_disable_hlo_passes=cse_barrier_expander"
 _MOST_LINES = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The memory of one device according to the compiler, in bytes.
+    """How much memory a program needs on one device, according to the compiler.
 
     Attributes:
       argument_bytes: bytes of the arguments.
       output_bytes: bytes of the results.
-      alias_bytes: bytes of results that reuse the buffers of arguments.
+      alias_bytes: bytes of those results that are written into buffers of arguments.
       temp_bytes: bytes of temporary buffers.
     """
 
@@ -44,18 +45,18 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes that a device must have."""
+        """Bytes of memory that a device must have to run the program."""
         held = self.argument_bytes + self.output_bytes - self.alias_bytes
         return held + self.temp_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """An optimized program and its memory.
+    """A program after the compiler's optimizations, and the memory that it needs.
 
     Attributes:
-      text: text of the optimized module.
-      memory: memory of one device.
+      text: the optimized HLO module as text.
+      memory: memory that the program needs on one device.
     """
 
     text: str
@@ -63,7 +64,7 @@ class CompiledProgram:
 
 
 def check_target(target: Target, cluster: Cluster) -> None:
-    """Checks that the compiler supports a cluster, before any work.
+    """Checks, before any work, that programs can be compiled for a cluster.
 
     Raises:
       PlanError: the cluster does not consist of the target's devices, or the compiler
@@ -85,14 +86,15 @@ def check_target(target: Target, cluster: Cluster) -> None:
 def compile_for(
     programs: Sequence[Any], target: Target, cluster: Cluster
 ) -> list[CompiledProgram]:
-    """Compiles lowered programs for the devices of a cluster, which need not be
-    available.
+    """Compiles lowered programs for devices of a cluster, without access to such
+    devices.
 
-    The compiler runs in a child process, so that this process keeps its backend.
+    The compiler runs in a child process, because it needs another JAX backend than this
+    process.
 
     Args:
       programs: JAX's ``Lowered`` of each program, for the target's platform.
-      target: the device.
+      target: the kind of device to compile for.
       cluster: the devices that run each program.
 
     Raises:
@@ -126,7 +128,7 @@ def _compiled_program(folder: pathlib.Path, number: int) -> CompiledProgram:
 
 
 def _run(folder: pathlib.Path, target: Target, cluster: Cluster) -> None:
-    """Runs the child process; raises its error."""
+    """Runs the child process; raises an error if it failed."""
     command = [sys.executable, "-m", "autopar.compilers.child", str(folder)]
     own = _environment(target, cluster)
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
@@ -143,8 +145,8 @@ def _run(folder: pathlib.Path, target: Target, cluster: Cluster) -> None:
 
 
 def _environment(target: Target, cluster: Cluster) -> dict[str, str]:
-    """The environment of the child process: without the backend's settings, and with
-    the compiler's flags.
+    """Environment variables of the child process: without this process's settings of
+    the backend, and with flags for the compiler.
     """
     path = os.pathsep.join([p for p in sys.path if p] or [os.getcwd()])
     own = {
@@ -152,7 +154,8 @@ def _environment(target: Target, cluster: Cluster) -> dict[str, str]:
         "PYTHONPATH": path,
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TPU_SKIP_MDS_QUERY": "1",
-        # No device is opened, so several processes may compile at the same time.
+        # The compiler opens no device, so several processes may compile at the same
+        # time.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5p-32" if target.name == "v5p" else "v5litepod-16",

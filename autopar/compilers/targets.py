@@ -1,4 +1,4 @@
-"""Descriptions of the devices that XLA compiles for, as data.
+"""Describes the devices for which XLA can compile.
 
 The figures of GPUs come from openxla/xla, ``xla/backends/gpu/target_config/specs``
 (``a100_sxm_80``, ``h100_sxm``, ``h200``, ``b200``, ``v100``). The compiler identifies a
@@ -20,19 +20,19 @@ from autopar.errors import PlanError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """The figures of a GPU that its compiler reads.
+    """The figures of a GPU that the compiler needs.
 
     Attributes:
-      name: name that the driver reports.
+      name: name of the GPU as its driver reports it.
       capability: CUDA compute capability, such as (9, 0).
-      cores: streaming multiprocessors.
-      fpus_per_core: floating point units of each streaming multiprocessor.
-      clock_ghz: clock of the cores.
-      memory_bytes: memory of the device.
+      cores: number of streaming multiprocessors.
+      fpus_per_core: number of floating point units of a streaming multiprocessor.
+      clock_ghz: clock of the streaming multiprocessors, in GHz.
+      memory_bytes: memory of the GPU.
       memory_bytes_per_s: memory bandwidth.
       l2_bytes: size of the L2 cache.
-      shared_bytes: shared memory of a core.
-      shared_optin_bytes: shared memory that one block may ask for.
+      shared_bytes: shared memory of a streaming multiprocessor.
+      shared_optin_bytes: the most shared memory that a thread block may request.
     """
 
     name: str
@@ -47,7 +47,9 @@ class Gpu:
     shared_optin_bytes: int
 
     def text(self) -> str:
-        """The description in the compiler's form, a ``GpuTargetConfigProto``."""
+        """The description as the compiler reads it: the text of a
+        ``GpuTargetConfigProto``.
+        """
         major, minor = self.capability
         return f"""
 gpu_device_info {{
@@ -71,14 +73,14 @@ device_description_str: "{self.name}"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A device for which a step can be compiled without access to it.
+    """A kind of device for which a step can be compiled without access to one.
 
     Attributes:
-      name: name of the target, and of the preset for clusters of such devices.
+      name: name of the target; the preset of such devices has the same name.
       kind: as in `autopar.cluster.specs.DeviceSpec`, "gpu", "tpu" or "cpu".
-      gpu: the figures of a GPU; None for others.
-      clock_hz: clock of a TPU, which converts its compiler's cycles to seconds; 0 for
-        others.
+      gpu: figures of the GPU; None for other kinds.
+      clock_hz: clock of a TPU in Hz, to convert the compiler's cycles to seconds; 0 for
+        other kinds.
     """
 
     name: str
@@ -93,17 +95,19 @@ class Target:
 
     @property
     def extra(self) -> str:
-        """The optional part of the project that installs the compiler."""
+        """The extra of autopar's package that installs the compiler."""
         return f"{self.kind}-compiler"
 
     @property
     def module(self) -> str:
-        """The Python module that exists if the compiler is installed."""
+        """A Python module by whose presence one can tell that the compiler is
+        installed.
+        """
         return _MODULES[self.kind]
 
 
 _MODULES: Final = {"gpu": "jax_plugins.xla_cuda12", "tpu": "libtpu", "cpu": "jaxlib"}
-# Hosts with any number of CPU devices, for which JAX itself compiles.
+# CPU devices. JAX itself can compile for any number of them.
 CPU: Final = Target(name="cpu", kind="cpu")
 _H100: Final = Gpu(
     name="NVIDIA H100 80GB HBM3",
@@ -172,21 +176,22 @@ TARGETS: Final = {
 }
 
 
-# The percentage of the device's memory that XLA's scheduler and rematerialisation give
-# to a program (openxla/xla, ``xla/debug_options_flags.cc``).
+# The option of XLA for the percentage of a device's memory within which the scheduler
+# and rematerialisation try to keep a program (openxla/xla,
+# ``xla/debug_options_flags.cc``).
 _SLOP_OPTION: Final = "xla_gpu_memory_limit_slop_factor"
 _SLOP_FACTOR: Final = 95
-# The memory of a preset is rounded. From this fraction of the memory on, a plan counts
-# as using the whole device.
+# The memory in a preset is a rounded number. If a plan may use at least this fraction
+# of it, it counts as the whole memory.
 _WHOLE_MEMORY: Final = 0.999
 
 
 def room_options(cluster: Cluster) -> dict[str, str]:
-    """Options with which XLA's compiler saves memory, so that a program stays within a
+    """Compiler options that make XLA save memory, so that a program stays within the
     plan's limit.
 
-    The compiler knows only the memory of the device. If a plan may use less memory, the
-    compiler would keep more arrays in memory than the plan allows.
+    By itself the compiler only knows the memory of the device. If a plan may use less,
+    the compiler would keep more arrays in memory than the plan allows.
 
     >>> room_options(Cluster.parse("8:h100,memory=40GB"))
     {'xla_gpu_memory_limit_slop_factor': '49'}
@@ -194,8 +199,8 @@ def room_options(cluster: Cluster) -> dict[str, str]:
     {}
 
     Args:
-      cluster: the cluster, with the memory that a program may use. Unequal devices have
-        different memory, so no option is returned for them.
+      cluster: the cluster, which tells how much memory a program may use. If its
+        devices are unequal, they have different memory, and the result is empty.
     """
     device = cluster.device
     target = None if cluster.groups else TARGETS.get(device.name)
@@ -209,7 +214,7 @@ def room_options(cluster: Cluster) -> dict[str, str]:
 
 
 def target_of(name: str) -> Target:
-    """The target of that name.
+    """The target with this name.
 
     Raises:
       PlanError: there is no such target.
@@ -224,8 +229,8 @@ def target_of(name: str) -> Target:
     return found
 
 
-# Slices that Google offers, by number of chips (https://cloud.google.com/tpu/docs/v5e,
-# .../v5p).
+# The slices of TPUs that Google offers, in order of their number of chips
+# (https://cloud.google.com/tpu/docs/v5e, .../v5p).
 _V5E = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _V5P = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 _SLICES = {"v5e": _V5E, "v5p": _V5P}
@@ -234,9 +239,9 @@ _SLICES = {"v5e": _V5E, "v5p": _V5P}
 def topology(target: Target, cluster: Cluster) -> str:
     """The text that describes the devices of a cluster to the compiler of a target.
 
-    For a GPU cluster the text is the number of hosts times the devices per host, as in
-    ``1x8x8``. For a TPU cluster it is the slice with the shape of the cluster; a
-    cluster of one level is the slice with its number of chips.
+    For GPUs it is the number of hosts and of devices per host, as in ``1x8x8``. For
+    TPUs it is the name of the slice that has the shape of the cluster; for a cluster
+    with only one level, of the slice with as many chips.
 
     Raises:
       PlanError: the cluster has another kind of device, or no slice has its shape.
@@ -265,8 +270,8 @@ def topology(target: Target, cluster: Cluster) -> str:
 
 
 def _slice(name: str, sizes: Sequence[int]) -> str | None:
-    """The slice with a shape or, if the shape is one number, with this number
-    of chips.
+    """The name of the slice with these sizes or, if there is only one size, with this
+    number of chips.
     """
     shapes = {text: tuple(map(int, text.split("x"))) for text in _SLICES[name]}
     if len(sizes) == 1:

@@ -1,8 +1,9 @@
-"""Seconds of a compiled program's schedule, computed with the cost model.
+"""Computes the time of a compiled program from its schedule, by the cost model.
 
-Two queues run in parallel: kernels in program order, and messages in the order in which
-they start. A kernel after a ``-done`` operation waits for the message of that
-operation. The waiting time of kernels is exposed communication.
+It simulates two queues that run in parallel: kernels in program order, and messages in
+the order in which the program starts them. A ``-done`` operation of the program waits
+for a message. Kernels after it wait, too. The time for which kernels wait is exposed
+communication.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from autopar_passes.audit.partitioned import AuditedCollective
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTimeline:
-    """Seconds of one step on one device.
+    """How long a step takes on one device.
 
     Attributes:
       kernel_s: seconds of kernels.
-      communication_s: seconds of messages, hidden or exposed.
+      communication_s: seconds of all messages, whether kernels run meanwhile or not.
       exposed_s: seconds for which kernels wait for messages.
       messages: number of messages.
-      hidden: number of messages with kernels between their start and their ``-done``.
-      cycles: the compiler's own estimates of kernels, in clock cycles.
+      hidden: number of messages that have kernels between their start and their
+        ``-done``.
+      cycles: sum of the compiler's own estimates for kernels, in clock cycles.
     """
 
     kernel_s: float = 0.0
@@ -44,7 +46,7 @@ class DeviceTimeline:
     cycles: float = 0.0
 
     def __add__(self, other: Self) -> Self:
-        """The timeline of two parts of a step, one after the other."""
+        """The timeline of two parts of a step that run one after the other."""
         names = [f.name for f in dataclasses.fields(self)]
         return type(self)(**{n: getattr(self, n) + getattr(other, n) for n in names})
 
@@ -60,7 +62,9 @@ class DeviceTimeline:
 
 
 def timeline(events: Iterable[Event], pricer: Pricer) -> DeviceTimeline:
-    """Prices the events of a program; a loop begins and ends with both queues empty."""
+    """Simulates the events of a program. At the start and the end of a loop both queues
+    are empty.
+    """
     total = DeviceTimeline()
     free_s = 0.0
     ends: dict[str, tuple[float, float]] = {}
@@ -91,7 +95,7 @@ def timeline(events: Iterable[Event], pricer: Pricer) -> DeviceTimeline:
 
 
 def message_s(collectives: Iterable[AuditedCollective], pricer: Pricer) -> float:
-    """Seconds of one message with all its arrays."""
+    """Seconds of a message with all its arrays, by the cost model."""
     found = tuple(collectives)
     names = pricer.mesh.names
     axes = tuple(pricer.mesh.axes[names.index(n)] for n in found[0].axes)
@@ -99,8 +103,8 @@ def message_s(collectives: Iterable[AuditedCollective], pricer: Pricer) -> float
     if not axes or found[0].group > whole:
         return 0.0
     if found[0].group < whole:
-        # If the group is a part of an axis, the last axis that is long enough is taken,
-        # because it has the fastest links.
+        # If the group is only a part of a mesh axis, the last axis that is long enough
+        # is assumed, because it has the fastest links.
         axes = tuple(a for a in axes if a.size >= found[0].group)[-1:] or axes[-1:]
     nbytes = sum(c.nbytes for c in found)
     return pricer.skew(axes) * collective_s(found[0].kind, nbytes, axes)
@@ -114,10 +118,11 @@ def _kernel(kernel: Kernel, device: DeviceSpec) -> DeviceTimeline:
 
 
 def kernel_s(kernel: Kernel, device: DeviceSpec) -> float:
-    """Seconds of a kernel without its launch, computed like a plan's operators.
+    """Seconds of a kernel without its launch, by the same formulas as for the operators
+    of a plan.
 
-    Products take the time in the device's table, if there is one. A kernel takes at
-    least the time to move its bytes.
+    For matrix products, the device's table of measurements is used if there is one. No
+    kernel takes less than the time to move its bytes.
     """
     memory_s = roofline_s(0.0, kernel.nbytes, kernel.dtype, device, is_matrix=False)
     if not kernel.products:

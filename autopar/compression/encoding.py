@@ -152,7 +152,7 @@ def _sum_each(values: jax.Array, widths: Sequence[int]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TelemetryGroup:
-    """The data of the k gradients of a group that rows of telemetry need.
+    """What is needed to compute the telemetry of the k gradients of a group.
 
     Attributes:
       sent: the group before encoding, and its error.

@@ -40,7 +40,7 @@ from autopar.compression.gradient import (
 from autopar.compression.signal import COLUMNS, signal_rows
 from autopar_errors import InputError
 
-# The columns of the telemetry sums.
+# Indices of the columns of telemetry.
 WANTED, ERROR, SENT, RESIDUAL, GRADIENT, NON_FINITE = range(6)
 
 

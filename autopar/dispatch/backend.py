@@ -1,4 +1,4 @@
-"""Interfaces between a scheduler and a cluster: nodes, and processes of jobs."""
+"""The interfaces by which a scheduler sees nodes and controls the processes of jobs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class ClusterNode:
 
     Attributes:
       name: name of the node, which never changes.
-      devices: the largest number of workers on the node; each worker has one device.
-      kind: kind of the node's devices.
+      devices: number of devices, which is also the largest number of workers on the
+        node: each worker has one device.
+      kind: kind of the node's devices; '' if it is not known.
     """
 
     name: str
@@ -28,11 +29,13 @@ class ClusterNode:
 
 
 class Backend(Protocol):
-    """A cluster whose nodes run jobs."""
+    """A cluster on whose nodes a scheduler runs jobs."""
 
     @property
     def words(self) -> Mapping[str, str]:
-        """Plain data with which the supervisor of a job connects to the cluster."""
+        """Plain data that a job's supervisor process needs to connect to the
+        cluster.
+        """
         ...
 
     def places(self) -> Sequence[ClusterNode]:
@@ -40,7 +43,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes the connection; jobs continue."""
+        """Closes the connection to the cluster; jobs go on."""
         ...
 
 
@@ -49,10 +52,11 @@ class Ending:
     """How the processes of a job ended.
 
     Attributes:
-      code: exit status: 0 if the script has ended, `SUSPENDED` if the job is to
-        continue later, any other number for a failure.
-      reason: the reason in words.
-      lost: whether workers were lost for a reason outside the script.
+      code: exit status: 0 if the script has finished, `SUSPENDED` if the job will
+        continue later, and any other number for a failure.
+      reason: why they ended, in words.
+      lost: whether workers were lost without the script's fault, for example with a
+        node.
     """
 
     code: int
@@ -62,13 +66,13 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The observed status of a job's processes.
+    """What a scheduler sees when it looks at the processes of a job.
 
     Attributes:
-      alive: whether the supervisor of the job's workers is running.
+      alive: whether the process that supervises the job's workers is running.
       ending: how the processes ended; None if they have not ended.
-      wanted: the number of workers that the supervisor tries to run; None if it does
-        not answer.
+      wanted: number of workers that the supervisor tries to run; None if it does not
+        answer.
       lines: lines of progress that were added since the last look.
     """
 
@@ -79,12 +83,14 @@ class Look:
 
 
 class Runs(Protocol):
-    """The processes of jobs, which continue when the scheduler ends."""
+    """Starts and controls the processes of jobs, which go on when the scheduler
+    ends.
+    """
 
     def start(self, job: JobRecord) -> None:
-        """Starts the processes of a job at its places, or finds those that still run.
+        """Starts the processes of a job on its nodes, or finds those that still run.
 
-        A job that runs already with the same attempt number is left unchanged.
+        If the job already runs with this attempt number, nothing changes.
         """
         ...
 
@@ -93,11 +99,11 @@ class Runs(Protocol):
         ...
 
     def move(self, job: JobRecord) -> str:
-        """Moves a job's workers to its places; returns an error text, or ''."""
+        """Moves a job's workers to its new nodes; returns an error text, or ''."""
         ...
 
     def suspend(self, job: JobRecord) -> str:
-        """Lets a job save its state and end; returns an error text, or ''."""
+        """Makes a job save its state and end; returns an error text, or ''."""
         ...
 
     def kill(self, job: JobRecord) -> None:
@@ -106,10 +112,10 @@ class Runs(Protocol):
 
 
 class LocalCluster:
-    """A cluster on this machine, whose nodes are slots for processes."""
+    """A cluster that exists only on this machine; its nodes are made up."""
 
     def __init__(self, text: str) -> None:
-        """Creates the nodes.
+        """Creates the nodes from a text.
 
         Args:
           text: number of nodes and devices, such as ``4x1`` or ``2x4:cpu``.
@@ -141,7 +147,7 @@ class RayCluster:
     """A Ray cluster; each CPU of a node counts as one device."""
 
     def __init__(self, address: str = "") -> None:
-        """Connects to the cluster.
+        """Connects to the Ray cluster.
 
         Args:
           address: address of the cluster; '' for ``RAY_ADDRESS``, or else for the
@@ -151,7 +157,8 @@ class RayCluster:
           PlanError: Ray is not installed, or there is no cluster.
         """
         self._ray = ray_backend.connect(address)
-        # The address for supervisors of jobs, which would look '' up anew.
+        # The address that supervisors of jobs get. With '' they would look for an
+        # address themselves, and might find another one.
         self._address = address or os.environ.get("RAY_ADDRESS") or "auto"
         self._last: tuple[ClusterNode, ...] = ()
 
@@ -161,7 +168,9 @@ class RayCluster:
         return {"name": "ray", "address": self._address}
 
     def places(self) -> Sequence[ClusterNode]:
-        """See `Backend`; if the head does not answer, returns the last known nodes."""
+        """See `Backend`; if Ray's head node does not answer, returns the last known
+        nodes.
+        """
         try:
             nodes, _ = ray_backend.nodes_here(self._ray)
         except self._ray.exceptions.RayError:

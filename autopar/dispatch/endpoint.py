@@ -1,9 +1,10 @@
-"""Requests of commands on other machines to a scheduler, over TLS.
+"""Lets commands on other machines send requests to a scheduler, over TLS.
 
-Both sides have the secret of `autopar secret`, like the processes of a run over several
-hosts (`autopar.elastic.processes.network`). A question and its answer are one message
-each. The scheduler answers after its state holds the result of the question. If an
-answer is lost, the command asks the same question again; no change is made twice.
+Both sides need the same secret (`autopar secret`), like the processes of a run over
+several hosts (`autopar.elastic.processes.network`). A request (question) and its answer
+are one message each. The scheduler answers only after it has stored the result. If an
+answer is lost, the command sends the same question again, and the scheduler does not
+make the change twice.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from autopar.elastic.processes.members import Connection, Message
 from autopar.elastic.processes.network import End, Listener, Network, split_address
 from autopar.errors import AutoparError, ScheduleError
 
-# Version of the messages; a question of another version is refused.
+# Version of the messages. A scheduler refuses a question of another version.
 PROTOCOL = 1
-# Longest wait for a question, and for an answer.
+# Seconds to wait for a question, and for an answer.
 _PATIENCE_S = 30.0
-# The time for which a broken connection is retried, and the pause between two tries.
+# Seconds for which a command tries to connect again after a broken connection, and
+# seconds between two tries.
 _TRIES_S, _PAUSE_S = 20.0, 0.5
 
 Answer = Callable[[Message], dict[str, Any]]
@@ -39,8 +41,8 @@ class Endpoint:
         Args:
           network: the address to listen at, and the secret.
           port: the port to listen at; 0 for any free port.
-          answer: computes the answer to a question. The text of an `AutoparError` that
-            it raises is sent to the command that asks.
+          answer: computes the answer to a question. If it raises an `AutoparError`, the
+            command gets the text of the error.
 
         Raises:
           ScheduleError: there is no secret, or the address or port cannot be used.
@@ -83,7 +85,7 @@ class Endpoint:
                 return {"wrong": "", **self._answer(message)}
         except AutoparError as error:
             return {"wrong": str(error)}
-        except Exception as error:  # shown on both sides; the scheduler continues
+        except Exception as error:  # both sides show it; the scheduler goes on
             traceback.print_exc()
             return {"wrong": f"it failed: {type(error).__name__}: {error}"}
 
@@ -97,20 +99,20 @@ def ask(
     sleep: Callable[[float], None] = time.sleep,
     **words: Any,
 ) -> Message:
-    """Asks a scheduler; after a broken connection, asks the same question again.
+    """Asks a scheduler a question; if the connection breaks, asks it again.
 
     Args:
-      network: the network, with the secret.
+      network: the secret, and how to connect.
       address: ``HOST:PORT`` of the scheduler's ``--listen``.
-      tries_s: seconds for which a broken connection is retried; None for 20 s.
+      tries_s: seconds for which to try again after a broken connection; None: 20 s.
       clock: returns the current time in seconds.
       sleep: waits for a number of seconds.
-      words: the fields of the question.
+      **words: the fields of the question.
 
     Raises:
       InputError: the address does not have this form.
       ScheduleError: the scheduler refuses the question, or has another secret.
-      OSError: no answer has come. The question may or may not have arrived.
+      OSError: there was no answer. The scheduler may or may not have got the question.
     """
     split_address(address)
     end_s = clock() + (_TRIES_S if tries_s is None else tries_s)
@@ -135,7 +137,7 @@ def ask(
 
 
 def _ask_once(network: Network, address: str, words: dict[str, Any]) -> Message:
-    """Asks a question over one connection, without retries.
+    """Asks a question over one connection; does not try again.
 
     Raises:
       OSError: the connection is broken.

@@ -1,8 +1,8 @@
-"""Requests of owners to hold, cancel or release their jobs.
+"""Lets owners hold, cancel or release their jobs.
 
-The store holds the request (called wish) of a job's owner. A running scheduler carries
-a wish out at its next look at the store. Without a running scheduler, `carry_out`
-carries wishes out as far as possible.
+A wish is what the owner of a job has requested; it is kept in the scheduler's store. A
+running scheduler carries a wish out when it next reads the store. If no scheduler is
+running, `carry_out` does this as far as possible.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from autopar.errors import ScheduleError
 
 
 def record_wish(store: Store, names: Sequence[str], wish: str) -> tuple[JobRecord, ...]:
-    """Stores a wish of the owner of some jobs; returns the changed jobs.
+    """Stores a wish for some jobs; returns the changed jobs.
 
     Raises:
-      ScheduleError: a job does not exist, has ended, or is being cancelled. Nothing is
-        stored then.
+      ScheduleError: a job does not exist, has ended, or is being cancelled. In this
+        case nothing is stored.
     """
     for name in names:
         job = store.job(name)
@@ -47,18 +47,18 @@ def carry_out(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, str]:
-    """Stops jobs that are to be held or cancelled, without a scheduler.
+    """Stops jobs whose owner holds or cancels them, if no scheduler is running.
 
     Args:
-      store: the state, which no scheduler may be using.
+      store: the scheduler's store, which no scheduler may be using.
       runs: the processes of jobs.
       names: names of the jobs.
-      wait_s: longest wait for the end of the jobs' processes, in seconds.
+      wait_s: seconds to wait for the end of the jobs' processes at most.
       clock: returns seconds since the epoch.
       sleep: waits for a number of seconds.
 
     Returns:
-      The state of each job, as text for people.
+      Name of a job -> its state, as text for people.
     """
     now_s = clock() - store.begin_s(clock())
     for name in names:
@@ -73,7 +73,7 @@ def carry_out(
 
 
 def _count_left(store: Store, runs: Runs, names: Collection[str], now_s: float) -> int:
-    """Stores which jobs have ended; returns how many jobs have not ended yet."""
+    """Stores which jobs have ended; returns how many have not ended yet."""
     left = 0
     for job in [job for name, job in store.jobs().items() if name in names]:
         if not job.wish or job.state in states.ENDED:
@@ -84,7 +84,7 @@ def _count_left(store: Store, runs: Runs, names: Collection[str], now_s: float) 
                 left += 1
                 continue
             if look.ending is not None and not look.ending.code:
-                continue  # the job had finished; the next scheduler stores this
+                continue  # it had finished; the next scheduler stores this
             store.span(job.name, now_s, {})
             job = store.update(job, state=states.WAITING, places={}, reason="")
         if job.wish == states.CANCEL:

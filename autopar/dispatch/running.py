@@ -1,7 +1,8 @@
-"""Starts and controls the processes of jobs; each job has its own folder.
+"""Starts and controls the processes of jobs, by files in a folder for each job.
 
-Each job has a supervisor, a process that manages the job's workers and continues when
-the scheduler ends. The folder holds everything needed to find the supervisor again.
+Each job has a supervisor: a process that manages the job's workers, and that goes on
+when the scheduler ends. The job's folder holds everything that a later scheduler needs
+to find the supervisor again.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from autopar.whole_files import holder
 
 
 class ProcessRuns:
-    """Starts a process for each job; see `Runs`."""
+    """Starts a supervisor process for each job; see `Runs`."""
 
     def __init__(self, folder: pathlib.Path, words: Mapping[str, str]) -> None:
-        """Starts no process yet.
+        """Makes the object; starts no process yet.
 
         Args:
           folder: the folder that holds the folders of all jobs.
-          words: data with which supervisors connect to the cluster (`Backend.words`).
+          words: data that supervisors need to connect to the cluster (`Backend.words`).
         """
         self._folder, self._words = folder.absolute(), dict(words)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        # Name of a job -> number of bytes read from its file of progress.
+        # Name of a job -> how many bytes of its file of progress have been read.
         self._read: dict[str, int] = {}
 
     def start(self, job: JobRecord) -> None:
@@ -57,14 +58,15 @@ class ProcessRuns:
                 start_new_session=True,
             )
         self._children[job.name] = child
-        # A thread waits for the process, so that it does not stay as a zombie.
+        # A thread waits for the process, so that it does not become a zombie when it
+        # ends.
         threading.Thread(target=child.wait, daemon=True).start()
 
     def look(self, job: JobRecord) -> Look:
         """See `Runs`."""
         folder, wanted = self._of(job), None
-        # The order matters: if the supervisor ends after the first check, the later
-        # reads see its end.
+        # The order matters: if the supervisor ends after this check, the reads below
+        # see how it ended.
         alive = self._alive(job)
         if alive:
             with contextlib.suppress(OSError, ValueError):
@@ -78,7 +80,7 @@ class ProcessRuns:
 
     def move(self, job: JobRecord) -> str:
         """See `Runs`."""
-        self._write(job)  # for a supervisor that has not read the file yet
+        self._write(job)  # the supervisor may not have read the file yet
         return self._ask(job, command="place", places=dict(job.places))
 
     def suspend(self, job: JobRecord) -> str:
@@ -89,7 +91,7 @@ class ProcessRuns:
         """See `Runs`."""
         folder = self._of(job)
         if not holder(folder / "lock"):
-            # A supervisor that is still starting finds this file, and ends.
+            # If the supervisor is still starting, it finds this file and ends.
             folder.mkdir(parents=True, exist_ok=True)
             told = {"code": 130, "reason": "interrupted.", "lost": False}
             put(ending_file(folder, job.attempt), json.dumps(told).encode())
@@ -137,7 +139,9 @@ class ProcessRuns:
             ) from error
 
     def _lines(self, name: str) -> tuple[Mapping[str, Any], ...]:
-        """Returns the complete lines of progress added since the last read."""
+        """Returns the complete lines of progress that were added since the last
+        call.
+        """
         begin = self._read.get(name, 0)
         try:
             with open(self._folder / name / "progress.jsonl", "rb") as file:
@@ -156,7 +160,7 @@ class ProcessRuns:
         return tuple(found)
 
 
-# The largest number of workers that a run may be given later.
+# The largest number of workers that a scheduler can give a job later.
 _MOST = 4096
 
 

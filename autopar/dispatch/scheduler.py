@@ -1,7 +1,8 @@
-"""The scheduler: runs a policy in rounds over the jobs of a real cluster.
+"""The scheduler: gives devices of a real cluster to jobs, as a policy decides in
+rounds.
 
-The scheduler stores each decision before carrying it out. A scheduler that was killed
-can therefore continue: it finds running jobs again by their folders.
+It stores each decision before it carries the decision out. So after a scheduler was
+killed, a new one can go on. It finds the running jobs by their folders.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from autopar.scheduler.jobs import Allocation, Decisions, JobView, Rounds, check
 from autopar.scheduler.policies.base import SchedulingPolicy
 from autopar.scheduler.users import UserLimits, Users, decide_for_users, new_waits
 
-# The exit status of a run that was told to end.
+# The exit status of a job's processes that were told to end.
 _INTERRUPTED = 130
-# The states of jobs without devices.
+# The states in which a job has no devices.
 _WITHOUT = (states.PENDING, states.WAITING)
-# Messages for the wishes of owners.
+# The messages about wishes of owners (`autopar.dispatch.owners`).
 _WISHES = {
     "": "it may run again",
     states.HOLD: "it is held",
     states.CANCEL: "it is to be cancelled",
 }
-# The largest number of progress lines per job that correct the job's goodput curve.
+# A job's goodput curve is corrected by at most this number of its last lines of
+# progress.
 _LINES = 200
 
 
@@ -42,13 +44,13 @@ class SchedulerSettings:
 
     Attributes:
       interval_s: seconds between two regular decisions.
-      react_s: seconds between two checks of jobs and nodes. If a check finds a new or
-        ended job or node, a decision follows at once. None for regular decisions only.
-      moves: the seconds that moves of jobs cost, for policies.
-      losses: the number of losses of workers in a row, without a step between them,
-        after which a job has failed.
-      leave_s: longest time that a job may take to give its devices back.
-      stays: whether the scheduler waits for new jobs when all jobs have ended.
+      react_s: seconds between two looks at jobs and nodes. If jobs or nodes have come
+        or gone, the policy decides at once. None: it decides only regularly.
+      moves: how many seconds a start and a change of devices cost a job, for policies.
+      losses: a job has failed after it lost workers this many times in succession
+        without doing a step between.
+      leave_s: seconds that a job may take to give devices back before it is killed.
+      stays: whether the scheduler waits for new jobs after all jobs have ended.
       users: quotas and shares by user.
 
     Raises:
@@ -69,7 +71,7 @@ class SchedulerSettings:
 
 
 class Scheduler:
-    """Assigns the devices of a cluster to jobs, in rounds."""
+    """Gives the devices of a cluster to jobs, in rounds."""
 
     def __init__(
         self,
@@ -82,10 +84,10 @@ class Scheduler:
         sleep: Callable[[float], None] = time.sleep,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Restores the state from the store, and finds the jobs that still run.
+        """Reads the state of an earlier scheduler, and finds the jobs that still run.
 
         Args:
-          store: the state.
+          store: the file with the scheduler's state.
           backend: the cluster.
           runs: the processes of jobs.
           policy: the scheduling policy.
@@ -114,7 +116,7 @@ class Scheduler:
         return self._jobs
 
     def run(self) -> None:
-        """Decides in every interval and at events, until all jobs have ended."""
+        """Runs rounds until all jobs have ended."""
         times = Rounds(self._set.interval_s, self._set.react_s, first_s=self.now_s)
         while True:
             self.round(times)
@@ -124,10 +126,11 @@ class Scheduler:
             self._sleep(times.until_look_s(self.now_s))
 
     def round(self, times: Rounds | None = None) -> None:
-        """Looks at all jobs, makes a decision if one is due, and carries it out.
+        """Looks at all jobs; if a decision is due, lets the policy decide and carries
+        it out.
 
         Args:
-          times: says when a decision is due; None for a decision in this round.
+          times: tells whether a decision is due; None: it is due in this round.
         """
         now_s = self.now_s
         numbering = Numbering(self._store, self._backend.places())
@@ -142,11 +145,11 @@ class Scheduler:
             times.settle(self._state_key(numbering))
 
     def _state_key(self, numbering: Numbering) -> Hashable:
-        """Returns the nodes and the states of jobs; a change calls for a decision.
+        """Returns the nodes and the states of jobs. If they change, a decision is due.
 
-        A job that lost its workers counts as running, so that its restart waits for the
-        next interval. Its node may be dead without being known as dead, and an
-        immediate restart would then fail as well.
+        A job that has lost its workers counts as running here, so that it is restarted
+        only at the next regular decision. Its node may be dead without the cluster
+        knowing yet. If the job were restarted on it at once, it would fail again.
         """
         found = [
             (job.name, states.RUNNING if job.losses else job.state)
@@ -156,7 +159,7 @@ class Scheduler:
         return numbering.nodes, tuple(found)
 
     def _decide(self, now_s: float, numbering: Numbering) -> None:
-        """Asks the policy for a decision, stores the decision, and carries it out."""
+        """Lets the policy decide, stores the decision, and carries it out."""
         kinds = numbering.kinds
         views = {
             job.name: view_of(
@@ -164,8 +167,8 @@ class Scheduler:
             )
             for job in list(self._jobs.values())
             if job.active and job.state != states.STOPPING
-            # Under a policy that serves in order, a job that cannot run would block all
-            # others.
+            # With a policy that serves jobs in order, a job that cannot run would block
+            # all jobs behind it.
             if not self._obstacle(job, numbering)
         }
         if not views:
@@ -179,7 +182,7 @@ class Scheduler:
             self._policy, now_s, views, numbering.nodes, current, self._set.users
         )
         numbering.nodes.free(decided.allocations)
-        # A job that lost its workers keeps the loss as its reason to wait.
+        # If a job waits because it has lost its workers, it keeps this reason.
         told = {n: j.reason for n in views if not (j := self._jobs[n]).losses}
         more = new_waits(decided, {**decided.waits, **told})
         decided = dataclasses.replace(decided, reasons=(*decided.reasons, *more))
@@ -208,25 +211,26 @@ class Scheduler:
         return wrong
 
     def _keeps(self, job: JobRecord) -> bool:
-        """Whether the policy sees the current places of a job.
+        """Whether the policy is told which devices a job has now.
 
-        A job that lost a node has fewer devices than it asks for. A policy that never
-        changes the requested number then sees a job without places. It gives the job
-        all requested devices, or lets it wait.
+        A job that has lost a node has fewer devices than its owner asks for. If the
+        policy never gives another number than the requested one, it is told that the
+        job has no devices. It then gives the job all requested devices, or lets it
+        wait.
         """
         asked = job.handed.spec.devices
         return bool(job.places) and (
             self._policy.adapts != "nothing" or job.given_devices == asked
         )
 
-    # Events of jobs.
+    # What happens to jobs.
 
     def _take_up(self) -> None:
-        """Finds the processes of jobs that an earlier scheduler left running.
+        """Takes over the jobs that an earlier scheduler left running.
 
-        If the supervisor of a job has died, a new supervisor is started, which finds
-        the workers. Stored decisions that were not carried out yet are carried out in
-        the next round.
+        If the supervisor of a job has died, the scheduler starts a new one, which finds
+        the workers. If stored decisions were not carried out yet, the next round does
+        it.
         """
         for job in self._jobs.values():
             if job.state in (states.RUNNING, states.STOPPING):
@@ -239,7 +243,7 @@ class Scheduler:
                     self._runs.move(job)
 
     def _take_up_jobs(self, now_s: float) -> None:
-        """Reads new jobs and owners' wishes from the store, and carries wishes out."""
+        """Reads new jobs and owners' wishes from the store; carries out the wishes."""
         wishes = self._store.wishes()
         if not wishes.keys() <= self._jobs.keys():
             self._jobs = {**self._store.jobs(), **self._jobs}
@@ -263,7 +267,9 @@ class Scheduler:
                 self._update(job, state=states.WAITING)
 
     def _look(self, now_s: float) -> None:
-        """Updates the jobs that have devices from the status of their processes."""
+        """Looks at the processes of all jobs that have devices, and updates the
+        jobs.
+        """
         passed_s = max(now_s - self._looked_s, 0.0)
         self._looked_s = now_s
         self._store.set_facts({"looked_s": str(now_s)})
@@ -276,7 +282,7 @@ class Scheduler:
             if ending := _end_of(job, look):
                 self._take_end(job, ending, now_s)
             elif not job.finite:
-                self._runs.kill(job)  # the loss is not finite: more steps are useless
+                self._runs.kill(job)  # its loss is not finite: more steps are useless
             elif not look.alive:
                 self._runs.start(job)
             elif job.state == states.STOPPING:
@@ -286,11 +292,13 @@ class Scheduler:
                 and look.wanted != job.given_devices
                 and job.places
             ):
-                # Workers have died, or an earlier move did not reach the supervisor.
+                # The supervisor wants another number of workers than the job has
+                # devices: workers have died, or it did not get an earlier order to
+                # move.
                 self._runs.move(job)
 
     def _note(self, job: JobRecord, lines: Sequence[Mapping[str, Any]]) -> JobRecord:
-        """Updates a job from its new lines of progress."""
+        """Updates a job by its new lines of progress."""
         if not lines:
             return job
         kept = self._lines.setdefault(job.name, [])
@@ -298,7 +306,8 @@ class Scheduler:
         known = {name: kind for name, _, kind in self._store.nodes()}
         kinds = {known[name] for name in job.places}
         for line in lines:
-            # The first steps after a change of devices or batch are slower.
+            # The first steps after a change of devices or batch size are slower, so
+            # they are not measured.
             same = line["devices"] == before == job.given_devices
             if same and line["batch"] == (batch or line["batch"]) and len(kinds) == 1:
                 kept.append({**line, "device": min(kinds)})
@@ -327,7 +336,7 @@ class Scheduler:
         )
 
     def _take_end(self, job: JobRecord, ending: Ending, now_s: float) -> None:
-        """Updates a job whose processes have ended."""
+        """Updates a job after its processes have ended."""
         self._store.span(job.name, now_s, {})
         if job.wish == states.CANCEL and ending.code:
             self._update(
@@ -362,7 +371,7 @@ class Scheduler:
         self._say(f"{now_s:.0f} s: job {job.name} is {state}{why}")
 
     def _leave_lost_nodes(self, now_s: float, numbering: Numbering) -> None:
-        """Removes lost nodes from the places of jobs."""
+        """Takes nodes that the cluster has lost away from jobs."""
         for job in list(self._jobs.values()):
             there = numbering.there(job.places)
             if there != dict(job.places):
@@ -375,7 +384,9 @@ class Scheduler:
     def _apply(
         self, decided: Decisions, views: Mapping[str, JobView], numbering: Numbering
     ) -> None:
-        """Carries a decision out: first takes devices away, then gives devices."""
+        """Carries out a decision: first takes devices from jobs, then gives devices to
+        jobs.
+        """
         chosen = {name: numbering.places(self._enough(name, decided)) for name in views}
         before = {name: dict(self._jobs[name].places) for name in views}
         changed = [name for name in views if chosen[name] != before[name]]
@@ -389,7 +400,9 @@ class Scheduler:
             self._give(self._jobs[name], chosen[name])
 
     def _enough(self, name: str, decided: Decisions) -> Allocation:
-        """Returns the allocation of a job; empty if it is below the job's minimum."""
+        """The devices that a decision gives a job; none if they are fewer than the job
+        needs.
+        """
         given, least = (
             decided.allocations.get(name, ()),
             self._jobs[name].handed.spec.min,
@@ -400,7 +413,7 @@ class Scheduler:
         return given
 
     def _suspend(self, job: JobRecord) -> None:
-        """Asks a job to give all its devices back and then wait."""
+        """Makes a job save its state, give all its devices back, and wait."""
         if job.state != states.RUNNING:
             return
         wrong = self._runs.suspend(self._update(job, state=states.STOPPING))
@@ -408,7 +421,9 @@ class Scheduler:
             self._say(f"job {job.name}: {wrong}")  # the next look asks again
 
     def _settle(self, names: Sequence[str]) -> None:
-        """Waits until jobs have given their devices back; kills jobs that do not."""
+        """Waits until jobs have given their devices back; kills those that take too
+        long.
+        """
         end = self._clock() + self._set.leave_s
         while self._clock() < end:
             open_ = [n for n in names if self._jobs[n].state == states.STOPPING]
@@ -426,7 +441,7 @@ class Scheduler:
                 self._runs.kill(self._jobs[name])
 
     def _give(self, job: JobRecord, places: Mapping[str, int]) -> None:
-        """Starts a job on devices, or moves it to them."""
+        """Starts a job on given devices, or moves it to them."""
         now_s = self.now_s
         self._store.span(job.name, now_s, places)
         given = sum(places.values())
@@ -458,9 +473,9 @@ class Scheduler:
 
 
 def _end_of(job: JobRecord, look: Look) -> Ending | None:
-    """Returns how a job ended; None if it has not ended.
+    """How a job ended; None if it has not ended.
 
-    A job that is to end and has no process has ended.
+    A job that was told to end and has no process any more has ended.
     """
     ends = job.wish == states.CANCEL or not job.finite
     gone = ends and not look.alive
@@ -468,5 +483,5 @@ def _end_of(job: JobRecord, look: Look) -> Ending | None:
 
 
 def _within(new: Mapping[str, int], old: Mapping[str, int]) -> bool:
-    """Whether no node of ``new`` has more devices than in ``old``."""
+    """Whether ``new`` has at most as many devices of each node as ``old``."""
     return all(n <= old.get(name, 0) for name, n in new.items())

@@ -1,4 +1,4 @@
-"""Reads jobs from a TOML file with one table ``[[job]]`` for each job."""
+"""Reads and checks jobs from a TOML file that has a table ``[[job]]`` for each job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.scheduler.jobs import wrong_priority
 from autopar.scheduler.users import UserLimits
 
 _LONGEST_USER = 64
-# The name of a job is also the name of its folder.
+# What a job's name may look like. It is also the name of the job's folder.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
@@ -28,29 +28,32 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A job as its owner submits it.
 
     Attributes:
-      name: name of the job, unique in a table.
+      name: name of the job, different for each job of a table.
       script: path of a training script that calls `autopar.elastic`, relative to the
-        table's folder.
+        folder of the TOML file.
       args: arguments of the script.
-      application: the training program; jobs of one program are similar. By default
-        the script's name.
-      submitted_s: seconds between the submission and the earliest start. The clock of
-        the job begins at the earliest start.
+      application: name of the training program. Measurements of a job are used for
+        other jobs of the same program. Default: the script's name.
+      submitted_s: seconds from the submission of the file to the job's earliest start.
+        The job's waiting time counts from its earliest start.
       devices: the number of devices that the owner asks for.
       min: the smallest number of devices that the job can use.
-      max: the largest number of devices that the job can use; 0 for the number that
-        its curve gives, or ``devices`` without a curve.
-      curve: a file that `autopar goodput --out` wrote.
-      target: a target to plan a curve for instead, such as ``train.py:workload``.
+      max: the largest number of devices that the job can use; 0: the largest number in
+        its curve, or ``devices`` if it has no curve.
+      curve: path of a goodput curve that `autopar goodput --out` wrote.
+      target: in place of ``curve``, what to plan to get the curve, such as
+        ``train.py:workload``.
       target_args: arguments of the target's function, ``key=value``.
-      noise_scale: noise scale of the gradients, for the planned curve; None if unknown.
-      max_batch: largest batch, for the planned curve.
-      guaranteed: whether the job is promised the speed that it has on ``devices``
-        devices.
-      user: the user of the job; '' for the user who submits it.
+      noise_scale: noise scale of the gradients in rows, for the planned curve; None if
+        it is not known.
+      max_batch: largest batch size, for the planned curve.
+      guaranteed: whether the job is promised at least the speed that it has on
+        ``devices`` devices.
+      user: the user to whose quota the job counts; '': the user who submits it.
       priority: weight of the job among the jobs of its user.
-      save_every: steps between checkpoints, for a script that does not set them.
-      ahead: whether a process prepares programs for likely next worlds.
+      save_every: number of steps between checkpoints, if the script does not set it.
+      ahead: whether the run plans and compiles for likely next numbers of devices, in a
+        background process.
     """
 
     name: str
@@ -74,12 +77,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Handed(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as a scheduler stores it: its specification and derived data.
+    """A submitted job with its goodput curve, as a scheduler stores it.
 
     Attributes:
       spec: the job as submitted.
       folder: the folder in which its script runs.
-      curve: the job's goodput by configuration; None if it is not known.
+      curve: the job's goodput on each configuration of devices; None if it is not
+        known.
       owner: the login name of the user who submitted the job; '' if it is not known.
     """
 
@@ -90,7 +94,7 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def user(self) -> str:
-        """The user whose quota and share the job belongs to."""
+        """The user to whose quota and share the job counts."""
         return self.spec.user or self.owner
 
     @property
@@ -99,11 +103,13 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.application or pathlib.PurePath(self.spec.script).name
 
     def most(self, kinds: tuple[str, ...], curve: CurveTable | None = None) -> int:
-        """Returns the largest useful number of devices on a cluster with these kinds.
+        """The largest number of devices that the job can use, on a cluster with these
+        kinds.
 
         Args:
           kinds: kinds of the cluster's devices.
-          curve: the curve corrected by measurements; None for the submitted curve.
+          curve: the goodput curve, corrected by measurements; None: the submitted
+            curve.
         """
         curve = curve or self.curve
         if self.spec.max:
@@ -114,21 +120,22 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_jobs(path: pathlib.Path) -> tuple[Handed, ...]:
-    """Reads a table of jobs, and the files of their curves.
+    """Reads the jobs in a TOML file, and their goodput curves.
 
     Raises:
-      ScheduleError: the table cannot be read, or a job is wrong. The error names the
-        job and the key.
+      ScheduleError: the file cannot be read, or a job is wrong. The error names the job
+        and the key.
     """
     folder = path.resolve().parent
     return tuple(check(spec, folder, where) for where, spec in read_specs(path))
 
 
 def read_specs(path: pathlib.Path) -> list[tuple[str, JobSpec]]:
-    """Reads the jobs of a table, each with its place in the file; reads no other file.
+    """Reads the jobs in a TOML file, each with its place in the file; does not read
+    curves.
 
     Raises:
-      ScheduleError: the table cannot be read, or a job is wrong.
+      ScheduleError: the file cannot be read, or a job is wrong.
     """
     found = _read_toml(path)
     found.pop("users", None)
@@ -152,7 +159,7 @@ def read_users(path: pathlib.Path) -> dict[str, UserLimits]:
     """Reads quotas and shares of users from the tables ``[users.NAME]`` of a file.
 
     Raises:
-      ScheduleError: the table cannot be read, or a user is wrong.
+      ScheduleError: the file cannot be read, or a user is wrong.
     """
     tables = _read_toml(path).get("users", {})
     if not isinstance(tables, dict):
@@ -177,7 +184,10 @@ def _read_toml(path: pathlib.Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except OSError as error:
         raise ScheduleError(f"{path}: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:  # of TOML, UTF-8 and huge numbers
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # TOML, UTF-8, huge numbers
         raise ScheduleError(f"{path}: it is no TOML: {error}.") from error
 
 
@@ -191,7 +201,7 @@ def _read(path: pathlib.Path, number: int, table: Any) -> tuple[str, JobSpec]:
 
 
 def login_name() -> str:
-    """Returns the login name of this process's user, or the user id without a name."""
+    """The login name of this process's user; the user id if there is no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -206,8 +216,8 @@ def check(
     Args:
       spec: the job as submitted.
       folder: the folder in which its script runs.
-      where: the place of the job in its file, for errors.
-      owner: the user who submits the job; None for the user of this process.
+      where: the job's place in the file, for error messages.
+      owner: the user who submits the job; None: the user of this process.
 
     Raises:
       ScheduleError: a value of the job is wrong.
@@ -226,17 +236,17 @@ def check(
 
 
 def _plain(error: msgspec.ValidationError) -> str:
-    """Returns the text of a msgspec error, with keys as they stand in the file."""
+    """The text of a msgspec error, with keys as they are written in the file."""
     return re.sub(r" - at `\$\.?([^`]*)`", r", key '\1'", str(error))
 
 
 def _wrong(spec: JobSpec, folder: pathlib.Path) -> str:
-    """Returns the error of a job: key, value and what to do; '' if the job is right."""
+    """What is wrong with a job: the key, its value and what to do; '' if nothing is."""
     if not _NAME.fullmatch(spec.name):
         return f"name {spec.name!r} is no name; use letters, digits and _ . -"
     try:
         there = (folder / spec.script).is_file()
-    except OSError:  # no file system has such a name
+    except OSError:  # not a valid name of a file
         there = False
     if not there:
         return f"script {spec.script[:200]!r}: there is no such file in {folder}."
@@ -264,13 +274,14 @@ def _wrong(spec: JobSpec, folder: pathlib.Path) -> str:
 
 
 def obstacle(job: Handed, devices: int, kinds: tuple[str, ...], *, adapts: bool) -> str:
-    """Returns why a job cannot run on the current cluster; '' if it can.
+    """Why a job cannot run on the present cluster; '' if it can.
 
     Args:
       job: the job.
       devices: number of devices of the cluster.
       kinds: kinds of these devices.
-      adapts: whether the policy may give a job fewer or more devices than asked for.
+      adapts: whether the policy may give a job another number of devices than its owner
+        asks for.
     """
     least = job.spec.min if adapts else job.spec.devices
     if least > devices:

@@ -1,7 +1,7 @@
-"""The state of a scheduler in an SQLite file, with which it continues after a crash.
+"""Stores the state of a scheduler in an SQLite file, to continue after a crash.
 
-Every change of a job is one transaction. The scheduler writes a change before it acts
-on it.
+Every change of a job is one transaction. The scheduler writes a change before it
+carries the change out.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Decisions
 
 _SCHEMA = 3
-# States of a job. Pending: before its earliest start. Waiting: without devices.
-# Running: with devices. Stopping: gives its devices back. The last three are final.
+# States of a job. Pending: its earliest start has not come. Waiting: it has no devices.
+# Running: it has devices. Stopping: it is giving its devices back. The last three
+# states are final.
 PENDING, WAITING, RUNNING, STOPPING = "pending", "waiting", "running", "stopping"
 DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
 ENDED = (DONE, FAILED, CANCELLED)
-# Wishes of the owner of a job that is not to run.
+# What the owner of a job can wish: that it does not run for now, or never again.
 HOLD, CANCEL = "hold", "cancel"
 
 _TABLES = """
@@ -53,7 +54,7 @@ create table if not exists spans (
   number integer primary key, job text not null, start_s real not null, end_s real,
   places text not null);
 """
-# Columns that each schema version added.
+# Version of the schema -> columns that it added.
 _ADDED = {
     2: ("handed_s real not null default 0", "wish text default ''"),
     3: (
@@ -72,41 +73,42 @@ _ADDED = {
 class JobRecord:
     """The stored data of a job.
 
-    Times are in seconds from the scheduler's first start. A report is a line of
-    progress that the job writes.
+    Times are in seconds since the scheduler's first start. The last report is the last
+    line of progress that the job wrote.
 
     Attributes:
       name: unique name of the job.
       handed: the job as submitted.
       state: one of `PENDING`, `WAITING`, `RUNNING`, `STOPPING` and `ENDED`.
-      reason: why the job failed or waits; '' otherwise.
-      attempt: number of starts of its processes.
+      reason: why the job failed, or why it waits; '' if it does neither.
+      attempt: how often its processes have been started.
       places: name of a node -> number of its devices that the job has.
       started_s: time of the first start; None if the job has not started.
       ended_s: time of the end.
-      step: number of steps done, by the last report.
-      position: number of samples consumed, by the last report.
-      devices: number of devices, by the last report.
-      step_s: seconds per step, by the last report.
-      loss: loss, by the last report; None if it is not known or not finite.
-      finite: whether the loss was finite, by the last report.
+      step: number of steps done, as of the last report.
+      position: number of samples consumed, as of the last report.
+      devices: number of devices on which it trained, as of the last report.
+      step_s: seconds of a step, as of the last report.
+      loss: loss in the last report; None if it is not known or not finite.
+      finite: whether the loss in the last report was finite.
       told_s: time of the last report.
-      served_device_s: device-seconds that the job has used.
+      served_device_s: device-seconds that the job has had so far.
       tried: largest number of devices that the job has had.
-      moves: number of changes of its devices after the first start.
-      losses: number of losses of its processes in a row, without a step between them.
-        Ends that the script itself caused do not count.
-      handed_s: time of the submission.
-      wish: the last wish of its owner, `HOLD` or `CANCEL`; '' if the job is to run.
-      batch: rows per step, by the last report.
+      moves: how often its devices have changed after its first start.
+      losses: how often in succession its processes were lost without a step between. If
+        the script itself ended them, this does not count.
+      handed_s: time when the job was submitted.
+      wish: the last wish of its owner: `HOLD`, `CANCEL`, or '' for a job that should
+        run.
+      batch: rows of a step, as of the last report.
       noise_scale: the last reported noise scale of its gradients, in rows; None if no
         report had one.
-      microbatches: number of microbatches, by the last report.
+      microbatches: number of microbatches, as of the last report.
       scheme: name of the known parallelism scheme that its plan's layouts resemble.
       codecs: the codecs of its gradients, separated by spaces.
-      worth: rows of the base batch that make the same progress as its steps; None if
-        not reported.
-      submission: id of the submission from another machine; '' without an id.
+      worth: progress of its steps in rows of the base batch (the rows that would make
+        the same progress in batches of the base size); None if it was not reported.
+      submission: id of the submission, if it came from another machine; otherwise ''.
     """
 
     name: str
@@ -140,26 +142,27 @@ class JobRecord:
 
     @property
     def submitted_s(self) -> float:
-        """The job's earliest start, in seconds from the scheduler's first start."""
+        """The job's earliest start, in seconds since the scheduler's first start."""
         return self.handed_s + self.handed.spec.submitted_s
 
     @property
     def given_devices(self) -> int:
-        """The number of devices that the job has."""
+        """The number of devices that the scheduler has given the job."""
         return sum(self.places.values())
 
     @property
     def active(self) -> bool:
-        """Whether the job waits for devices or has devices.
+        """Whether the job waits for devices or has some.
 
-        A held or cancelled job is active only until it has given its devices back.
+        If its owner holds or cancels it, it is active only until it has given its
+        devices back.
         """
         waits = self.state == WAITING and not self.wish
         return waits or self.state in (RUNNING, STOPPING)
 
     @property
     def shown_state(self) -> str:
-        """The state as text for people, including "held" and "cancelling"."""
+        """The state as a word for people; also "held" and "cancelling"."""
         if self.wish == CANCEL and self.state not in ENDED:
             return "cancelling"
         held = self.wish == HOLD and self.state in (PENDING, WAITING)
@@ -191,14 +194,16 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(JobRecord))
 
 
 class Store:
-    """The SQLite file with the state; one scheduler writes it, any process reads it."""
+    """The SQLite file with a scheduler's state. Only one scheduler writes jobs; others
+    read.
+    """
 
     def __init__(self, path: pathlib.Path, *, reads: bool = False) -> None:
         """Opens the file.
 
         Args:
           path: path of the file.
-          reads: whether the caller only reads the file, which must then exist.
+          reads: whether the caller only reads. The file must then exist.
 
         Raises:
           ScheduleError: the file cannot be opened, or has an unknown schema.
@@ -234,7 +239,7 @@ class Store:
         )
 
     def _migrate(self, found: int) -> None:
-        """Adds the columns that an earlier schema lacks."""
+        """Adds the columns that a file with an earlier schema lacks."""
         with self._all_or_nothing():
             for schema in range(found + 1, _SCHEMA + 1):
                 for column in _ADDED[schema]:
@@ -248,7 +253,7 @@ class Store:
         self._file.close()
 
     def fact(self, key: str) -> str | None:
-        """Returns the value stored under a key; None if the key is not set."""
+        """The text that is stored under a key; None if there is none."""
         rows = self._rows("select value from facts where key = ?", key)
         return str(rows[0][0]) if rows else None
 
@@ -264,17 +269,18 @@ class Store:
             raise ScheduleError(f"{self.path}: it is damaged: {error}.") from error
 
     def set_facts(self, facts: Mapping[str, str]) -> None:
-        """Stores values of facts by key, in one transaction."""
+        """Stores texts under keys, in one transaction."""
         with self._all_or_nothing():
             self._file.executemany(
                 "insert or replace into facts values (?, ?)", list(facts.items())
             )
 
     def begin_s(self, now: float) -> float:
-        """Returns the start of this state's clock, in seconds since the epoch.
+        """When the scheduler first started, in seconds since the epoch; times count
+        from it.
 
         Args:
-          now: the current time; the clock starts now if it has not started yet.
+          now: the present time, which is stored if no start has been stored yet.
         """
         self._file.execute(
             "insert or ignore into facts values ('begin_s', ?)", (str(now),)
@@ -283,10 +289,10 @@ class Store:
         return now if found is None else found
 
     def seconds(self, key: str) -> float | None:
-        """Returns a fact that is a number of seconds; None if it is not set.
+        """The seconds that are stored under a key; None if there are none.
 
         Raises:
-          ScheduleError: the fact is no number.
+          ScheduleError: the stored text is not a number.
         """
         text = self.fact(key)
         try:
@@ -301,18 +307,18 @@ class Store:
 
         Args:
           jobs: the submitted jobs.
-          at_s: time of the submission, in seconds from the start of the clock.
-          submission: id of the submission; '' without an id.
+          at_s: time of the submission, in seconds since the scheduler's first start.
+          submission: id of the submission; '' if it has none.
 
         Raises:
-          ScheduleError: there is a job of the same name.
+          ScheduleError: there is already a job with one of the names.
         """
         with self._all_or_nothing():
             for job in jobs:
                 self._add(job, at_s, submission)
 
     def jobs_of(self, submission: str) -> dict[str, JobSpec]:
-        """Returns the jobs of a submission by name; empty if it was not accepted."""
+        """Name -> job, for the jobs of a submission; empty if it was not stored."""
         return {
             name: job.handed.spec
             for name, job in self.jobs().items()
@@ -346,7 +352,7 @@ class Store:
         return jobs[name]
 
     def jobs(self) -> dict[str, JobRecord]:
-        """Returns all jobs by name, in the order of their submission."""
+        """Name -> job, for all jobs in the order of their submission."""
         names = ", ".join(_FIELDS)
         rows = self._rows(f"select {names} from jobs order by number")
         try:
@@ -355,11 +361,11 @@ class Store:
             raise ScheduleError(f"{self.path}: a job is damaged: {error}.") from error
 
     def wishes(self) -> dict[str, str]:
-        """Returns the wish of each job's owner, by the job's name."""
+        """Name of a job -> the wish of its owner."""
         return dict(self._rows("select name, wish from jobs order by number"))
 
     def wish(self, names: Iterable[str], wish: str) -> None:
-        """Stores a wish for some jobs; the wish `CANCEL` of a job is not replaced."""
+        """Stores a wish for some jobs; never replaces the wish `CANCEL`."""
         with self._all_or_nothing():
             self._file.executemany(
                 "update jobs set wish = ? where name = ? and wish != ?",
@@ -370,8 +376,8 @@ class Store:
         """Changes fields of a job; returns the changed job.
 
         Args:
-          job: the job as it is stored.
-          fields: the changed fields.
+          job: the job as it is stored now.
+          **fields: the new values of fields.
         """
         changed = dataclasses.replace(job, **fields)
         row = {key: _column(key, getattr(changed, key)) for key in fields}
@@ -382,7 +388,9 @@ class Store:
         return changed
 
     def number(self, name: str, devices: int, kind: str) -> int:
-        """Returns the fixed number of a node; a new node gets the next number."""
+        """The number of a node, which never changes; a new node gets the next
+        number.
+        """
         self._file.execute(
             "insert into nodes (number, name, devices, kind) select count(*), ?, ?, ? "
             "from nodes where true on conflict (name) do update set "
@@ -392,12 +400,14 @@ class Store:
         return int(self._rows("select number from nodes where name = ?", name)[0][0])
 
     def nodes(self) -> list[tuple[str, int, str]]:
-        """Returns name, devices and kind of every node ever seen, ordered by number."""
+        """Name, devices and kind of every node so far, in the order of their
+        numbers.
+        """
         rows = self._rows("select name, devices, kind from nodes order by number")
         return self._check(rows, list[tuple[str, int, str]], "a node")
 
     def add_decisions(self, at_s: float, decisions: Decisions) -> None:
-        """Stores a decision, with a row for each job whose devices change."""
+        """Stores a decision: a row for each job whose devices it changes."""
         rows = [
             (at_s, r.job, r.kept, r.devices, r.gain, r.cost_s, r.compared,
              decisions.gap)
@@ -411,14 +421,14 @@ class Store:
             )
 
     def decisions(self) -> list[dict[str, Any]]:
-        """Returns all decisions, with one row for each job whose devices changed."""
+        """All decisions so far: a row for each change of a job's devices."""
         names = tuple(_Decision.__annotations__)
         rows = self._rows(f"select {', '.join(names)} from decisions order by number")
         lines = [dict(zip(names, row, strict=True)) for row in rows]
         return self._check(lines, list[_Decision], "a decision")
 
     def span(self, job: str, at_s: float, places: Mapping[str, int]) -> None:
-        """Stores which devices a job has from a given time on."""
+        """Stores which devices a job has from time ``at_s`` on."""
         with self._all_or_nothing():
             self._file.execute(
                 "update spans set end_s = ? where job = ? and end_s is null",
@@ -431,7 +441,7 @@ class Store:
                 )
 
     def spans(self) -> list[dict[str, Any]]:
-        """Returns the devices of each job over time."""
+        """Which devices each job had over time, as periods."""
         rows = self._rows(
             "select job, start_s, end_s, places from spans order by number"
         )
@@ -445,7 +455,7 @@ class Store:
         return self._check(lines, list[_Span], "a span")
 
     def _check(self, found: Any, kind: Any, what: str) -> Any:
-        """Converts stored data to a type.
+        """Converts stored data to a type, and checks it.
 
         Raises:
           ScheduleError: the data do not have this type.
@@ -474,7 +484,7 @@ class _Decision(TypedDict):
 
 
 class _Span(TypedDict):
-    """A stored period of time in which a job had the same devices."""
+    """A stored period during which a job had the same devices."""
 
     job: str
     start_s: float
@@ -483,7 +493,7 @@ class _Span(TypedDict):
 
 
 class _Transaction:
-    """A context manager: all statements inside take effect, or none."""
+    """A context in which either all statements take effect, or none."""
 
     def __init__(self, file: sqlite3.Connection) -> None:
         self._file = file
@@ -496,12 +506,12 @@ class _Transaction:
 
 
 def _row(job: JobRecord) -> dict[str, Any]:
-    """Returns the columns of a job."""
+    """Column -> value, for a job."""
     return {name: _column(name, getattr(job, name)) for name in _FIELDS}
 
 
 def _column(name: str, value: Any) -> Any:
-    """Returns the value of a field as SQLite stores it."""
+    """The value of a field in the form that SQLite stores."""
     if name == "handed":
         return msgspec.json.encode(value).decode()
     if name == "places":
@@ -518,9 +528,10 @@ def _record(row: tuple[Any, ...]) -> JobRecord:
 
 
 def _learn_types() -> None:
-    """Lets msgspec inspect all types that are read.
+    """Makes msgspec inspect all types that this module reads.
 
-    msgspec crashes if two threads inspect the same type for the first time at once.
+    It is called once in advance, because msgspec crashes if two threads inspect a type
+    for the first time at the same moment.
     """
     for kind in (JobRecord, list[tuple[str, int, str]], list[_Decision], list[_Span]):
         with contextlib.suppress(msgspec.ValidationError):

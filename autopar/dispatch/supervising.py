@@ -1,8 +1,9 @@
-"""The supervisor of one job: a process that manages its workers without a scheduler.
+"""The supervisor process of a job: manages the workers, also while no scheduler runs.
 
 Usage: python -m autopar.dispatch.supervising FOLDER
-The file ``job.json`` in the folder describes the job. A `FileLock` keeps other
-supervisors away from the folder. ``ending-ATTEMPT.json`` holds how the attempt ended.
+The file ``job.json`` in the folder describes the job. A `FileLock` allows only one
+supervisor in the folder. The supervisor writes how an attempt ended to
+``ending-ATTEMPT.json``.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from autopar.elastic.processes.runner import RunJob, Runner
 from autopar.errors import PlanError
 from autopar.whole_files import FileLock
 
-# Number of bytes at the end of an output that are searched for its last line.
+# The last line of an output is searched in this many bytes at its end.
 _TAIL_BYTES = 4096
-# The number of a worker before its lines, if there are several workers.
+# If there are several workers, each line of their output begins with the number of the
+# worker in brackets.
 _NUMBER = re.compile(r"^\[\d+\] ")
 
 
 def main(folder: pathlib.Path) -> None:
-    """Runs the job of a folder to its end, and writes down how it ended."""
+    """Runs the job of a folder until it ends, and writes how it ended to a file."""
     lock = FileLock(folder / "lock")
     if not lock.take():
         return  # another supervisor runs the job
@@ -50,19 +52,19 @@ def main(folder: pathlib.Path) -> None:
         ending = _run(folder, given)
     except PlanError as error:
         ending = Ending(code=1, reason=str(error).split("\n", 1)[0])
-    except Exception as error:  # reported as a failure, so that it is not retried
+    except Exception as error:  # reported as a failure, so the job is not restarted
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}"
         ending = Ending(code=1, reason=f"its own process failed: {why}; see `output`.")
-    # The lock is freed before the end is reported, because a reader of the report may
-    # start the job again.
+    # The lock is released before the end is reported, because whoever reads the report
+    # may start the job again.
     lock.free()
     told = {"code": ending.code, "reason": ending.reason, "lost": ending.lost}
     put(path, json.dumps(told).encode())
 
 
 def ending_file(folder: pathlib.Path, attempt: int) -> pathlib.Path:
-    """Returns the path of the file that holds how an attempt ended."""
+    """The path of the file that tells how an attempt ended."""
     return folder / f"ending-{attempt}.json"
 
 
@@ -93,7 +95,7 @@ def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
 
 
 def _last_line(path: pathlib.Path) -> str:
-    """Returns a sentence with the last line of a job's output and the file's name."""
+    """A sentence with the last line of a job's output and the output file's name."""
     try:
         text = path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     except OSError:

@@ -1,6 +1,7 @@
-"""Converts jobs on a real cluster to the `JobView`s that a policy reads.
+"""Describes jobs on a real cluster by `JobView`, which a policy reads.
 
-A policy reads the same views in a simulation, and knows nothing about backends.
+In a simulation a policy reads the same `JobView`s. So it need not know whether the
+cluster is real.
 """
 
 from __future__ import annotations
@@ -20,31 +21,33 @@ from autopar.scheduler.nodes import Nodes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoveTimes:
-    """The costs of starts and moves, in seconds.
+    """How many seconds a start and a change of devices (a move) cost a job.
 
     Attributes:
-      start_s: seconds from a start or restart of a job to its first step.
-      change_s: seconds that a running job pauses when its devices change.
+      start_s: seconds from the start or restart of a job to its first step.
+      change_s: seconds for which a running job pauses when its devices change.
     """
 
     start_s: float = 20.0
     change_s: float = 2.0
 
     def move_s(self, old: Shape, new: Shape) -> float:
-        """Returns the seconds of a move between shapes; (0, 0) means no devices."""
+        """Seconds of a move between two (nodes, devices); from (0, 0) it is a start."""
         del new
         return self.start_s if old == (0, 0) else self.change_s
 
 
-# Default costs of moves, without measurements.
+# The costs to assume if none are measured.
 MOVES = MoveTimes()
 
 
 class Numbering:
-    """The numbers of nodes for policies; a node always keeps its number."""
+    """Gives nodes the numbers by which policies name them."""
 
     def __init__(self, store: Store, places: Sequence[ClusterNode]) -> None:
-        """Numbers the current nodes; nodes that have left keep their numbers."""
+        """Numbers the present nodes; a node never gets another number, even if it
+        leaves.
+        """
         there = {
             store.number(place.name, place.devices, place.kind) for place in places
         }
@@ -56,12 +59,12 @@ class Numbering:
         )
 
     def allocation(self, places: Mapping[str, int]) -> Allocation:
-        """Returns, for each device of some places, the number of its node."""
+        """For each device on the given nodes, the number of its node."""
         numbers = sorted((self._names.index(name), n) for name, n in places.items())
         return tuple(k for k, n in numbers for _ in range(n))
 
     def places(self, allocation: Allocation) -> dict[str, int]:
-        """Returns name of a node -> number of its devices in an allocation."""
+        """Name of a node -> how many of its devices an allocation has."""
         found: dict[str, int] = {}
         for number in allocation:
             name = self._names[number]
@@ -69,7 +72,7 @@ class Numbering:
         return found
 
     def there(self, places: Mapping[str, int]) -> dict[str, int]:
-        """Returns those places whose nodes still have enough devices."""
+        """Those of the given nodes that the cluster still has, with enough devices."""
         return {
             name: n
             for name, n in places.items()
@@ -85,13 +88,13 @@ class Numbering:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtLeast:
-    """A goodput curve that is 0 below a least number of devices."""
+    """A goodput curve that is set to 0 below a least number of devices."""
 
     curve: Curve
     least: int
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-        """Returns progress per second; 0 on too few devices."""
+        """Progress per second; 0 if there are too few devices."""
         found = self.curve.goodput(nodes, devices)
         return np.where(np.asarray(devices) >= self.least, found, 0.0)
 
@@ -103,18 +106,19 @@ def view_of(
     moves: MoveTimes,
     lines: Sequence[Mapping[str, Any]] = (),
 ) -> JobView:
-    """Returns the view of a job for a policy.
+    """Describes a job for a policy.
 
-    The goodput curve of the view is the planner's curve, corrected by the measured
-    times, batches and noise scale. For a job without a curve, goodput is proportional
-    to the number of devices, and progress is counted in device-seconds.
+    The job's goodput curve is the planner's curve, corrected by measured step times,
+    batch sizes and noise scale. If a job has no curve, its goodput is assumed to be
+    proportional to the number of devices, and its progress is counted in
+    device-seconds.
 
     Args:
       job: the job.
-      now_s: seconds since the scheduler's first start.
-      kinds: kinds of the cluster's current devices.
-      moves: the costs of moves.
-      lines: lines of the job's progress.
+      now_s: the present time, in seconds since the scheduler's first start.
+      kinds: kinds of devices that the cluster has now.
+      moves: how many seconds moves cost.
+      lines: the job's last lines of progress.
     """
     handed, spec = job.handed, job.handed.spec
     curve = handed.curve and correct_curve(handed.curve, lines, job.noise_scale)
@@ -146,6 +150,7 @@ def view_of(
         **shared,
         curve=by_kind[kinds[0]],
         by_kind=by_kind,
-        # The curve counts rows of the base batch. A row of a larger batch counts less.
+        # The curve counts progress in rows of the base batch. A row of a larger batch
+        # makes less progress.
         progress=float(job.position if job.worth is None else job.worth),
     )

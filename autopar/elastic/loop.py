@@ -54,7 +54,7 @@ class Display:
         self._last_s = 0.0
 
     def show(self, step: int, seconds: float, plan: Plan) -> None:
-        """Shows the number of steps run, the last step's time and the cluster."""
+        """Shows the number of steps done, the last step's time and the cluster."""
         now = time.perf_counter()
         if self._shows and (now - self._last_s > _EVERY_S or step == self._steps):
             self._last_s = now
@@ -317,7 +317,7 @@ class ElasticRun:
             self._listen(source)
 
     def _listen(self, source: Source) -> None:
-        """Starts a source; if this fails, stops the sources started before it."""
+        """Starts a source; if this fails, stops the sources that already listen."""
         try:
             source.start(self._inbox)
         except AutoparError:

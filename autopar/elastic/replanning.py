@@ -94,7 +94,7 @@ def best_option(
     option is ready in time, the result is the option that is ready first.
 
     Args:
-      found: the options, at least one; the first of equal options is taken.
+      found: the options, at least one. Of equally good options, the first is returned.
       horizon_s: seconds until the next change is expected.
       left_s: seconds until the devices that leave are gone.
     """
@@ -370,7 +370,8 @@ def _lower_priority() -> None:
 _LARGE_BYTES = 1 << 20
 
 
-# Name, devices and maker of a plan that is an option.
+# An option before it is planned: its name, its devices, and a function that makes its
+# plan.
 _Way = tuple[str, Cluster, Callable[[], Plan]]
 
 

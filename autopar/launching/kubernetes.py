@@ -1,17 +1,18 @@
-"""Kubernetes objects for an elastic run (`autopar launch kubernetes`).
+"""Makes the Kubernetes objects of an elastic run (`autopar launch kubernetes`).
 
-One pod runs the supervisor. Each other pod is a host with an agent (`autopar worker`).
-The pods belong to two Jobs, which are in a JobSet or standalone:
+One pod runs the supervisor. Each other pod is a host of the run, with an agent
+(`autopar worker`) that starts workers. The supervisor's pod and the agents' pods belong
+to two Jobs, in a JobSet or standalone:
 
-- The agents' Job is indexed and has one index for each possible host. A pod without a
-  node waits, and joins the run later.
-- An agent that leaves the run ends with the status `SUSPENDED`. An agent ends with
-  status 0 only if the run is done. The Job counts an index with status 0 as done; after
-  any other end of a pod, another pod takes its place. One index with status 0 completes
+- The agents' Job is an indexed Job with one index for each host that the run may have.
+  If there is no node for a pod yet, the pod waits, and joins the run later.
+- If an agent leaves the run, its exit status is `SUSPENDED`. Only if the run is done,
+  it is 0. The Job counts an index as done if its pod ends with status 0. After any
+  other status, it starts another pod for the index. One index that is done completes
   the Job.
-- The supervisor's pod saves the run before the pod ends, with the status `SUSPENDED`.
-  The pod that replaces it continues from the saved state.
-- Pods find the supervisor under the name of a headless Service.
+- Before the supervisor's pod ends, it saves the run, and ends with the status
+  `SUSPENDED`. The pod that replaces it continues from the saved state.
+- Pods find the supervisor by the DNS name of a headless Service.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ import yaml
 from autopar.elastic.processes.members import SUSPENDED
 from autopar.errors import InputError
 
-# The port of the supervisor, and the folders to which pods write.
+# The port on which the supervisor listens, and the folders to which pods write.
 PORT = 7000
 _FOLDER, CHECKPOINTS = "/autopar", "/checkpoints"
 _SECRET_KEY = "secret"
-# Saving takes up to 300 s, and workers leave within 60 s.
+# Seconds that Kubernetes must give pods before it kills them: a save takes up to 300 s,
+# and workers leave within 60 s.
 _SAVE_S, _LEAVE_S = 330, 90
-# Seconds that pods wait for the supervisor, whose pod may need minutes to load its
+# Seconds for which agents wait for the supervisor. Its pod may need minutes to load its
 # image.
 _AWAY_S = 600
-# The most failures of the supervisor's pods, of each host's pods, and of each slot's
-# workers.
+# How many failures are allowed of the supervisor's pods, of the pods of each host, and
+# of the workers of each slot.
 _RETRIES = 3
-# The longest suffixes that Kubernetes and JobSet add are in names of pods:
-# "-supervisor-0-0-abcde" and "-workers-0-1023-abcde".
+# The most characters of a run's name. The longest suffixes that Kubernetes and JobSet
+# add to it are in the names of pods: "-supervisor-0-0-abcde" and
+# "-workers-0-1023-abcde".
 _LONGEST_NAME = 63 - len("-supervisor-0-0-abcde")
 _SUPERVISOR_RESOURCES = {"cpu": "500m", "memory": "1Gi"}
 
@@ -49,7 +52,7 @@ _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 _KEY = re.compile(r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?")
 _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE][-+]?\d+)?")
-# Resources that are not devices; names of devices have a slash.
+# Names of resources that are not devices. Names of devices have a slash.
 _NATIVE = re.compile(r"cpu|memory|ephemeral-storage|hugepages-\w+")
 
 Object = dict[str, Any]
@@ -63,15 +66,16 @@ class KubernetesRun:
       name: name of the run and, with suffixes, of its objects.
       image: image of all pods, which contains autopar and the script.
       script: path of the script in the image, and its own arguments.
-      nodes: least and most number of pods with workers.
-      slots: number of workers of each such pod.
-      resources: resources of each such pod, by Kubernetes' names.
+      nodes: smallest and largest number of pods with workers.
+      slots: number of workers in each of these pods.
+      resources: Kubernetes' name of a resource -> how much each of these pods gets.
       namespace: namespace of all objects; '': the user's namespace.
-      queue: Kueue's local queue; '': Kueue is not used.
-      topology: key of a node label; pods should run on nodes with the same value of
-        this label. '': no preference.
-      checkpoint_claim: a volume claim that all pods mount; '': none.
-      secret: secret of the run, as PEM text; '': a Secret of the cluster holds it.
+      queue: name of the local queue of Kueue; '': Kueue is not used.
+      topology: name of a node label. Kubernetes should prefer nodes with the same value
+        of this label for all pods. '': no preference.
+      checkpoint_claim: name of a persistent volume claim that all pods mount; '': none.
+      secret: secret of the run, as PEM text; '': it is already in a Secret in the
+        cluster.
 
     Raises:
       InputError: an option is wrong.
@@ -116,7 +120,7 @@ class KubernetesRun:
 
     @property
     def service(self) -> str:
-        """Name of the Service under which pods find the supervisor."""
+        """Name of the Service by which pods find the supervisor."""
         return f"{self.name}-supervisor"
 
     @property
@@ -126,7 +130,7 @@ class KubernetesRun:
 
 
 def read_resources(text: str) -> dict[str, str]:
-    """Parses the resources of a pod, by Kubernetes' names.
+    """Reads a pod's resources from a text with Kubernetes' names.
 
     Args:
       text: such as ``cpu=4,memory=16Gi,nvidia.com/gpu=8``; '': none.
@@ -163,7 +167,7 @@ def read_resources(text: str) -> dict[str, str]:
 
 
 def objects(run: KubernetesRun, *, plain: bool = False) -> list[Object]:
-    """The objects of a run, in the order in which they are created.
+    """The Kubernetes objects of a run, in the order in which to create them.
 
     Args:
       run: the run.
@@ -179,7 +183,8 @@ def objects(run: KubernetesRun, *, plain: bool = False) -> list[Object]:
         if run.queue:
             metadata["labels"] |= _queue_label(run)
         if run.queue and component == "workers" and run.nodes[0] < run.nodes[1]:
-            # Kueue starts the Job with fewer pods if its quota allows no more.
+            # With this annotation, Kueue starts the Job with fewer pods if its quota
+            # does not allow more.
             metadata["annotations"] = {
                 "kueue.x-k8s.io/job-min-parallelism": str(run.nodes[0]),
                 "kueue.x-k8s.io/job-completions-equal-parallelism": "true",
@@ -192,7 +197,7 @@ def objects(run: KubernetesRun, *, plain: bool = False) -> list[Object]:
 
 
 def to_yaml(run: KubernetesRun, *, plain: bool = False) -> str:
-    """The objects of a run as YAML, with a comment on its secret.
+    """The Kubernetes objects of a run as YAML, with a comment about the secret.
 
     Args:
       run: the run.
@@ -217,11 +222,11 @@ def to_yaml(run: KubernetesRun, *, plain: bool = False) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that kubectl would read as numbers or booleans, and writes no
-    aliases for repeated values.
+    """Writes YAML that kubectl reads correctly: quotes texts that look like numbers or
+    booleans, and writes no aliases for repeated values.
 
-    PyYAML follows YAML 1.1, but recognises fewer forms than kubectl's reader: kubectl
-    reads ``1e3`` as a number and ``y`` as true.
+    PyYAML alone does not quote enough: kubectl reads ``1e3`` as a number and ``y`` as
+    true, and PyYAML does not.
     """
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -241,7 +246,7 @@ def _metadata(run: KubernetesRun, name: str, component: str = "") -> Object:
 
 
 def _labels(run: KubernetesRun, component: str = "") -> dict[str, str]:
-    """The labels of an object; labels with a component are also labels of pods."""
+    """The labels of an object. With ``component`` they are labels for pods, too."""
     labels = {
         "app.kubernetes.io/name": "autopar",
         "app.kubernetes.io/instance": run.name,
@@ -264,7 +269,7 @@ def _secret(run: KubernetesRun) -> Object:
 
 
 def _service(run: KubernetesRun) -> Object:
-    """The Service that gives the supervisor its name; it has only the address of the
+    """The Service that gives the supervisor a DNS name, which resolves to the
     supervisor's pod.
     """
     return {
@@ -290,13 +295,13 @@ def _job_set(run: KubernetesRun, jobs: Mapping[str, Object]) -> Object:
         "kind": "JobSet",
         "metadata": metadata,
         "spec": {
-            # Only the Service above needs a DNS name.
+            # Pods need no DNS names; the Service has one.
             "network": {"enableDNSHostnames": False},
             "successPolicy": {
                 "operator": "All",
                 "targetReplicatedJobs": ["supervisor"],
             },
-            # The Jobs replace their pods themselves.
+            # The JobSet must not restart: the Jobs replace their pods themselves.
             "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": [
                 {"name": component, "replicas": 1, "template": {"spec": spec}}
@@ -327,8 +332,8 @@ def _supervisor_job(run: KubernetesRun) -> Object:
             "requests": dict(_SUPERVISOR_RESOURCES),
             "limits": {"memory": _SUPERVISOR_RESOURCES["memory"]},
         },
-        # The hook saves the run and waits until it is saved, because the container ends
-        # with its process 1.
+        # This hook makes the supervisor save the run, and waits until it is saved. It
+        # must wait, because the container ends when its process 1 ends.
         "lifecycle": {
             "preStop": {
                 "exec": {
@@ -339,10 +344,10 @@ def _supervisor_job(run: KubernetesRun) -> Object:
     }
     template = _pod(run, "supervisor", container, _SAVE_S)
     if not claim:
-        # The state that a pod saves is lost with the pod, so another pod could not
-        # continue.
+        # Without a volume, the state that a pod saves is lost with the pod. So another
+        # pod could not continue.
         return {"backoffLimit": 0, "template": template}
-    # After an input error, a new pod would fail in the same way.
+    # Exit status 2 is an input error. A new pod would fail in the same way.
     wrong = {"action": "FailJob", **_on_status("supervisor", 2)}
     return {
         "backoffLimit": _RETRIES,
@@ -383,8 +388,8 @@ def _workers_job(run: KubernetesRun) -> Object:
 
 
 def _ignore_exits(container: str) -> list[Object]:
-    """Rules for ends of pods that do not count as failures: the pod left the run, or
-    was asked to leave.
+    """Rules for which ends of pods do not count as failures: the pod left the run, or
+    was asked to leave it.
     """
     disrupted = [{"type": "DisruptionTarget", "status": "True"}]
     return [
@@ -404,19 +409,18 @@ def _on_status(container: str, status: int) -> Object:
 
 
 def _pod(run: KubernetesRun, component: str, container: Object, grace_s: int) -> Object:
-    """The template of a pod, with the parts that all pods share."""
+    """The template of a pod, with what all pods have in common."""
     reference = {"name": run.secret_name, "key": _SECRET_KEY}
     container["env"] += [
         {"name": "AUTOPAR_SECRET", "valueFrom": {"secretKeyRef": reference}},
-        # The user of an image may have no writable home folder.
+        # The user that an image sets may have no writable home folder.
         {"name": "XDG_STATE_HOME", "value": f"{_FOLDER}/state"},
         {"name": "PYTHONUNBUFFERED", "value": "1"},
     ]
     volumes: list[Object] = [{"name": "autopar", "emptyDir": {}}]
     mounts = [{"name": "autopar", "mountPath": _FOLDER}]
     if component == "workers":
-        # By default containers have 64 MiB of shared memory, which is too little for
-        # NCCL.
+        # By default a container has 64 MiB of shared memory, too little for NCCL.
         volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
     if run.checkpoint_claim:
@@ -437,7 +441,9 @@ def _pod(run: KubernetesRun, component: str, container: Object, grace_s: int) ->
 
 
 def _prefer_topology(run: KubernetesRun, template: Object) -> None:
-    """Prefers nodes with the same value of the label for all pods."""
+    """Adds a preference for nodes with the same value of the label ``topology`` for all
+    pods.
+    """
     if run.queue:
         key = "kueue.x-k8s.io/podset-preferred-topology"
         template["metadata"]["annotations"] = {key: run.topology}
@@ -453,7 +459,7 @@ def _prefer_topology(run: KubernetesRun, template: Object) -> None:
 
 
 def _literal(word: str) -> str:
-    """Escapes a word of a command, so that Kubernetes replaces no variables in it.
+    """Escapes a word of a command, so that Kubernetes does not expand variables in it.
 
     >>> _literal("$(HOSTNAME)")
     '$$(HOSTNAME)'

@@ -1,19 +1,19 @@
-"""Batch scripts for an elastic run as a Slurm job (`autopar launch slurm`).
+"""Makes the batch script of an elastic run as a Slurm job (`autopar launch slurm`).
 
-The script runs on the first node of the job. The script starts the supervisor on this
-node, and an agent (`autopar worker`) on each node. The supervisor and each agent are
-separate job steps.
+The script runs on the first node of the job. It starts the supervisor there, and on
+each node an agent (`autopar worker`) that starts workers. The supervisor and each agent
+are separate job steps of Slurm.
 
-- The job is submitted with ``--no-kill``. With this option Slurm removes a failed node
-  from the job and kills the step on the node, and the job continues. Without the option
-  Slurm ends the whole job (sbatch(1)).
+- The job is submitted with ``--no-kill``. With this option, if a node fails, Slurm
+  removes it from the job and kills the job step on it, and the job goes on. Without the
+  option Slurm ends the whole job (sbatch(1)).
 - With ``--no-kill`` a job also survives the failure of its first node, although the
-  script no longer runs (tried with Slurm 22.05). The agents' steps detect this and
-  requeue the job.
-- Shortly before the time limit, Slurm sends a signal to the script, and the script
-  makes the supervisor save the run. The run ends with the status `SUSPENDED`, and the
-  job is requeued.
-- If a node drains, its agent gets SIGTERM and leaves the run.
+  batch script is then gone (tried with Slurm 22.05). The agents' job steps detect this
+  and requeue the job.
+- Shortly before the time limit, Slurm sends the script a signal, and the script makes
+  the supervisor save the run. The run then ends with the status `SUSPENDED`, and the
+  script requeues the job.
+- If an administrator drains a node, the agent on it gets SIGTERM and leaves the run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from collections.abc import Sequence
 from autopar.errors import InputError, RunError
 from autopar.whole_files import export_whole
 
-# The exit status of a run that was saved and continues later.
+# The exit status of a run that was saved and will continue later.
 SUSPENDED = 75
-# Seconds between Slurm's checks of time limits; Slurm may send the signal this much
-# earlier.
+# Slurm checks time limits only at intervals of this many seconds. So it may send the
+# signal this much earlier.
 _SIGNAL_EARLY_S = 60
-# Options that the script sets itself -> what the user should do instead.
+# Options of sbatch that the script sets itself -> what the user should do instead of
+# giving them.
 _TAKEN = {
     **dict.fromkeys(("-N", "--nodes"), "use --nodes of autopar launch slurm"),
     **dict.fromkeys(
@@ -52,7 +53,7 @@ _TAKEN = {
     ),
     "--wrap": "the script is the job",
 }
-# Slurm's formats of a time, with days before a dash (sbatch(1), --time).
+# Slurm's formats of a time, in which days come before a dash (sbatch(1), --time).
 _TIMES = (
     (re.compile(r"(\d+)"), (60,)),
     (re.compile(r"(\d+):(\d+)"), (60, 1)),
@@ -65,21 +66,21 @@ _TIMES = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """A run as a Slurm job.
+    """The settings of an elastic run as a Slurm job.
 
     Attributes:
-      script: script of the training, with its own arguments.
-      nodes: least and most number of nodes.
-      slots: number of workers of each node.
-      time: time limit in one of Slurm's formats; '': the limit of the partition.
-      signal_s: number of seconds before the limit at which the state is saved.
+      script: path of the training script, and its own arguments.
+      nodes: smallest and largest number of nodes.
+      slots: number of workers on each node.
+      time: time limit in one of Slurm's formats; '': the partition's limit.
+      signal_s: the state is saved this many seconds before the time limit.
       place: the folder in which the script runs; all nodes must have access to it.
       folder: folder of the run, relative to ``place``; all nodes must have access to
         it.
       sbatch: further options of sbatch, such as ``--partition=gpu``.
       run: further options of `autopar run`, such as ``--devices=4``.
       command: command that runs autopar.
-      look_s: seconds between two queries of the nodes' states.
+      look_s: seconds between two queries whether nodes are draining or have failed.
 
     Raises:
       InputError: an option is wrong.
@@ -110,7 +111,8 @@ class SlurmJob:
             for word in _words_of(
                 "--sbatch", option, "sbatch, such as --partition=gpu"
             ):
-                # The value of a one-letter option may follow without a space: -N4.
+                # The value of a one-letter option may follow it without a space, as in
+                # -N4.
                 name = word.partition("=")[0] if word.startswith("--") else word[:2]
                 if name in _TAKEN:
                     raise InputError(f"--sbatch {option!r}: {_TAKEN[name]}.")
@@ -119,10 +121,10 @@ class SlurmJob:
 
 
 def read_nodes(text: str) -> tuple[int, int]:
-    """Parses the least and the most number of nodes.
+    """Reads the smallest and the largest number of nodes from a text.
 
     Raises:
-      InputError: the text is not a range of numbers of nodes.
+      InputError: the text is neither a number nor a range.
 
     >>> read_nodes("2-8"), read_nodes("4")
     ((2, 8), (4, 4))
@@ -138,10 +140,10 @@ def read_nodes(text: str) -> tuple[int, int]:
 
 
 def seconds_of(time: str) -> float:
-    """The seconds of a time limit in one of Slurm's formats.
+    """Converts a time limit in one of Slurm's formats to seconds.
 
     Raises:
-      InputError: the text has none of these formats.
+      InputError: the text is not in any of these formats.
 
     >>> seconds_of("90"), seconds_of("1-00:30")
     (5400, 88200)
@@ -160,12 +162,12 @@ def seconds_of(time: str) -> float:
 
 
 def _words_of(flag: str, option: str, kind: str) -> list[str]:
-    """Splits an option that is passed on into words.
+    """Splits the text of an option for another program into words.
 
     Raises:
       InputError: the text is not an option, or has more than one line.
     """
-    # A line break would end the comment in the script that contains the option.
+    # The script contains the option in a comment, which a line break would end.
     wrong = f"{flag} {option!r}: expected an option of {kind}"
     try:
         words = shlex.split(option)
@@ -177,7 +179,7 @@ def _words_of(flag: str, option: str, kind: str) -> list[str]:
 
 
 def job_script(job: SlurmJob) -> str:
-    """The batch script of a job."""
+    """The text of a job's batch script."""
     least, most = job.nodes
     name = re.sub(r"[^\w.-]+", "_", pathlib.Path(job.script[0]).stem) or "autopar"
     options = [
@@ -231,8 +233,8 @@ def write_script(job: SlurmJob, path: pathlib.Path) -> None:
 
 
 def submit(job: SlurmJob) -> str:
-    """Submits a job to Slurm; returns the output of sbatch, which contains the job's
-    number.
+    """Submits a job to Slurm. Returns the output of sbatch, which contains the number
+    of the job.
 
     Raises:
       InputError: sbatch is not installed.

@@ -1,1 +1,1 @@
-"""Measures the figures of this machine that the cost model needs."""
+"""Measures how fast this machine computes and communicates, for the cost model."""

@@ -1,16 +1,17 @@
-"""Programs that are timed to profile a machine.
+"""The programs that are timed to profile a machine.
 
-Each program repeats one body in a loop whose trip count is an argument, on all devices
-at the same time. The time of a trip is the slope between a short and a long run, so
-that the time to start a program cancels. All devices work at the same time because
-devices may share hardware: links, and, for devices simulated on a CPU, the cores.
+Each program runs a loop over one computation (the body) on all devices at the same
+time. The number of iterations (trips) is an argument. The seconds of a trip are the
+difference between a long and a short run, divided by the difference in trips. So the
+time to start a program cancels. All devices work at the same time because they may
+share hardware: links, or, if they are simulated on a CPU, processor cores.
 
-This module also times gradient codecs on a device, without links.
+This module also times gradient codecs, without sending anything.
 
-Each codec does all the work of one worker for one gradient in a step: it encodes,
-decodes received messages, applies error feedback and computes the report. The worker
-receives its own messages. All devices work at the same time, because simulated devices
-share the cores.
+The program of a codec does all that one worker does for a gradient in a step: it
+encodes, decodes received messages, applies error feedback and computes the report. The
+messages that it decodes are its own. All devices work at the same time, because
+simulated devices share processor cores.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ from autopar.profiling import transfers
 
 Body = Callable[[Any], Any]
 
-# The short run is one trip, which touches every memory page; the long run takes about
-# this many seconds.
+# The short run has one trip, which already touches every memory page. The long run has
+# as many trips as take about this many seconds.
 LONG_RUN_S = 0.02
 MAX_TRIPS = 1 << 17
-# From this time of a trip on, in seconds, the time to start a program is negligible.
+# If a trip takes at least this many seconds, the time to start the program is
+# neglected.
 SLOW_S = 0.25
 
 
@@ -61,7 +63,7 @@ class TimedLoop:
 
 
 def _mesh(devices: Sequence[Any], group_size: int) -> Mesh:
-    """A mesh of groups of neighbours; the axis "member" is within a group."""
+    """A mesh of groups of neighbouring devices; its axis "member" is within a group."""
     grid = np.array(devices).reshape(-1, group_size)
     return Mesh(grid, ("group", "member"), axis_types=(AxisType.Auto,) * 2)
 
@@ -74,11 +76,11 @@ def loop(
     make: Callable[[], Any],
     compiler_options: Mapping[str, str] | None = None,
 ) -> TimedLoop:
-    """Compiles a loop over `body` that starts from `make()` on every device.
+    """Compiles a loop over ``body``, which starts from ``make()`` on every device.
 
-    `make` returns the NumPy value, or tree of values, of one device; `body` maps the
-    device's value to one of the same shape. The devices may belong to several
-    processes. In this case all of these processes must call this function.
+    ``make`` returns the start value of one device, a NumPy array or a tree of arrays.
+    ``body`` maps the value of a device to a new value of the same shape. If the devices
+    belong to several processes, all these processes must call this function.
     """
     mesh = _mesh(devices, group_size)
     spec = PartitionSpec(("group", "member"))
@@ -107,7 +109,7 @@ def loop(
 
 
 def _on_each(part: np.ndarray, sharding: NamedSharding, count: int) -> jax.Array:
-    """An array of `count` equal shards, each with this content."""
+    """An array with ``count`` shards, each of which has the content ``part``."""
     return jax.make_array_from_callback(
         (count, *part.shape), sharding, lambda _: part[None]
     )
@@ -121,25 +123,26 @@ def _timed_s(program: TimedLoop, trips: int) -> float:
 
 
 def _extra_s(program: TimedLoop, trips: int) -> float:
-    """The time of `trips` + 1 trips minus the time of one trip."""
-    program.run(1)  # untimed: brings back to the caches what other programs evicted
+    """Seconds of a run of ``trips`` + 1 trips, minus those of a run of one trip."""
+    program.run(1)  # not timed; fills the caches again
     short_s = _timed_s(program, 1)
     return _timed_s(program, 1 + trips) - short_s
 
 
 def _trip_s(program: TimedLoop, trips: int) -> float:
-    """Seconds of one trip; for a slow program, which has 0 `trips`, the seconds of a
-    whole run.
+    """Seconds of one trip. For a slow program, for which ``trips`` is 0, it is the time
+    of a whole run.
     """
     return _extra_s(program, trips) / trips if trips else _timed_s(program, 1)
 
 
 def _least_extra_s(program: TimedLoop, trips: int) -> float:
-    """As `_extra_s`, from the shortest of three runs of each kind.
+    """The result of `_extra_s` from the shortest of three long runs and of three short
+    runs.
 
-    A pause of the machine can only lengthen a run. With the shortest runs, a pause
-    neither lengthens the long run nor shortens the difference by lengthening the short
-    run.
+    If the machine pauses, a run takes longer. A pause in a long run would make the
+    difference too large, and a pause in a short run too small. The shortest runs are
+    those without pauses.
     """
     program.run(1)
     short_s = min(_timed_s(program, 1) for _ in range(3))
@@ -147,8 +150,8 @@ def _least_extra_s(program: TimedLoop, trips: int) -> float:
 
 
 def _long_trips(program: TimedLoop) -> int:
-    """The number of trips that takes about LONG_RUN_S, found by trying; 0 if a single
-    trip is very slow.
+    """Finds by trials the number of trips that take about LONG_RUN_S seconds; 0 if a
+    single trip is very slow.
     """
     if transfers.agree_on(int(_extra_s(program, 1) > SLOW_S)):
         return 0
@@ -162,10 +165,11 @@ def _long_trips(program: TimedLoop) -> int:
 
 
 def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float]:
-    """Median time of one trip of each program, over `rounds` alternating rounds.
+    """Median seconds of a trip of each program, over several rounds through all
+    programs.
 
-    If there are several processes, all must call this function, and the time of the
-    slowest process is returned.
+    With several processes, all must call this function. It returns the times of the
+    slowest process.
     """
     trips = [_long_trips(program) for program in programs]
     found: list[list[float]] = [[] for _ in programs]
@@ -176,16 +180,19 @@ def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float]:
 
 
 def _typical(slopes: Sequence[float]) -> float:
-    """The median, but at least 0, because noise may make a slope negative."""
+    """The median of measured times, but at least 0, because noise can make a difference
+    of times negative.
+    """
     median = statistics.median(slopes)
     return median if median > 0 else max(*slopes, 1e-9)
 
 
 def _random(shape: tuple[int, ...], dtype: str) -> Any:
-    """Random values around 1 / sqrt(size), so that repeated products stay bounded.
+    """Random values of size 1 / sqrt(size), so that repeated matrix products stay
+    bounded.
 
-    The values are not zeros, because accelerators need less power for zeros and have a
-    higher clock.
+    Zeros would not do: accelerators need less power for zeros, and run them at a higher
+    clock.
     """
     generator = np.random.default_rng(0)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -195,7 +202,9 @@ def _random(shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def matmul(devices: Sequence[Any], dtype: str, size: int) -> TimedLoop:
-    """A product of two square matrices per trip: ``2 size^3`` FLOPs per device."""
+    """Multiplies two square matrices in each trip: ``2 size^3`` FLOPs on each
+    device.
+    """
     wide = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else None
 
     def body(value: Any) -> Any:
@@ -213,8 +222,8 @@ STREAM_ARRAYS = 3
 
 
 def stream(devices: Sequence[Any], nbytes: int) -> TimedLoop:
-    """Reads two arrays and writes one array per trip: traffic of STREAM_ARRAYS *
-    `nbytes`.
+    """Reads two arrays and writes one in each trip, which moves STREAM_ARRAYS *
+    ``nbytes`` bytes.
     """
 
     def body(value: Any) -> Any:
@@ -232,7 +241,7 @@ VECTOR_STEPS = 64
 
 
 def vector(devices: Sequence[Any]) -> TimedLoop:
-    """VECTOR_STEPS multiply-adds on each of VECTOR_SIZE elements per trip."""
+    """In each trip, does VECTOR_STEPS multiply-adds on each of VECTOR_SIZE elements."""
 
     def body(x: Any) -> Any:
         y = x
@@ -249,7 +258,7 @@ KERNELS = 16
 
 
 def tiny_products(devices: Sequence[Any]) -> TimedLoop:
-    """KERNELS tiny matrix products per trip, which compilers do not fuse."""
+    """In each trip, does KERNELS tiny matrix products, which compilers do not fuse."""
 
     def body(x: Any) -> Any:
         for _ in range(KERNELS):
@@ -273,7 +282,9 @@ def _collective(kind: str, group_size: int) -> Body:
 
 
 def local_elements(kind: str, group_size: int, nbytes: int) -> int:
-    """float32 elements of a device's operand for a collective of this size."""
+    """How many float32 elements a device's operand has in a collective of
+    ``nbytes``.
+    """
     share = group_size if kind == "all_gather" else 1
     return max(1, nbytes // 4 // share // group_size) * group_size
 
@@ -281,12 +292,12 @@ def local_elements(kind: str, group_size: int, nbytes: int) -> int:
 def collective(
     devices: Sequence[Any], kind: str, group_size: int, nbytes: int
 ) -> TimedLoop:
-    """One collective of `nbytes` per trip in every group of `group_size` devices."""
+    """In each trip, runs a collective of ``nbytes`` in every group of devices."""
     start = _collective(kind, group_size)
 
     def body(x: Any) -> Any:
-        # One element of the result is an input of the next trip, so that each trip
-        # waits for the trip before.
+        # One element of the result is an input of the next trip, so that each trip must
+        # wait for the previous one.
         return x.at[0].set(start(x)[0] * 0.5)
 
     elements = local_elements(kind, group_size, nbytes)
@@ -295,7 +306,9 @@ def collective(
 
 
 def matmul_then_reduce(devices: Sequence[Any], size: int) -> TimedLoop:
-    """A product and an all-reduce of its result over all devices, per trip."""
+    """In each trip, does a matrix product and an all-reduce of its result over all
+    devices.
+    """
     count = len(devices)
 
     def body(value: Any) -> Any:
@@ -308,17 +321,18 @@ def matmul_then_reduce(devices: Sequence[Any], size: int) -> TimedLoop:
     return loop(f"matmul and all_reduce {size}", devices, count, body, make)
 
 
-# Number of workers among which a gradient is divided.
+# The number of workers that the codecs assume when they divide a gradient.
 WORKERS = 4
-# A codec with other parameters is timed, too, if its work differs by this factor from
-# that of the timed codecs. Times of other codecs are scaled in proportion to their work
+# A codec with other parameters is timed as well if its work (`Codec.cost`) differs by
+# at least this factor from the work of the codecs that are already timed. The times of
+# codecs that are not timed are scaled in proportion to their work
 # (`autopar.cost.codecs.local_s`).
 _UNLIKE = 1.25
 
 
 def timed_codecs(elements: int) -> tuple[str, ...]:
-    """The codecs to time: each registered codec, with its default parameters and with
-    others.
+    """The codecs to time: each registered codec with its default parameters, and some
+    with other parameters.
 
     Args:
       elements: number of elements of the timed gradient.
@@ -338,8 +352,8 @@ def timed_codecs(elements: int) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loopback:
-    """An `exchange.WorkerLinks` on which every worker sends the same messages as this
-    worker.
+    """Collectives (`exchange.WorkerLinks`) that answer as if every worker sent the same
+    messages as this worker.
     """
 
     workers: int = WORKERS
@@ -349,12 +363,12 @@ class Loopback:
         return add_barrier(payload)
 
     def all_gather(self, payload: jax.Array) -> jax.Array:
-        """Every worker sends the same message."""
+        """Returns the message once for each worker."""
         shape = (self.workers, *payload.shape)
         return add_barrier(jnp.broadcast_to(payload, shape))
 
     def all_reduce(self, values: jax.Array) -> jax.Array:
-        """The sum over workers with equal values."""
+        """Returns the sum over workers that all have these values."""
         return add_barrier(self.workers * values)
 
     def reduce_scatter(self, values: jax.Array) -> jax.Array:
@@ -370,14 +384,15 @@ def _values(elements: int) -> np.ndarray:
 
 
 def codec_loop(devices: Sequence[Any], text: str, elements: int) -> TimedLoop:
-    """Sends one gradient through a codec per trip, on every device."""
+    """In each trip, runs a codec on one gradient, on every device."""
     parsed, given = parse_codec(text), _values(elements)
     kind = "residual" if parsed.feedback else "none"
     gradient = Gradient("g", given.shape, parsed, Feedback(kind=kind))
 
     def body(value: Any) -> Any:
         partial, state, _ = value
-        # The condition is false, as in most steps, but the compiler does not know this.
+        # The condition is always false, as in most steps of a training, but the
+        # compiler cannot know this.
         measured = jnp.isnan(partial[0, 0])
         totals, after, sums = synchronise(
             [gradient],
@@ -400,7 +415,7 @@ def codec_loop(devices: Sequence[Any], text: str, elements: int) -> TimedLoop:
 
 
 def plain_loop(devices: Sequence[Any], elements: int) -> TimedLoop:
-    """The pass of a sum without a codec: the gradient is read and written once."""
+    """In each trip, reads and writes a gradient once, as a sum without a codec does."""
     given = _values(elements)
 
     def body(value: Any) -> Any:
@@ -415,14 +430,12 @@ def plain_loop(devices: Sequence[Any], elements: int) -> TimedLoop:
 
 
 def _touch(partial: jax.Array, total: jax.Array) -> jax.Array:
-    """Changes one element of the partial gradient, so that every trip has another
-    input.
-    """
+    """Changes an element of the gradient, so that each trip has another input."""
     return partial.at[0, 0].set(0.5 * total[0, 0])
 
 
 def timed_elements(elements: int) -> int:
-    """Number of elements of the square gradient that is timed in place of
-    `elements`.
+    """Number of elements of the square gradient that is timed for a gradient of
+    ``elements``.
     """
     return math.isqrt(elements) ** 2

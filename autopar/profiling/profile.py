@@ -1,9 +1,9 @@
-"""Measures devices and their links, and saves the figures that planning needs.
+"""Measures devices and their links, and saves the figures for the planner.
 
-The result is a `Cluster` whose figures are rates reached on this machine while all
-devices work. Simulated CPU devices share the cores. So simulated devices are measured
+The result is a `Cluster` with the rates that this machine reaches while all devices
+work. CPU devices that are simulated share the processor cores. So they are measured
 together, as a training step uses them. Several processes measure together, too. The
-links between processes are a level of the cluster and are timed.
+links between processes are then a level of the cluster, and are timed.
 """
 
 import collections
@@ -40,12 +40,14 @@ Progress = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSizes:
-    """The sizes to measure. The sizes in `check_*` are held out from every fit."""
+    """The sizes to measure. The fields ``check_*`` are only used to test predictions,
+    not for fits.
+    """
 
     dtypes: tuple[str, ...]
     matmul_sizes: tuple[int, ...]
-    # Bytes of all devices together; the arrays of each device must be larger than the
-    # largest cache.
+    # Bytes of the arrays of all devices together. The arrays of each device must be
+    # larger than the largest cache.
     stream_bytes: int
     collective_bytes: tuple[int, ...]
     check_matmul_size: int
@@ -80,9 +82,7 @@ ACCELERATOR_SETTINGS = ProfileSizes(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """The predicted and the measured seconds of a program that is held out from every
-    fit.
-    """
+    """The predicted and the measured seconds of a program not used for fits."""
 
     name: str
     predicted_s: float
@@ -96,14 +96,14 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The measured cluster, and the errors of its figures."""
+    """A measured cluster, with the errors of the predictions that its figures give."""
 
     cluster: Cluster
     checks: tuple[Check, ...]
     elapsed_s: float
 
     def __str__(self) -> str:
-        """A table of the device, the fits and the held-out checks."""
+        """A table of the device, of the fits, and of the tests of predictions."""
         head = f"{self.cluster}, measured in {self.elapsed_s:.0f} s; per device:"
         fits: list[str] = []
         for level in self.cluster.levels:
@@ -135,7 +135,7 @@ def _device_lines(device: DeviceSpec) -> list[str]:
 
 
 def _among(level: str) -> str:
-    """The heading of the fits of a level's links."""
+    """The heading for the fits of the links of a level."""
     return f"collective of {level}s"
 
 
@@ -153,20 +153,22 @@ Key = tuple[str | int, ...]
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """The group sizes that divide `number` devices evenly, without 1."""
+    """All group sizes above 1 that divide ``number`` devices evenly."""
     return tuple(k for k in range(2, number + 1) if number % k == 0)
 
 
 def _matmuls(
     devices: Sequence[Any], settings: ProfileSizes, dtype: str, progress: Progress
 ) -> dict[Key, kernels.TimedLoop]:
-    """The products of a dtype; empty if the backend does not support the dtype."""
+    """The programs with products of a dtype; none if the backend does not support the
+    dtype.
+    """
     sizes = settings.matmul_sizes
     if dtype == "float32":
         sizes = (*sizes, settings.check_matmul_size)
     try:
         return {("matmul", dtype, n): kernels.matmul(devices, dtype, n) for n in sizes}
-    except Exception as error:  # whatever a backend says about a dtype it lacks
+    except Exception as error:  # the error depends on the backend
         if dtype == "float32":
             raise
         progress(f"no matrix products of {dtype}: {type(error).__name__}")
@@ -176,9 +178,9 @@ def _matmuls(
 def _programs(
     devices: Sequence[Any], settings: ProfileSizes, neighbours: int, progress: Progress
 ) -> dict[Key, kernels.TimedLoop]:
-    """Compiles all timed programs, including the held-out checks.
+    """Compiles all programs to time, including those that only test predictions.
 
-    `neighbours` is the number of devices on one machine.
+    ``neighbours`` is the number of devices on one machine.
     """
     found: dict[Key, kernels.TimedLoop] = {}
     for dtype in settings.dtypes:
@@ -212,30 +214,30 @@ def _programs(
 
 
 def _along(devices: Sequence[Any], sizes: Sequence[int], level: int) -> list[Any]:
-    """The devices in an order in which the devices along a level are adjacent."""
+    """Orders the devices such that devices of a group along a level are adjacent."""
     grid = np.array(devices, dtype=object).reshape(sizes)
     return list(np.moveaxis(grid, level, -1).reshape(-1))
 
 
 def _stream_bytes(neighbours: int, settings: ProfileSizes) -> int:
-    """Bytes of one array of one device, if `neighbours` devices share a memory."""
+    """Bytes of an array on one device, if ``neighbours`` devices share a memory."""
     return settings.stream_bytes // neighbours // kernels.STREAM_ARRAYS // 4 * 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Times:
-    """The median time of a trip of each program, on all devices."""
+    """The median seconds of a trip of each program."""
 
     devices: Sequence[Any]
     settings: ProfileSizes
     neighbours: int
     seconds: dict[Key, float]
     # Bytes of an array -> seconds in which every device receives such an array from the
-    # process before its own.
+    # previous process.
     transfer_s: dict[int, float]
 
     def matmul_rate(self, dtype: str) -> float:
-        """FLOP/s of one device in large products."""
+        """FLOP/s of one device in large matrix products."""
         sizes = self.settings.matmul_sizes
         flops = [2.0 * n**3 for n in sizes]
         times_s = [self.seconds["matmul", dtype, n] for n in sizes]
@@ -243,13 +245,15 @@ class _Times:
         return transfers.round_off(1 / slope if slope else flops[-1] / times_s[-1])
 
     def collective(self, kind: str, level: int, group_size: int) -> CollectiveFit:
-        """The fit of a collective."""
+        """The fit to the measured times of a collective."""
         sizes = self.settings.collective_bytes
         points = [(float(n), self.seconds[kind, level, group_size, n]) for n in sizes]
         return transfers.fit_collective(kind, group_size, points)
 
     def codecs(self) -> tuple[tuple[str, float], ...]:
-        """Seconds per element of each codec in addition to those of a plain sum."""
+        """(codec, seconds) pairs: by how much longer an element takes with the codec
+        than in a plain sum.
+        """
         elements = kernels.timed_elements(self.settings.codec_elements)
         plain_s = self.seconds.get(("codec", ""), 0.0)
         return tuple(
@@ -260,11 +264,11 @@ class _Times:
 
 
 def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
-    """The figures of a device, without its links."""
+    """Computes the figures of a device, without its links."""
     dtypes = [
         k for k in times.settings.dtypes if any(k in key for key in times.seconds)
     ]
-    # The cost model has one name for all 8-bit floats.
+    # The cost model uses one name for all 8-bit floats.
     names = ["float8" if "float8" in dtype else dtype for dtype in dtypes]
     rates = [times.matmul_rate(dtype) for dtype in dtypes]
     vector_flops = 2.0 * kernels.VECTOR_STEPS * kernels.VECTOR_SIZE
@@ -283,8 +287,7 @@ def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
         matmul_efficiency=1.0,  # the peaks are attained rates
         kernel_latency_s=transfers.round_off(kernel_s),
         vector_flops_per_s=transfers.round_off(vector_flops / times.seconds["vector",]),
-        # The workspace is a property of the compiler that time measurements cannot
-        # show.
+        # The workspace is a setting of the compiler, which measured times do not show.
         workspace_bytes=None if known is None else preset(known).device.workspace_bytes,
         on_chip_bytes=0 if known is None else preset(known).device.on_chip_bytes,
         codec_s_per_element=times.codecs(),
@@ -292,8 +295,8 @@ def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
 
 
 def _level(times: _Times, index: int, kept: Level) -> Level:
-    """A level with fits of every collective in groups of every size; a level with one
-    part keeps its link.
+    """A level whose link has fits for every collective and group size. If the level has
+    only one part, its link stays as it is.
     """
     count = kept.size
     if count == 1:
@@ -313,10 +316,10 @@ def _level(times: _Times, index: int, kept: Level) -> Level:
 def _plain(
     times: _Times, index: int, fits: Sequence[CollectiveFit], count: int
 ) -> tuple[float, float]:
-    """Latency and seconds per byte for messages that are not collectives.
+    """Latency and seconds per byte of a link, for messages that are not collectives.
 
-    Between processes, the figures come from timed transfers between pipeline stages if
-    there are any. Otherwise they come from all-gathers.
+    For links between processes, both come from timed transfers between processes if
+    there are any, and otherwise from all-gathers.
     """
     if index == 0 and times.transfer_s:
         sizes = times.settings.collective_bytes
@@ -329,7 +332,9 @@ def _plain(
 
 
 def _predictions(cluster: Cluster, settings: ProfileSizes) -> dict[Key, float]:
-    """The times that the cost model predicts for the held-out programs."""
+    """What the cost model predicts for the programs that test predictions, in
+    seconds.
+    """
     axes = cluster.default_mesh().axes
     size = settings.check_matmul_size
     flops, nbytes = 2.0 * size**3, 3.0 * 4 * size**2
@@ -348,12 +353,12 @@ def _predictions(cluster: Cluster, settings: ProfileSizes) -> dict[Key, float]:
 def _known_parts(
     devices: Sequence[Any], neighbours: Sequence[Any]
 ) -> tuple[int, tuple[Level, ...]]:
-    """Memory of a device, and the levels with links that are used if no measurement
-    replaces them.
+    """Memory of a device; and the levels, with the links to use if they are not
+    measured.
 
     Args:
       devices: the measured devices.
-      neighbours: the measured devices on this machine.
+      neighbours: those of the measured devices that are on this machine.
     """
     mine = [d for d in devices if d.process_index == neighbours[0].process_index]
     if local.preset_name(devices[0].device_kind) is not None:
@@ -365,7 +370,7 @@ def _known_parts(
             f"the device {devices[0].device_kind!r} does not say how much memory it "
             "has: describe it in a TOML file (docs/cost-model.md has an example)."
         )
-    # The link is unknown; PCIe 4.0 x16 is assumed.
+    # The kind of link is not known; PCIe 4.0 x16 is assumed.
     link = LinkSpec(latency_s=PCIE_LATENCY_S, bandwidth_bytes_per_s=25e9)
     sizes = local.level_sizes(devices)
     names = ("host", "device")[-len(sizes) :]
@@ -380,19 +385,20 @@ def run(
     progress: Progress | None = None,
     settings: ProfileSizes | None = None,
 ) -> Profile:
-    """Measures the devices, and checks the result on new programs.
+    """Measures the devices, and tests predictions from the result on other programs.
 
-    All processes of a `jax.distributed` job must call this function, and get the same
-    result. Each time is that of the slowest process.
+    All processes of a `jax.distributed` job must call this function. They all get the
+    same result. Each time is the slowest process's.
 
     Args:
-      devices: number of devices to measure, from the first; all devices by default.
-      progress: called with a line of text for each step.
-      settings: sizes and rounds; the backend's settings by default.
+      devices: how many of the devices to measure, beginning with the first; default:
+        all.
+      progress: called with a line of text at each step of the measurement.
+      settings: sizes to measure, and number of rounds; default: those for the backend.
 
     Raises:
-      ClusterError: only some devices of several processes are to be measured, or the
-        processes have different numbers of devices.
+      ClusterError: there are several processes, and ``devices`` leaves out some of
+        their devices; or they have different numbers of devices.
     """
     start = time.perf_counter()
     taken: Sequence[Any] = local.take_devices(devices)
@@ -425,7 +431,7 @@ def run(
 
 
 def _transfers(settings: ProfileSizes, say: Progress) -> dict[int, float]:
-    """Times transfers from process to process, as pipeline stages use them."""
+    """Times the transfers between processes that pipeline stages use."""
     if jax.process_count() == 1:
         return {}
     say("timing transfers between processes")
@@ -437,8 +443,8 @@ def _transfers(settings: ProfileSizes, say: Progress) -> dict[int, float]:
 
 
 def _transfer_checks(times: _Times, link: LinkSpec) -> list[Check]:
-    """The held-out transfers, with predictions from the latency and bandwidth of the
-    link.
+    """Measured transfers that were not used for fits, with predictions from latency and
+    bandwidth of the link.
     """
     return [
         Check(
@@ -451,8 +457,8 @@ def _transfer_checks(times: _Times, link: LinkSpec) -> list[Check]:
 
 
 def _check(devices: Sequence[Any]) -> None:
-    """Checks that the devices are all devices of their processes, and that all
-    processes have equally many.
+    """Checks that no process has other devices than these, and that all processes have
+    equally many.
     """
     counts = collections.Counter(d.process_index for d in devices)
     if len(counts) == 1 and jax.process_count() == 1:
@@ -472,16 +478,12 @@ def _check(devices: Sequence[Any]) -> None:
 
 
 def measure(devices: int | None = None, progress: Progress | None = None) -> Cluster:
-    """The measured cluster of this process's devices; `run` also returns the errors of
-    the fits.
-    """
+    """Measures this process's devices. `run` also returns the errors of predictions."""
     return run(devices, progress).cluster
 
 
 def save(cluster: Cluster, path: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """Writes a measured cluster to the file that `Cluster.local` reads, or to
-    `path`.
-    """
+    """Writes a measured cluster to ``path``, by default where `Cluster.local` reads."""
     if path is None:
         kind = local.take_devices(None)[0].device_kind
         path = local.profile_path(kind, cluster.num_devices)

@@ -1,13 +1,13 @@
-"""Times transfers from process to process, as stages of a pipeline use them.
+"""Times the transfers between processes that pipeline stages use.
 
-A stage sends arrays to the next through JAX's transfer servers, not by collectives.
-Transfer servers reach other rates than collectives over the same links.
+A pipeline stage sends arrays to the next stage by JAX's transfer servers, and not by
+collectives. Over the same links, transfer servers reach other rates than collectives.
 
-The module also makes the processes of a profile agree on values, so that all run the
+The module also makes the processes that measure agree on values, so that all run the
 same programs.
 
-Several processes use `jax.experimental.multihost_utils` for this. A single process uses
-its own values.
+For this, several processes use `jax.experimental.multihost_utils`. A single process
+just uses its own values.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from jax.sharding import SingleDeviceSharding
 from autopar.cluster.specs import CollectiveFit
 from autopar_passes import jax_processes
 
-# The identifier of one boot of a kernel, which all namespaces and containers of a
-# machine share.
+# A random identifier that the Linux kernel makes at each boot. It is the same in all
+# containers of a machine.
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -49,24 +49,24 @@ def agree_on(value: int) -> int:
 
 
 def slowest_s(seconds: Sequence[float]) -> list[float]:
-    """Each time as measured by the slowest process; all processes must call this
+    """Each time on the process for which it is longest; all processes must call this
     function.
     """
     if jax.process_count() == 1:
         return list(seconds)
-    # JAX would round 64-bit floats to 32 bits anyway. Seven digits are enough for
+    # JAX rounds 64-bit floats to 32 bits by default. Seven digits are enough for
     # measured times.
     mine = np.asarray(seconds, np.float32)
     return [float(s) for s in multihost_utils.process_allgather(mine).max(axis=0)]
 
 
 def gather_texts(mine: bytes, length: int) -> list[bytes]:
-    """The texts of all processes, in their order; all processes must call this
+    """The texts of all processes, in the order of the processes; all must call this
     function.
 
     Args:
-      mine: the text of this process, at most `length` bytes and without zero bytes.
-      length: maximum length, the same for all processes.
+      mine: the text of this process, at most ``length`` bytes and without zero bytes.
+      length: the maximum length, which must be the same in all processes.
     """
     if jax.process_count() == 1:
         return [mine]
@@ -76,8 +76,8 @@ def gather_texts(mine: bytes, length: int) -> list[bytes]:
 
 
 def on_this_machine(devices: Sequence[Any]) -> list[Any]:
-    """The given devices whose process runs under the same kernel as this process, in
-    their order.
+    """Those of the given devices whose process runs on the same machine as this
+    process.
 
     All processes must call this function.
     """
@@ -89,16 +89,16 @@ def on_this_machine(devices: Sequence[Any]) -> list[Any]:
 
 
 def _machine() -> str:
-    """A text that is equal for all processes of one machine and different for other
+    """A text that is the same in all processes of a machine, and different on other
     machines.
     """
     try:
         return _BOOT.read_text()
-    except OSError:  # no Linux: each process for itself
+    except OSError:  # not Linux: a text for this process only
         return f"process {jax.process_index()}"
 
 
-# The length in bytes of a text that holds an address with its port.
+# The most bytes of an address with its port, as text.
 _ADDRESS_BYTES = 256
 
 
@@ -116,22 +116,23 @@ def seconds(
     rounds: int,
     serve: Callable[[], Any] = jax_processes.transfer_server,
 ) -> dict[int, float]:
-    """Seconds in which every device receives an array from the process before its own.
+    """Times how long it takes until every device has received an array from the
+    previous process.
 
-    All processes send at the same time, each to the next process, and the last to the
+    All processes send at the same time: each to the next one, and the last to the
     first. So full-duplex links are used in both directions. All processes must call
     this function.
 
     Args:
-      sizes: sizes of an array, in bytes.
-      rounds: number of measurements of each size; the result is the median of the
-        slowest process.
+      sizes: the sizes of arrays to time, in bytes.
+      rounds: number of measurements of each size. The result is the median, on the
+        process for which it is longest.
       serve: starts the transfer server of this process.
 
-    Returns size -> seconds; empty if a process has no transfer server.
+    Returns size -> seconds; empty if some process has no transfer server.
     """
     server, address = None, b""
-    with contextlib.suppress(Exception):  # whatever a backend says that has none
+    with contextlib.suppress(Exception):  # the error depends on the backend
         server = serve()
         address = str(server.address()).encode()
     addresses = gather_texts(address, _ADDRESS_BYTES)
@@ -151,12 +152,12 @@ def seconds(
             jax.block_until_ready(connection.pull(number, wanted))
             times.append(time.perf_counter() - begin)
         found[nbytes] = statistics.median(times[1:])
-    wait_for_all()  # others may still take what this one offers
+    wait_for_all()  # other processes may still fetch from this one
     return dict(zip(found, slowest_s(list(found.values())), strict=True))
 
 
 def _arrays(nbytes: int) -> tuple[list[Any], list[Any]]:
-    """An array on each device of this process, and the structs of the arrays to
+    """An array on each device of this process to send, and the shapes of the arrays to
     receive.
     """
     devices, count = jax.local_devices(), max(1, nbytes // 4)
@@ -198,7 +199,7 @@ def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> tuple[float, f
         b = (s2 * s11 - s1 * s12) / determinant
         if a >= 0 and b >= 0:
             return round_off(a), round_off(b)
-    # The better of the two edges of the feasible quadrant.
+    # Both must not be negative: take the better of a constant alone and a slope alone.
     constant, slope = s1 / s11, s2 / s22
     if s1 * constant > s2 * slope:
         return round_off(constant), 0.0
@@ -206,15 +207,15 @@ def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> tuple[float, f
 
 
 def round_off(value: float) -> float:
-    """Rounds to six significant digits, which is more than a timing has."""
+    """Rounds to six significant digits, more than a measured time has."""
     return float(f"{value:.6g}")
 
 
 def _candidate(
     kind: str, group_size: int, points: Sequence[tuple[float, float]], split: int
 ) -> CollectiveFit:
-    """A line fitted to the first `split` points, and a slope through 0 fitted to the
-    other points.
+    """A fit: a line through the first ``split`` points, and a line through the origin
+    for the other points.
     """
     sizes, times_s = zip(*points, strict=True)
     latency_s, slope = fit_line(sizes[:split], times_s[:split])
@@ -241,12 +242,12 @@ def _candidate(
 def fit_collective(
     kind: str, group_size: int, points: Sequence[tuple[float, float]]
 ) -> CollectiveFit:
-    """The best fit of a line, or of the maximum of a line and a slope through 0 for
-    large sizes.
+    """The better of two fits to times of a collective: a line; or the maximum of a line
+    and, for large sizes, a line through the origin.
 
     Args:
       kind: the collective.
-      group_size: devices of a group.
+      group_size: number of devices of a group.
       points: (nbytes, seconds), at least two.
     """
     ordered = sorted(points)

@@ -138,7 +138,7 @@ class JobView:
       age_s: seconds since submission.
       served_device_s: device-seconds that the job has had so far, restarts included.
       progress: work done so far, in the unit of ``curve`` times seconds.
-      restarts: number of moves; the first start does not count.
+      restarts: how often the job's devices have changed after its first start.
       asked: number of devices that the owner asks for.
       most: the most devices that the job can use.
       tried: the most devices that the job has run on.

@@ -231,8 +231,9 @@ def _butterfly(values: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Format:
-    """How the blocks of a row are written as bytes. Shapes: m rows, k blocks of w
-    elements.
+    """How the blocks of a row are written as bytes.
+
+    The shapes are for m rows of k blocks of w elements.
 
     Attributes:
       block: elements of a block.
@@ -304,7 +305,7 @@ class Format:
 def encode_rows(
     form: Format, rows: jax.Array, lengths: jax.Array, salt_word: jax.Array
 ) -> jax.Array:
-    """Encodes float32 (m, c) to uint8 (m, b): for each part, codes and then scales."""
+    """Encodes float32 (m, c) as uint8 (m, b), part by part (`Format.parts`)."""
     count, elements = rows.shape
     payload: list[jax.Array] = []
     for index, (start, blocks, width) in enumerate(form.parts(elements)):

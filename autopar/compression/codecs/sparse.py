@@ -104,7 +104,7 @@ def check_ratio(codec: Codec, ratio: float, field: str = "ratio") -> None:
 
 
 def groups(chunks: jax.Array, context: CodecContext) -> jax.Array:
-    """The groups from which elements are selected separately: (n, c) -> (g, m)."""
+    """Arranges chunks (n, c) as groups (g, m), from which elements are selected."""
     return chunks if context.scatter else chunks.reshape(1, -1)
 
 

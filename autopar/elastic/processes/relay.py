@@ -149,7 +149,8 @@ class Relay:
 
     Attributes:
       address: address that XLA connects to.
-      alone: whether the service had died, so that the relay stands in for it.
+      alone: whether the service died before XLA connected, so that the relay answers
+        instead of it.
     """
 
     def __init__(

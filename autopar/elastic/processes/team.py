@@ -210,7 +210,7 @@ class Joined:
 
 
 class Team:
-    """This process's part in a run of several.
+    """Connects this process to the other processes of a run, and keeps states.
 
     Attributes:
       rows: rows of a batch, a multiple of the number of devices of each world; 0: any

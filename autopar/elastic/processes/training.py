@@ -56,8 +56,8 @@ class TeamRun:
     """A run of a train step, of which this process computes a part.
 
     Iterate over the run to train. When processes leave or join, the run goes on with
-    the state of the last finished step. A process yields each step once, although an
-    interrupted step runs again.
+    the state of the last finished step. If a change interrupts a step, the step runs
+    again. Iteration yields each step once.
 
     Attributes:
       state: the training state, which each step takes and returns.

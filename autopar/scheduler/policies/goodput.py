@@ -152,7 +152,7 @@ class Settings:
         predicted remaining work is at least this value.
       learns: whether completed jobs predict the remaining work of other jobs of their
         program.
-      gap: relative optimality gap of the allocation.
+      gap: relative optimality gap at which the solver stops.
       reserved: number of devices of each kind that stay free.
     """
 

@@ -121,7 +121,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """A period of time in which a job had the same devices.
+    """A period during which a job's devices stayed the same.
 
     Attributes:
       job: the job's name.

@@ -578,7 +578,7 @@ def _step_seconds(curve: Curve, most: int) -> tuple[float, ...]:
 
 
 class StepCurve(Curve, Protocol):
-    """A curve that knows the seconds of steps."""
+    """A curve that also gives the seconds of a step."""
 
     def step_s(self, nodes: int, devices: int) -> float:
         """Seconds of a step; infinite where the job cannot run."""

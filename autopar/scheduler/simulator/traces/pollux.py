@@ -58,7 +58,7 @@ def read_applications(folder: pathlib.Path) -> dict[str, Application]:
 
 
 def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
-    """The jobs of a workload, each with its file and line.
+    """Reads the jobs of a workload, each with its file and line.
 
     Raises:
       ScheduleError: a row is invalid; the message names the row.
