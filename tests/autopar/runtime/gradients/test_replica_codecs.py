@@ -35,7 +35,7 @@ def trained(name: str, codec: str, steps: int = STEPS, **options: Any) -> Any:
     return step, *case.train(step, case.state(), case.batches(steps))
 
 
-def auditable(step: Any, name: str) -> Any:
+def audit_of(step: Any, name: str) -> Any:
     case = case_of(name)
     structs = jax.eval_shape(lambda: (*case.state(), case.batch(0)))
     return autopar.audit(case.step, *structs, plan=step.plan)
@@ -56,7 +56,7 @@ def test_the_plan_says_what_is_sent(name: str) -> None:
 
     np.testing.assert_allclose(losses, cases.plain_losses(name, STEPS), rtol=2e-2)
     assert "int8" in {g.codec for g in step.plan.gradients}
-    assert auditable(step, name).agrees
+    assert audit_of(step, name).agrees
     report = step.telemetry
     wire = sum(g.wire_bytes for g in step.plan.gradients)
     assert sum(r.wire_bytes for r in report.values()) == pytest.approx(wire)
@@ -99,11 +99,11 @@ def test_what_is_not_sent_is_sent_later() -> None:
     step = case.parallel("int4", microbatches=4)
     state, losses = case.train(step, case.state(), case.batches(STEPS))
     assert len(step.plan.replicas) == 2
-    before = cases_residuals(step.compression_state)
+    before = residual_sums(step.compression_state)
     assert all(np.abs(r).max() > 0 for r in before.values())
     state = step.replan(Cluster.parse("4x1:cpu,network=1Gb/s"), state)
     step.prepare(*state, case.batch(0))
-    after = cases_residuals(step.compression_state)
+    after = residual_sums(step.compression_state)
 
     for name, residual in before.items():
         np.testing.assert_allclose(
@@ -113,12 +113,26 @@ def test_what_is_not_sent_is_sent_later() -> None:
     assert more[-1] < losses[0]
 
 
-def cases_residuals(state: Any) -> dict[str, Any]:
+def residual_sums(state: Any) -> dict[str, Any]:
     return {
         name: np.asarray(kept["residual"], np.float64).sum(0)
         for name, kept in state["gradients"].items()
         if not isinstance(kept["residual"], tuple)
     }
+
+
+def test_sums_in_each_microbatch_are_sent_once_over_replicas() -> None:
+    step, *_ = trained("sharded_state", "dense", 1)
+    case = on_replicas("sharded_state")
+    edited = step.plan.with_stage(sums_each_microbatch=True)
+    run = autopar.parallelize(case.step, plan=edited)
+    _, losses = case.train(run, case.state(), case.batches(STEPS))
+
+    np.testing.assert_allclose(
+        losses, cases.plain_losses("sharded_state", STEPS), rtol=1e-5
+    )
+    assert {g.axes for g in run.plan.gradients} == {("replica",)}
+    assert audit_of(run, "sharded_state").agrees
 
 
 def test_a_step_that_is_not_finite_is_skipped() -> None:
