@@ -62,8 +62,8 @@ def read_resources(texts: Sequence[str]) -> Mapping[str, float]:
 class RayLauncher:
     """Starts workers as Ray actors, and watches nodes join and leave.
 
-    It starts a worker on each node that joins. The actors are detached: they go on
-    after this process has ended, as workers must when their supervisor ends.
+    The launcher starts a worker on each node that joins. The actors are detached: they
+    go on after this process has ended, as workers must when their supervisor ends.
     """
 
     def __init__(

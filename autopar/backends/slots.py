@@ -155,8 +155,8 @@ class Places:
 class Slots:
     """The places on nodes that a scheduler has given a job, and the worker at each.
 
-    Unlike `Places`, this `Placer` uses only these places. It ignores nodes that join
-    the cluster.
+    Unlike `Places`, this `Placer` uses only these places. `Slots` ignores nodes that
+    join the cluster.
     """
 
     def __init__(self, places: Mapping[str, int], file: pathlib.Path | None) -> None:

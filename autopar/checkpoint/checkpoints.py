@@ -367,8 +367,8 @@ class Checkpoints:
         Args:
           train_step: the step. If ``batch`` or ``others`` is given, this method plans
             it.
-          create_state: function that makes the state. It is only traced, to get the
-            shapes of the state.
+          create_state: function that makes the state. JAX only traces this function, to
+            get the shapes of the state.
           args: arguments of ``create_state``.
           batch: an example batch, arrays or ``ShapeDtypeStruct``s.
           others: all arguments of the step after the state, if ``batch`` is not given.

@@ -22,8 +22,8 @@ from autopar.errors import CheckpointError
 # Functions that write parameters as a safetensors file, which other libraries can read.
 #
 # The file consists of the length of a header, the header as JSON, and the elements of
-# all arrays [1]. It is written array by array, so that only one array is in memory at a
-# time.
+# all arrays [1]. `export` writes the file array by array, so that only one array is in
+# memory at a time.
 #
 # [1] https://github.com/huggingface/safetensors, "Format".
 
@@ -173,7 +173,7 @@ def _import(
 
 
 def _with_step(held: Manifest, step: int, position: int | None) -> Manifest:
-    """A copy of a manifest for another step. It leaves out the codecs' state, which
+    """A copy of a manifest for another step. The copy lacks the codecs' state, which
     belongs to the old step.
     """
     if position is None:

@@ -3,9 +3,9 @@ atomically.
 
 A checkpoint is a folder ``<step>-<time>``; the time is in nanoseconds since 1970, as
 hex digits. A checkpoint is complete if it has a manifest. A save first writes all other
-files and flushes them to disk. Then it renames a file to put the manifest in place. If
-the save is killed before that, the folder has no manifest. To remove a checkpoint, its
-manifest is removed first.
+files and flushes them to disk. Then the save renames a file to put the manifest in
+place. If the save is killed before that, the folder has no manifest. To remove a
+checkpoint, its manifest is removed first.
 
 Checkpoints are ordered by time and not by step. So if a user goes back to an earlier
 step and trains on from there, the last checkpoint is the one that was saved last.

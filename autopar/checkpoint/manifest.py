@@ -12,8 +12,8 @@ import msgspec
 
 from autopar.errors import CheckpointError
 
-# The version of the manifest's format. It rises by one whenever the meaning of a field
-# changes.
+# The version of the manifest's format. The version rises by one whenever the meaning of
+# a field changes.
 SCHEMA = 1
 MANIFEST = "manifest.json"
 

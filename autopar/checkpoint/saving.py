@@ -3,7 +3,7 @@
 Each process writes its own blocks of the arrays, and a part file with their checksums.
 Process 0 waits for the part files of all processes and then completes the checkpoint.
 The processes communicate only through files in the folder, to which all must have
-access. They use no collectives, so steps can run at the same time.
+access. The processes use no collectives for a save, so steps can run at the same time.
 """
 
 from __future__ import annotations

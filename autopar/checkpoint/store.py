@@ -3,9 +3,9 @@
 Each block of an array is written once, by a process that has it. When arrays are read,
 each device gets the blocks that it needs. This module never waits for other processes;
 `autopar.checkpoint.saving` does. With several processes, each process writes its blocks
-by TensorStore, in Orbax's format. Orbax itself is not used then, for two reasons. It
+by TensorStore, in Orbax's format. Orbax itself is not used then, for two reasons. Orbax
 does not accept arrays that exist only on one process, such as those of a pipeline
-stage. And it synchronises processes by counters, which are lost when a process is
+stage. Orbax also synchronises processes by counters, which are lost when a process is
 replaced.
 
 The checksum of an array does not depend on its sharding.
@@ -338,8 +338,8 @@ def _quiet() -> Generator[None]:
 
 
 def _read_into(sharding: Any) -> Any:
-    """The sharding in which arrays are read. With a single process it has no replicas,
-    so that each block is read once.
+    """The sharding in which arrays are read. With a single process, this sharding has
+    no replicas, so that each block is read only once.
     """
     if sharding.is_fully_addressable and isinstance(
         sharding, jax.sharding.NamedSharding
@@ -375,8 +375,8 @@ def _reason(error: BaseException) -> str:
 
 
 _MASK = (1 << 64) - 1
-# This many elements are summed at a time. They are read twice, and stay in the
-# processor's cache between.
+# This many elements are summed at a time. The code reads these elements twice, and they
+# stay in the processor's cache meanwhile.
 _CHUNK = 1 << 18
 
 

@@ -4,8 +4,8 @@ Such a file is a zip archive. ``archive/data.pkl`` is a pickle, and
 ``archive/data/<key>`` has the elements of a storage, which tensors can share. For each
 tensor, the pickle calls ``torch._utils._rebuild_tensor_v2`` with a storage, an offset,
 a shape and strides [1]. When this module reads a file, it never calls a function that
-the file names. It maps the few names that tensors need to functions of its own. Any
-other name is an error.
+the file names. The module maps the few names that tensors need to functions of its own.
+Any other name is an error.
 
 [1] PyTorch, ``torch/serialization.py`` and ``torch/_utils.py`` (2.x).
 """
@@ -244,8 +244,8 @@ class _StorageClass:
 
 
 class _Dictionary(dict[Any, Any]):
-    """An ``OrderedDict`` that ignores attributes. PyTorch sets some on the dictionaries
-    of models.
+    """An ``OrderedDict`` that ignores attributes, such as those that PyTorch sets on
+    dictionaries of models.
     """
 
     def __setstate__(self, state: Any) -> None:

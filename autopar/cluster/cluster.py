@@ -34,7 +34,7 @@ from autopar_errors import check_path, check_type
 
 
 def _runs(positions: Sequence[int]) -> Iterator[str]:
-    """Yields runs of consecutive positions: 0-3, 5."""
+    """Yields texts for runs of consecutive positions, such as 0-3 and 5."""
     pairs = enumerate(positions)
     for _, run in itertools.groupby(pairs, key=lambda pair: pair[1] - pair[0]):
         ends = [position for _, position in run]
@@ -363,8 +363,8 @@ class Cluster:
         """The largest regular cluster of the devices that remain after some leave.
 
         In a regular cluster all parts of a level have equally many devices. Remaining
-        devices that it does not use are `idle`. They may be used again when more
-        devices leave or join.
+        devices that it does not use are `idle`. Idle devices may be used again when
+        more devices leave or join.
 
         Args:
           *names: devices, hosts, pods or groups, such as ``"host0/device1"``.

@@ -49,8 +49,9 @@ class Device(Protocol):
 def profile_path(device_kind: str, num_devices: int) -> pathlib.Path:
     """The path of the profile with this machine's measurements.
 
-    It is $AUTOPAR_PROFILE if this variable is set. Otherwise it is a file in the user's
-    cache folder, named after the host, the kind of device and the number of devices.
+    The path is $AUTOPAR_PROFILE if this variable is set. Otherwise it is a file in the
+    user's cache folder, named after the host, the kind of device and the number of
+    devices.
     """
     chosen = os.environ.get(PROFILE_VARIABLE)
     if chosen:

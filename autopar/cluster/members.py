@@ -1,8 +1,8 @@
 """Positions and names of devices in the whole cluster from which some may have left.
 
 A device has a position, counted in row-major order over the levels of the whole
-cluster. It also has a name: ``host3/device1`` is the second device of the fourth host.
-Position and name stay the same when other devices leave.
+cluster. A device also has a name: ``host3/device1`` is the second device of the fourth
+host. Position and name stay the same when other devices leave.
 
 The protocol `ClusterFields` lists the fields of a cluster that the modules below
 `autopar.cluster.cluster` read.

@@ -69,8 +69,8 @@ class _Segment:
         """Yields each shape that a part can have in these levels, and which parts can
         have it.
 
-        ``cells`` tells which inner parts are usable. Its last axes are the levels of
-        this segment.
+        ``cells`` tells which inner parts are usable. The last axes of ``cells`` are the
+        levels of this segment.
         """
         if self.wraps is not None:
             yield from _blocks(cells, self.axes, self.wraps)

@@ -4,13 +4,14 @@ Each file of the folder ``devices`` describes a device; its name is that of the 
 The files of the folders in ``AUTOPAR_DEVICES`` (separated as in ``PATH``) are read,
 too. A file has the fields of `_GpuFile`, `_TpuFile` or `_CpuFile`.
 
-Peak rates are rates of one device for dense products (without sparsity). They come from
-the vendors' datasheets, which each file names, and which also state the power limit.
-The memory of a GPU is the size that its driver reports: `device_memory_size` of
-OpenXLA's target configurations (xla/backends/gpu/target_config/specs/*.txtpb), for a
-card of 80 GB about 85e9 bytes. Programs do not reach the rates of a datasheet. Factors
-in the files and in this module give the fraction that they reach. `autopar profile`
-measures the real figures and replaces those of the preset.
+Peak rates are rates of one device for dense products (without sparsity). The peak rates
+come from the vendors' datasheets, which each file names. The datasheets also state the
+power limit. The memory of a GPU is the size that its driver reports:
+`device_memory_size` of OpenXLA's target configurations
+(xla/backends/gpu/target_config/specs/*.txtpb), for a card of 80 GB about 85e9 bytes.
+Programs do not reach the rates of a datasheet. Factors in the files and in this module
+give the fraction that they reach. `autopar profile` measures the real figures and
+replaces those of the preset.
 """
 
 from __future__ import annotations
@@ -106,9 +107,7 @@ class Preset:
         return tuple(Level(name=n, size=s, link=link) for n, s, link in named)
 
     def _torus_link(self, size: int) -> LinkSpec:
-        """The links of a torus dimension of this size, which has wrap-around links or
-        not.
-        """
+        """The link of a torus dimension of this size, with wrap-around or without."""
         return self.inner if size % self.wrap_multiple == 0 else self.open_link
 
 

@@ -2,9 +2,9 @@
 
 A calibration holds constants of a kind of device that no datasheet gives.
 
-They correct the formulas of `autopar.cost` for the behaviour of compilers and of shared
-machines. A device has the calibration of its kind (`CALIBRATIONS`) unless its cluster
-file has a table ``[device.calibration]``.
+The constants correct the formulas of `autopar.cost` for the behaviour of compilers and
+of shared machines. A device has the calibration of its kind (`CALIBRATIONS`) unless its
+cluster file has a table ``[device.calibration]``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Calibration:
 
     Attributes:
       skew: factor by which every collective takes longer, because devices that reach
-        the collective early wait for the others. It is 1 if devices share no hardware.
+        the collective early wait for the others. The factor is 1 if devices share no
+        hardware.
       half_rate_side: number of elements of a matrix side at which a product runs at
         half the full rate, because a part of a tile or vector is not used.
       vector_slowdown: factor by which operators other than matrix products take longer
@@ -35,7 +36,8 @@ class Calibration:
       patch_passes: how often a convolution writes or reads its unfolded patches
         (im2col) in memory; 0 if convolutions do not unfold patches.
       memory_overhead: memory that a program needs, divided by the predicted peak of
-        live buffers. It covers copies into other memory orders, and fragmentation.
+        live buffers. The ratio covers copies into other memory orders, and
+        fragmentation.
       combined_kinds: kinds of collectives of which the compiler joins several to one
         message.
       combined_bytes: the most bytes of results in a joined message; a larger array has

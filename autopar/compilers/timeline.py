@@ -1,9 +1,9 @@
 """Computes the time of a compiled program from its schedule, by the cost model.
 
-It simulates two queues that run in parallel: kernels in program order, and messages in
-the order in which the program starts them. A ``-done`` operation of the program waits
-for a message. Kernels after it wait, too. The time for which kernels wait is exposed
-communication.
+`timeline` simulates two queues that run in parallel: kernels in program order, and
+messages in the order in which the program starts them. A ``-done`` operation of the
+program waits for a message. Kernels after it wait, too. The time for which kernels wait
+is exposed communication.
 """
 
 from __future__ import annotations

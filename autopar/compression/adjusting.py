@@ -7,8 +7,8 @@ size is rounded up to a power of two. The program is compiled for messages of th
 limit's size, but sends only the part of a message that is used. Messages of gradients
 that are sent together share a send buffer (`autopar.compression.exchange`), so bytes
 that one gradient does not use are free for another gradient. Only the size of the
-buffer is fixed in the program. This size is called the *room*. It is ``2 ** (-k / 2)``
-times the sum of the messages of all limits, for a whole number k.
+buffer is fixed in the program. This size is called the *room*. The room is ``2 ** (-k /
+2)`` times the size of the messages of all limits together, for a whole number k.
 
 If parameters grow F-fold in total, there are at most log2 F limits and 2 log2 F rooms,
 whatever the number of gradients and changes. So this bounds the number of compilations.

@@ -280,8 +280,8 @@ def _rows_without_errors(squares: jax.Array) -> jax.Array:
 def _non_finite(
     sent: Sequence[SentGroup], norms: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """`SentGroup.non_finite` of each group. It is counted only if a norm is not
-    finite.
+    """`SentGroup.non_finite` of each group. Non-finite elements are counted only if a
+    norm is not finite.
     """
     good = jnp.all(jnp.isfinite(jnp.concatenate(list(norms))))
     return jax.lax.cond(
@@ -296,8 +296,8 @@ def _non_finite(
 
 
 def _overflows(sent: Sequence[SentGroup], good: jax.Array) -> jax.Array:
-    """For each gradient the number of non-finite elements of its total, (k,). They are
-    counted only in totals that can have some (`SentGroup.unsure`).
+    """For each gradient the number of non-finite elements of its total, (k,). Elements
+    are counted only in totals that can have non-finite elements (`SentGroup.unsure`).
     """
     found = jax.lax.cond(
         good,

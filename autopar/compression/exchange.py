@@ -255,8 +255,8 @@ class RecordingLinks:
         self.messages.append(Message(kind, nbytes, sent))
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
-        """See `WorkerLinks`. It answers as if this worker were the first, which gets
-        every worker's first row.
+        """See `WorkerLinks`. This method answers as if this worker were the first one,
+        which gets the first row of every worker.
         """
         self._record("all_to_all", payload.size)
         return jnp.broadcast_to(payload[0], payload.shape)

@@ -4,10 +4,10 @@ them.
 GraVAC (arXiv 2305.12201) compresses a gradient in two ways. In each step it sends the
 smaller message if its gain (the fraction of the gradient's squared norm that it
 carries) is large enough, and otherwise the larger message. In this module each choice
-of codecs is a level, and one compiled program contains all levels. It first computes
-the gain of each level without sending gradients, and sums the gains' numerators and
-denominators over the workers. Then one branch of a `jax.lax.switch` sends the
-gradients. All workers have the same sums, so they take the same branch.
+of codecs is a level, and one compiled program contains all levels. The program first
+computes the gain of each level without sending gradients, and sums the gains'
+numerators and denominators over the workers. Then one branch of a `jax.lax.switch`
+sends the gradients. All workers have the same sums, so they take the same branch.
 
 All levels use the same residuals. Each level has a codec state of its own, which does
 not change in steps in which another level sends.
@@ -114,8 +114,8 @@ def synchronise_levels(
 
     The gain of a level is ``sum |sent|^2 / sum |wanted|^2`` over all gradients and
     workers. What some codecs send depends on messages of other workers (PowerSGD's
-    second round, a sketch). Their gain is computed as if all workers held the same
-    gradient.
+    second round, a sketch). The gain of such a codec is computed as if all workers held
+    the same gradient.
 
     Args:
       levels: the same gradients with different codecs, in the order to try. The last

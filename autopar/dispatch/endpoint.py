@@ -1,10 +1,10 @@
 """Lets commands on other machines send requests to a scheduler, over TLS.
 
-Both sides need the same secret (`autopar secret`), like the processes of a run over
-several hosts (`autopar.elastic.processes.network`). A request (question) and its answer
-are one message each. The scheduler answers only after it has stored the result. If an
-answer is lost, the command sends the same question again, and the scheduler does not
-make the change twice.
+The scheduler and the command need the same secret (`autopar secret`), like the
+processes of a run over several hosts (`autopar.elastic.processes.network`). A request
+(question) and its answer are one message each. The scheduler answers only after it has
+stored the result. If an answer is lost, the command sends the same question again, and
+the scheduler does not make the change twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The scheduler: gives devices of a real cluster to jobs, as a policy decides in
 rounds.
 
-It stores each decision before it carries the decision out. So after a scheduler was
-killed, a new one can go on. It finds the running jobs by their folders.
+The scheduler stores each decision before it carries the decision out. So after a
+scheduler was killed, a new scheduler can continue. The new scheduler finds the running
+jobs by their folders.
 """
 
 from __future__ import annotations
@@ -148,8 +149,9 @@ class Scheduler:
         """Returns the nodes and the states of jobs. If they change, a decision is due.
 
         A job that has lost its workers counts as running here, so that it is restarted
-        only at the next regular decision. Its node may be dead without the cluster
-        knowing yet. If the job were restarted on it at once, it would fail again.
+        only at the next regular decision. The job's node may be dead without the
+        cluster knowing yet. If the job were restarted on it at once, it would fail
+        again.
         """
         found = [
             (job.name, states.RUNNING if job.losses else job.state)
@@ -215,8 +217,8 @@ class Scheduler:
 
         A job that has lost a node has fewer devices than its owner asks for. If the
         policy never gives another number than the requested one, it is told that the
-        job has no devices. It then gives the job all requested devices, or lets it
-        wait.
+        job has no devices. The policy then gives the job all requested devices, or lets
+        the job wait.
         """
         asked = job.handed.spec.devices
         return bool(job.places) and (

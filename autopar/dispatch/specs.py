@@ -20,7 +20,7 @@ from autopar.scheduler.jobs import wrong_priority
 from autopar.scheduler.users import UserLimits
 
 _LONGEST_USER = 64
-# What a job's name may look like. It is also the name of the job's folder.
+# What a job's name may look like. The name is also the name of the job's folder.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 

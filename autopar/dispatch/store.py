@@ -530,8 +530,8 @@ def _record(row: tuple[Any, ...]) -> JobRecord:
 def _learn_types() -> None:
     """Makes msgspec inspect all types that this module reads.
 
-    It is called once in advance, because msgspec crashes if two threads inspect a type
-    for the first time at the same moment.
+    The store calls this function in advance, because msgspec crashes if two threads
+    inspect a type for the first time at the same moment.
     """
     for kind in (JobRecord, list[tuple[str, int, str]], list[_Decision], list[_Span]):
         with contextlib.suppress(msgspec.ValidationError):

@@ -1,7 +1,7 @@
 """Describes jobs on a real cluster by `JobView`, which a policy reads.
 
-In a simulation a policy reads the same `JobView`s. So it need not know whether the
-cluster is real.
+In a simulation a policy reads the same `JobView`s. So a policy need not know whether
+the cluster is real.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ class Membership(Protocol):
           held: this process's part of the state, on the host.
 
         Returns:
-          The state after a step on which all the new processes agree. It contains at
-          least the pieces that this process's devices need.
+          The state after a step on which all the new processes agree. The result
+          contains at least the pieces that this process's devices need.
         """
         ...
 
@@ -360,8 +360,8 @@ class ElasticRun:
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Shapes of the step's arguments after the state, in order and by name.
 
-        They are the shapes of the last step; before the first step, those of the first
-        step.
+        The result has the shapes of the last step; before the first step, those of the
+        first step.
         """
         return self._last
 

@@ -71,7 +71,7 @@ class ReplanOption:
         return max(0.0, horizon_s - self.cost_s) / self.step_s
 
     def to_data(self, horizon_s: float) -> dict[str, Any]:
-        """The description of the option in the ledger."""
+        """The option as data for a line of the ledger."""
         return {
             "name": self.name,
             "cluster": str(self.cluster),

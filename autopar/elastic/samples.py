@@ -1,9 +1,9 @@
 """Gets the batch of a step from the user's source of samples.
 
-A source is a function ``source(position, rows)``. It returns ``rows`` samples,
-beginning with sample number ``position``. A run counts samples and not batches. So
-after a change of the plan, the batch size or the processes, it continues with the next
-sample.
+A source is a function ``source(position, rows)``. The function returns ``rows``
+samples, beginning with sample number ``position``. A run counts samples and not
+batches. So after a change of the plan, the batch size or the processes, it continues
+with the next sample.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ class Saves:
     def _save(self, state: Any, step: int, position: int) -> None:
         if (checkpoints := self.checkpoints) is None:
             return
-        # If an earlier save failed, this reports it. This save still goes on.
+        # If an earlier save failed, this call reports the failure. This save still goes
+        # on.
         self._trying(checkpoints.wait)
         saved = self._trying(
             lambda: checkpoints.save(

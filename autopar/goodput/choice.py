@@ -106,9 +106,9 @@ class Judged:
       efficiency: progress per row, relative to the base batch.
       goodput: progress per second, in rows of the base batch.
       least: almost sure lower bound on this goodput divided by the running way's.
-      pays: ``least`` with the cost of the change included. It is the smaller of two
-        ratios to the running way: of the work done until the next expected change, and
-        of the speed over the rest of the job. The change pays off above 1.
+      pays: ``least`` with the cost of the change included. The value is the smaller of
+        two ratios to the running way: of the work done until the next expected change,
+        and of the speed over the rest of the job. The change pays off above 1.
     """
 
     way: Way

@@ -1,8 +1,8 @@
 """Goodput curves: the goodput of a program on each configuration of devices.
 
 A curve is a table. Each line is for one kind of devices, number of nodes and number of
-devices. It holds the best plan, batch size and codecs there, and their goodput. A
-scheduler can read curves without importing JAX.
+devices. The line holds the best plan, batch size and codecs on these devices, and their
+goodput. A scheduler can read curves without importing JAX.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from autopar.errors import ScheduleError
 from autopar.goodput.efficiency import CodecError, efficiency
 from autopar.whole_files import export_whole
 
-# The version of the file format. It rises by one whenever the meaning of a field
-# changes.
+# The version of the file format. The version rises by one whenever the meaning of a
+# field changes.
 SCHEMA = 1
 
 
@@ -384,8 +384,9 @@ class _Judge:
     ) -> float:
         """Progress per row in a batch, relative to the base batch.
 
-        The efficiency in the table already includes the loss by codecs. Therefore it is
-        scaled by the change of the noise scale and the batch, and not replaced.
+        The efficiency in the table already includes the loss by codecs. Therefore this
+        method multiplies the efficiency by the effect of the new noise scale and batch
+        size, and does not replace the efficiency.
         """
         phi = self.noise_scale
         if phi is None or not self.knows:

@@ -524,8 +524,8 @@ class Loop:
     def _tells(self) -> bool:
         """Whether to write the gain into the state now.
 
-        To write the gain, the loop has to wait for the end of the step. Therefore it
-        does not write the gain after every step.
+        To write the gain, the loop has to wait for the end of the step. Therefore the
+        loop does not write the gain after every step.
         """
         return self._since <= 1 or self._steps % self.following.every == 0
 

@@ -221,11 +221,11 @@ def now_of(
 
 
 def with_rows(struct: Any, rows: int, wanted: int) -> Any:
-    """The struct of a batch's array with another number of rows.
+    """Shape and dtype of a batch's array after its number of rows has changed.
 
     Args:
-      struct: shape and dtype of the array. It is returned unchanged if its first
-        dimension does not have ``rows`` elements.
+      struct: shape and dtype of the array. The struct is returned unchanged if its
+        first dimension does not have ``rows`` elements.
       rows: rows of the batch.
       wanted: rows of the result.
     """

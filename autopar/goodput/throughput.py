@@ -15,8 +15,8 @@ the three predicted terms have a common summand, because the errors of a plan's 
 often have a common cause. The prior of all b_t and c_a is Student's distribution around
 0, which allows large corrections if measurements require them. Gauss-Newton steps fit
 these constants to the logarithms of measured seconds. Outliers get a lower weight,
-except for the configuration in use. The posterior gives intervals for predictions. They
-are wider for configurations that differ more from the measured ones. If all
+except for the configuration in use. The posterior gives intervals for predictions. The
+intervals are wider for configurations that differ more from the measured ones. If all
 measurements have the same value of a quantity, its exponent is given by the prior
 alone.
 
@@ -65,7 +65,7 @@ _COUNT = len(_WIDTHS)
 # errors' Student distribution.
 _FLOOR, _FREEDOM = 0.04, 4.0
 _STEPS = 30
-# The last `KEPT` steps of a configuration are kept. They count as at most
+# The last `KEPT` steps of a configuration are kept. These steps count as at most
 # `_INDEPENDENT` independent steps, because a slow machine is slow for many successive
 # steps.
 KEPT, _INDEPENDENT = 32, 8

@@ -37,11 +37,12 @@ from autopar_passes.program.calls import StepCall
 
 # Anchors are the plans from which the seconds of ways are estimated.
 #
-# The running plan is the first anchor. Its layouts may be the best ones only for its
-# batch size and codecs. To avoid sums of gradients, a plan may exchange activations, or
-# compute the same on all devices. This is expensive with larger batches, and
-# unnecessary if codecs make sums cheap. Therefore layouts are also searched with each
-# codec: for the largest batch, or for the present batch if the batch size is fixed.
+# The running plan is the first anchor. The layouts of this plan may be the best ones
+# only for its batch size and codecs. To avoid sums of gradients, a plan may exchange
+# activations, or compute the same on all devices. This is expensive with larger
+# batches, and unnecessary if codecs make sums cheap. Therefore layouts are also
+# searched with each codec: for the largest batch, or for the present batch if the batch
+# size is fixed.
 
 # The number of pairs of layouts and codecs whose plans are cached.
 _STUDIED = 16
@@ -486,7 +487,7 @@ class Ways:
         return move.most_bytes / slowest_bytes_per_s(plan.cluster.read())
 
     def make(self, key: Key, call: StepCall, running: PlannedWay) -> PlannedWay | None:
-        """Plans and compiles a way. If this fails, records it in `refused`: None.
+        """Plans and compiles a way; None if it fails (`refused` has the reason).
 
         Args:
           key: the choices that define the way.
@@ -579,12 +580,12 @@ class Ways:
 def expected_error(plan: Plan) -> CodecError:
     """The expected error of a plan's codecs.
 
-    A codec with error feedback is biased. It leaves out a part of the gradient, whose
-    norm is e times the gradient's norm, and sends most of this part later. Until a run
-    has measured how fast it trains with the codec, this function assumes a squared
-    error of e^2 / (1 - e^2). This is the error of an unbiased codec that sends the same
-    fraction of the squared norm. If all workers draw the same elements, the error
-    counts as shared.
+    A codec with error feedback is biased. The codec leaves out a part of the gradient,
+    whose norm is e times the gradient's norm, and sends most of this part later. Until
+    a run has measured how fast it trains with the codec, this function assumes a
+    squared error of e^2 / (1 - e^2). This is the error of an unbiased codec that sends
+    the same fraction of the squared norm. If all workers draw the same elements, the
+    error counts as shared.
     """
     sent = [g for g in plan.gradients if g.codec not in ("", "dense")]
     if not sent:

@@ -35,8 +35,8 @@ _SECRET_KEY = "secret"
 # Seconds that Kubernetes must give pods before it kills them: a save takes up to 300 s,
 # and workers leave within 60 s.
 _SAVE_S, _LEAVE_S = 330, 90
-# Seconds for which agents wait for the supervisor. Its pod may need minutes to load its
-# image.
+# Seconds for which agents wait for the supervisor. The supervisor's pod may need
+# minutes to load its image.
 _AWAY_S = 600
 # How many failures are allowed of the supervisor's pods, of the pods of each host, and
 # of the workers of each slot.
@@ -332,8 +332,8 @@ def _supervisor_job(run: KubernetesRun) -> Object:
             "requests": dict(_SUPERVISOR_RESOURCES),
             "limits": {"memory": _SUPERVISOR_RESOURCES["memory"]},
         },
-        # This hook makes the supervisor save the run, and waits until it is saved. It
-        # must wait, because the container ends when its process 1 ends.
+        # This hook makes the supervisor save the run, and waits until it is saved. The
+        # hook must wait, because the container ends when its process 1 ends.
         "lifecycle": {
             "preStop": {
                 "exec": {

@@ -1,8 +1,8 @@
 """Makes the batch script of an elastic run as a Slurm job (`autopar launch slurm`).
 
-The script runs on the first node of the job. It starts the supervisor there, and on
-each node an agent (`autopar worker`) that starts workers. The supervisor and each agent
-are separate job steps of Slurm.
+The script runs on the first node of the job. The script starts the supervisor there,
+and on each node an agent (`autopar worker`) that starts workers. The supervisor and
+each agent are separate job steps of Slurm.
 
 - The job is submitted with ``--no-kill``. With this option, if a node fails, Slurm
   removes it from the job and kills the job step on it, and the job goes on. Without the
@@ -31,7 +31,7 @@ from autopar.whole_files import export_whole
 
 # The exit status of a run that was saved and will continue later.
 SUSPENDED = 75
-# Slurm checks time limits only at intervals of this many seconds. So it may send the
+# Slurm checks time limits only at intervals of this many seconds. So Slurm may send the
 # signal this much earlier.
 _SIGNAL_EARLY_S = 60
 # Options of sbatch that the script sets itself -> what the user should do instead of

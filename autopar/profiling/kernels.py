@@ -168,7 +168,7 @@ def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float]:
     """Median seconds of a trip of each program, over several rounds through all
     programs.
 
-    With several processes, all must call this function. It returns the times of the
+    With several processes, all must call this function. The result has the times of the
     slowest process.
     """
     trips = [_long_trips(program) for program in programs]

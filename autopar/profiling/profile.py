@@ -1,9 +1,9 @@
 """Measures devices and their links, and saves the figures for the planner.
 
 The result is a `Cluster` with the rates that this machine reaches while all devices
-work. CPU devices that are simulated share the processor cores. So they are measured
-together, as a training step uses them. Several processes measure together, too. The
-links between processes are then a level of the cluster, and are timed.
+work. CPU devices that are simulated share the processor cores. So simulated devices are
+measured together, as a training step uses them. Several processes measure together,
+too. The links between processes are then a level of the cluster, and are timed.
 """
 
 import collections
@@ -387,8 +387,8 @@ def run(
 ) -> Profile:
     """Measures the devices, and tests predictions from the result on other programs.
 
-    All processes of a `jax.distributed` job must call this function. They all get the
-    same result. Each time is the slowest process's.
+    All processes of a `jax.distributed` job must call this function. All processes get
+    the same result. Each time is the slowest process's.
 
     Args:
       devices: how many of the devices to measure, beginning with the first; default:

@@ -30,8 +30,8 @@ from jax.sharding import SingleDeviceSharding
 from autopar.cluster.specs import CollectiveFit
 from autopar_passes import jax_processes
 
-# A random identifier that the Linux kernel makes at each boot. It is the same in all
-# containers of a machine.
+# A random identifier that the Linux kernel makes at each boot. The identifier is the
+# same in all containers of a machine.
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -199,7 +199,8 @@ def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> tuple[float, f
         b = (s2 * s11 - s1 * s12) / determinant
         if a >= 0 and b >= 0:
             return round_off(a), round_off(b)
-    # Both must not be negative: take the better of a constant alone and a slope alone.
+    # Neither constant nor slope may be negative: take the better of a constant alone
+    # and a slope alone.
     constant, slope = s1 / s11, s2 / s22
     if s1 * constant > s2 * slope:
         return round_off(constant), 0.0

@@ -1,8 +1,8 @@
 """Submitted jobs, the view of a job that a policy gets, and the times of decisions.
 
 The simulator and the scheduler of a real cluster share one object for the times of
-decisions (`Rounds`). It is cheap to look which jobs and nodes there are, and expensive
-to let a policy decide. Therefore the policy decides after a look only in two cases: a
+decisions (`Rounds`). To look which jobs and nodes there are is cheap. To let a policy
+decide is expensive. Therefore the policy decides after a look only in two cases: a
 regular interval is over, or the jobs or nodes have changed since its last decision.
 """
 

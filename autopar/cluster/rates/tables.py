@@ -76,12 +76,12 @@ class ProductRates(msgspec.Struct, frozen=True):
 
     The time of ``batch`` products of M x K by K x N matrices, without the pause before
     the next kernel, is ``start_s + (depth^e + work^e + traffic^e)^(1/e)`` with ``e =
-    sharpness``, where depth is ``s_per_depth * K``, the time to go along K for one tile
-    of the result; work is the time of the FLOPs at ``rate_part`` of the device's
-    reachable rate; and traffic is the time to move operands and result at
-    ``traffic_part`` of the memory bandwidth (a part of them is in caches). The
-    logarithm of this time gets a correction: the logarithm of measured time divided by
-    modelled time, interpolated between measurements by the logarithms of the sides.
+    sharpness``. Here depth is ``s_per_depth * K``, the time to go along K for one tile
+    of the result. Work is the time of the FLOPs at ``rate_part`` of the device's
+    reachable rate. Traffic is the time to move operands and result at ``traffic_part``
+    of the memory bandwidth (a part of them is in caches). The logarithm of this time
+    gets a correction: the logarithm of measured time divided by modelled time,
+    interpolated between measurements by the logarithms of the sides.
 
     Attributes:
       start_s: seconds of a kernel with almost no work.

@@ -244,8 +244,8 @@ class Format:
         block (m, k), and a salt to codes, uint8 (m, k, w * bits / 8), and scales,
         float32 (m, k), whose values are exact in bfloat16.
       decode: maps codes to (m, k, w) without multiplying by the scales; exact.
-      rotation: a linear map that is applied to the blocks at the end of decoding. It is
-        exact on the results of ``decode``. None: no map.
+      rotation: a linear map that is applied to the blocks at the end of decoding. The
+        map is exact on the results of ``decode``. None: no map.
     """
 
     block: int
@@ -321,7 +321,7 @@ def encode_rows(
 
 
 def decode_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
-    """Uint8 (m, b) to float32 (m, c)."""
+    """Decodes uint8 (m, b) to float32 (m, c)."""
     out: list[jax.Array] = []
     for values, scales in _parts_of(form, payload, elements):
         # The rotation acts on whole numbers and is exact. So all workers get the same

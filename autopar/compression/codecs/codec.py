@@ -327,8 +327,8 @@ class Codec(abc.ABC):
     ) -> tuple[Message, ...]:
         """The messages that one worker sends for a gradient, one in each round.
 
-        They are found by running `reduce` on abstract values, so they are exactly the
-        messages that a run sends.
+        The method runs `reduce` on abstract values to find them. So the result is
+        exactly what a run sends.
 
         Args:
           shape: shape of the gradient on one device.
@@ -403,8 +403,8 @@ class Codec(abc.ABC):
         """The smallest number of elements of a chunk, at least ``elements``, that the
         codec supports.
 
-        It is called only if the sum is not scattered. If it is, the layout of the
-        gradient decides the chunks.
+        This method is called only if the sum is not scattered. If it is, the layout of
+        the gradient decides the chunks.
         """
         return elements
 
@@ -545,8 +545,8 @@ def _worker_jaxpr(
 
 
 # Shape of the example gradient from which the bytes of other gradients are estimated:
-# rows per worker, and columns. It is so large that block sizes and padding matter as
-# little as in most gradients.
+# rows per worker, and columns. This gradient is so large that block sizes and padding
+# matter as little as in most gradients.
 _ROWS, _COLUMNS = 64, 1024
 
 

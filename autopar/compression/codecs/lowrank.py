@@ -117,7 +117,8 @@ class PowerSGD(Codec):
         The error is a power law in the rank, fitted to relative errors of .93, .65 and
         .45 at ranks of 1/64, 1/16 and 1/8 of the smaller of h and w. These errors were
         measured with error feedback on gradients of a character language model of width
-        128. Its batches were so small that the gradients are mostly noise. With larger
+        128. The batches of this model were so small that its gradients are mostly
+          noise. With larger
         batches the errors are smaller.
         """
         part = self.rank / max(1, min(matrix_shape(shape)))

@@ -108,8 +108,8 @@ class Blockwise(Codec):
 
 
 # Numbers of elements of a block, and for each number the relative errors of int8 and of
-# int4 without rotation. They were measured on 2e6 samples of Student's t. Longer blocks
-# have larger errors, because their largest element is larger.
+# int4 without rotation. The errors were measured on 2e6 samples of Student's t. Longer
+# blocks have larger errors, because their largest element is larger.
 _BLOCKS = 16, 64, 256, 1024, 4096, 65536
 _INT8_ERRORS = 0.0060, 0.0092, 0.0134, 0.0194, 0.0283, 0.0616
 _INT4_ERRORS = 0.106, 0.160, 0.230, 0.321, 0.437, 0.685

@@ -56,7 +56,8 @@ class Sketch(Codec):
       rows: R; 1, 3 or 5.
       heavy: fraction of the elements that are recovered.
       exact: whether the threshold above which estimates are recovered is computed from
-        all estimates. Otherwise it is computed from a sample.
+        all estimates. If False, the threshold is computed from a sample of the
+        estimates.
     """
 
     name: ClassVar[str] = "sketch"

@@ -134,8 +134,8 @@ def spread(indices: jax.Array, values: jax.Array, elements: int) -> jax.Array:
         out = jnp.zeros(elements, jnp.float32)
         return out.at[index].set(value, mode="drop", unique_indices=True)
 
-    # All empty slots have the same index. It is out of range, so the writes are dropped
-    # and cannot collide.
+    # All empty slots have the same index. This index is out of range, so writes to it
+    # are dropped and cannot collide.
     return jax.vmap(row)(indices, values)
 
 
@@ -336,8 +336,8 @@ class RandK(Codec):
         check_ratio(self, self.ratio)
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`. It is the error of leaving out the other elements or, with
-        ``unbiased``, the noise of the random choice.
+        """See `Codec`. The result is the error of leaving out the other elements or,
+        with ``unbiased``, the noise of the random choice.
         """
         return math.sqrt(1 / self.ratio - 1 if self.unbiased else 1 - self.ratio)
 

@@ -71,7 +71,7 @@ def compact(
     Args:
       mask: bool (m,).
       slots: largest number of indices to return, k.
-      first_word: uint32, the word from which the search starts. It decides which
+      first_word: uint32, the word from which the search starts. This word decides which
         elements are left out if more than ``slots`` elements are True.
 
     Returns:
@@ -105,14 +105,14 @@ def compact(
 
 
 def _cumulative_sums(counts: jax.Array) -> jax.Array:
-    """Inclusive cumulative sums of int32 (W,), each at most 32. They are computed first
-    within rows, then over rows.
+    """Inclusive cumulative sums of int32 (W,), each at most 32. The function sums first
+    within rows of a table, then over the rows.
     """
     rows = -(-counts.size // _ROW)
     table = jnp.pad(counts, (0, rows * _ROW - counts.size)).reshape(rows, _ROW)
     # A product with a matrix that has ones on and above the diagonal is many times
-    # faster than a scan. It is exact, because sums up to 2 ** 11 are exact in float32
-    # and TF32.
+    # faster than a scan. The product is exact, because sums up to 2 ** 11 are exact in
+    # float32 and TF32.
     upper = jnp.triu(jnp.ones((_ROW, _ROW), jnp.float32))
     within = jnp.dot(table.astype(jnp.float32), upper).astype(jnp.int32)
     before = jnp.cumsum(within[:, -1]) - within[:, -1]
@@ -154,7 +154,7 @@ def quantile(
 ) -> jax.Array:
     """Estimates the magnitude that the fraction ``share`` of the elements exceeds.
 
-    It is estimated from at most 65536 elements at regular distances. ``key`` decides at
+    The estimate uses at most 65536 elements at regular distances. ``key`` decides at
     which element they start.
 
     Args:

@@ -10,9 +10,9 @@ which the sum of the layers' errors is at most the sum with a reference codec (s
 the last steps' gradients. `LGreCo` measures them on the gradient of one step plus the
 residual, which contains the errors of earlier steps.
 
-`AcrossFamilies` chooses among codecs of all families. It minimises seconds, and weights
-errors by what they matter to the optimizer. Let ``r`` be the relative error of a
-gradient, and ``w`` its weight::
+`AcrossFamilies` chooses among codecs of all families. This policy minimises seconds,
+and weights the error of a gradient by how much it matters to the optimizer. Let ``r``
+be the relative error of a gradient, and ``w`` its weight::
 
     minimise    sum bytes / bandwidth + rounds latency + elements encode_s
     subject to  sum w r^2 <= budget^2 sum w
@@ -171,8 +171,8 @@ class LGreCo(Remembering):
     def choose(self, measured: Mapping[str, MeasuredErrors]) -> Mapping[str, str]:
         """Chooses codecs for gradients whose errors were measured.
 
-        The result has no codec for gradients that cannot be sent by the reference. It
-        is empty if, by rounding errors, no choice is within the limit.
+        The result has no codec for gradients that cannot be sent by the reference. The
+        result is empty if, by rounding errors, no choice is within the limit.
         """
         names, found = with_codec(measured, self.reference)
         if not names:

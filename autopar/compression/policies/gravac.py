@@ -27,15 +27,16 @@ the second gain it compresses too little, which costs time but no accuracy; this
 the default. In the third gain, late gradients count less, as they do for Adam.
 
 The policy goes through the levels one at a time, from the smallest compression factor
-to the largest. It uses each level for a window of observations. As long as throughput
-improves by more than the fraction ``omega``, the policy tries the next level; otherwise
-it goes back to the smaller factor. Whenever the gain falls below ``epsilon``, the
-policy also goes one level back. Below the first level, gradients are sent dense. After
-``retry`` windows on a level, the policy tries the next level again, because gains and
-links change during training. With the option ``explore``, the time until a worse level
-is tried again is longer the worse the level was. So by the measurements, trials cost at
-most the fraction ``explore`` of all progress. With ``explore`` the policy also compares
-the level in use at the end of each window, and not only after the first one.
+to the largest. The policy uses each level for a window of observations. As long as
+throughput improves by more than the fraction ``omega``, the policy tries the next
+level; otherwise it goes back to the smaller factor. Whenever the gain falls below
+``epsilon``, the policy also goes one level back. Below the first level, gradients are
+sent dense. After ``retry`` windows on a level, the policy tries the next level again,
+because gains and links change during training. With the option ``explore``, the time
+until a worse level is tried again is longer the worse the level was. So by the
+measurements, trials cost at most the fraction ``explore`` of all progress. With
+``explore`` the policy also compares the level in use at the end of each window, and not
+only after the first one.
 
 The published code compresses each gradient twice, by the level in use and by the first
 level, so that it can use the first level within the same step.
@@ -436,7 +437,8 @@ class GraVAC(Remembering):
         if self.gain_of == "signal-updates":
             reports = update_moments(state.moments, found, self.b2**self.every)
         sent, wanted = _SUMS[self.gain_of](reports)
-        # It is a plain mean over all observations until their number exceeds 1 / alpha.
+        # The mean of the norms is a plain mean over all observations until their number
+        # exceeds 1 / alpha.
         weight = max(self.alpha, 1.0 / (state.seen + 1))
         state.sent += weight * (sent - state.sent)
         state.wanted += weight * (wanted - state.wanted)

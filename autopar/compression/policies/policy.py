@@ -1,11 +1,11 @@
 """The interface of policies, which change the codecs of gradients during training.
 
-At regular intervals a policy gets the telemetry of a step (an observation). It returns
-the codecs to use from the next step on, or None to keep the codecs. Each combination of
-codecs needs one compiled program, which is kept. So if a policy alternates between a
-few combinations, each of them is compiled only once. A policy that often changes
-parameters of codecs sets ``often = True``. Parameters of codecs then become inputs of
-the program where this is possible (`autopar.compression.adjusting`).
+At regular intervals a policy gets the telemetry of a step (an observation). The policy
+returns the codecs to use from the next step on, or None to keep the codecs. Each
+combination of codecs needs one compiled program, which is kept. So if a policy
+alternates between a few combinations, each of them is compiled only once. A policy that
+often changes parameters of codecs sets ``often = True``. Parameters of codecs then
+become inputs of the program where this is possible (`autopar.compression.adjusting`).
 
 If the only purpose of a change is to save time, a policy returns the codecs as
 `Saving`. The run then postpones the change as long as compiling the new program would
@@ -301,8 +301,8 @@ def sum_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
     Adam and similar optimizers divide an element by the root mean square of the values
     received for it, so all elements matter equally, whatever the norm of their
     gradient. If values are delayed and arrive as a few large ones, they have the same
-    mean and a larger mean square. Their updates are smaller by the ratio of the norms.
-    Updates are also smaller if less arrives than the gradients contain.
+    mean and a larger mean square. The updates from such values are smaller by the ratio
+    of the norms. Updates are also smaller if less arrives than the gradients contain.
     """
     size = dense = 0.0
     for report in reports:

@@ -2,7 +2,7 @@
 
 The telemetry of a step contains only the error of the codec in use. For steps of
 `autopar.parallelize`, `autopar.runtime.gradients.probing` measures the errors of other
-codecs. This module is for other training loops. It simulates a single worker that
+codecs. This module is for other training loops. `Probe` simulates a single worker that
 encodes samples of the gradients. The values that this worker sends are those that one
 of many workers would send.
 
@@ -64,8 +64,8 @@ class Probe:
 
         Args:
           samples: name of a gradient -> a sample of the partial gradient on one device
-            plus its residual, from one step or as a mean over several steps. It must be
-            the same on all processes. Vectors, and samples with fewer than
+            plus its residual, from one step or as a mean over several steps. The sample
+            must be the same on all processes. Vectors, and samples with fewer than
             `MIN_ELEMENTS` elements, are ignored.
           texts: the codecs, as in
             `autopar.compression.policies.policy.ProbingPolicy.probes`.

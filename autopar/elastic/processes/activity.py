@@ -54,7 +54,7 @@ _OTHERS = (
 
 
 class Activity:
-    """The place of a training loop, and the times of its steps.
+    """Records where in a step a training loop is, and how long its steps take.
 
     One thread writes the place, and another thread reads it.
 

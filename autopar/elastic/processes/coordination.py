@@ -174,7 +174,7 @@ class Services:
 
     def __init__(self) -> None:
         """Starts without services."""
-        # This import loads JAX. It is not at the top of the module, because the
+        # This import loads JAX. The import is not at the top of the module, because the
         # supervisor imports the module and must not load JAX.
         from autopar_passes import jax_processes
 

@@ -37,7 +37,7 @@ class Holding:
         integers.
       tiles: path -> tile -> elements of the tile.
       extra: plain data that belongs to the state, such as the position of the next
-        sample. It is the same on all processes.
+        sample. The data is the same on all processes.
     """
 
     version: str

@@ -49,8 +49,8 @@ from autopar.sealed_files import KEY_VARIABLE
 from autopar.units import number_of
 from autopar.version import __version__
 
-# The environment variables that a worker gets from the supervisor. It gets all other
-# variables from its agent.
+# The environment variables that a worker gets from the supervisor. The agent provides
+# all other variables of the worker.
 _OF_RUN = (
     VARIABLE,
     KEY_VARIABLE,
@@ -292,8 +292,8 @@ class HostLauncher:
                 del self._claimed[worker]
                 self._homes[worker] = host
             ended = (host.workers - running) | left
-            # These workers were given up while their agent was disconnected. They may
-            # hold the only copy of the last state, so they may return.
+            # These workers were given up while their agent was disconnected. These
+            # workers may hold the only copy of the last state, so they may return.
             back = {
                 w for w in running - host.workers if self._reports_there.may_return(w)
             }

@@ -2,10 +2,10 @@
 
 A thread of the worker receives the supervisor's orders, so that the worker answers even
 while its main thread runs a step. A world is a set of processes that train together.
-When a world pauses, its processes must agree on the last step. They need no collective
-for this, only a lock in each process. The main thread holds the lock to start a step.
-When the supervisor asks for a pause, the other thread takes the lock and answers with
-the last step that was started.
+When a world pauses, its processes must agree on the last step. The processes need no
+collective for this, only a lock in each process. The main thread holds the lock to
+start a step. When the supervisor asks for a pause, the other thread takes the lock and
+answers with the last step that was started.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ VARIABLE = "AUTOPAR_SUPERVISOR"
 # The environment variable for the folder in which the run stores plans and programs.
 FOLDER_VARIABLE = "AUTOPAR_RUN"
 # Environment variables for the checkpoint directory and the number of steps between
-# saves. A scheduler sets both. They apply to scripts that choose neither themselves.
+# saves. A scheduler sets both. The variables apply to scripts that set neither
+# themselves.
 CHECKPOINT_VARIABLE, EVERY_VARIABLE = "AUTOPAR_CHECKPOINT", "AUTOPAR_EVERY"
 # The environment variable for the file descriptor of the socket by which a process that
 # compiles programs ahead gets orders.

@@ -2,9 +2,9 @@
 
 In the cluster that the plan is made for, each process is a host: the process with rank
 k in the world (the processes that train together) is host k. The outcome of an event is
-determined as in a run of one process (`autopar.elastic.events`). It is then turned into
-a number of processes, the processes that leave, and perhaps a cluster with changed
-links.
+determined as in a run of one process (`autopar.elastic.events`). The outcome is then
+turned into a number of processes, the processes that leave, and perhaps a cluster with
+changed links.
 """
 
 from __future__ import annotations

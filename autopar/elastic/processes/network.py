@@ -108,7 +108,8 @@ def _contexts(secret: str) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
 class TlsSocket:
     """A connected socket with TLS; one thread may receive while other threads send.
 
-    It replaces `ssl.SSLSocket`, which two threads must not use at the same time.
+    This class replaces `ssl.SSLSocket`, which two threads must not use at the same
+    time.
     """
 
     def __init__(self, end: socket.socket, secret: str, *, called: bool) -> None:
@@ -192,8 +193,8 @@ class TlsSocket:
                 pass
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 return 0
-            # TLS may have produced messages of its own. They are sent with the next
-            # data.
+            # TLS may have produced messages of its own. These messages are sent with
+            # the next data.
             self._hear()
         return 0
 

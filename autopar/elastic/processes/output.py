@@ -5,9 +5,9 @@ pipes. This process ends when no process has the pipes open any more. So a worke
 still print after its supervisor was killed.
 
 Usage: output.py PREFIX DESCRIPTOR. This process reads the worker's stdout from its own
-  stdin, and the worker's stderr from the file descriptor. It does not print the lines
-  in which gloo (JAX's communication library on CPUs) counts its connections, because
-  gloo prints them again for each program that has other collectives.
+  stdin, and the worker's stderr from the file descriptor. This process does not print
+  the lines in which gloo (JAX's communication library on CPUs) counts its connections,
+  because gloo prints them again for each program that has other collectives.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 A world is a set of processes that train together. XLA cannot compile for processes that
 do not exist. So the preparing process imitates a world of any size: it registers with a
 coordination service as each process of that world, plans, and compiles the program of
-the first process. It stores the plan and the program in the run's folder, on the host
-of the first process. The other processes of the next world get them from there.
+the first process. The preparing process stores the plan and the program in the run's
+folder, on the host of the first process. The other processes of the next world get them
+from there.
 
 The supervisor sends orders to prepare to the first process of the training world. This
 process starts the preparing process and passes the orders on.

@@ -1,6 +1,7 @@
 """How processes go on after another one was lost, and names of their shared memory.
 
-A world is a set of processes that train together. It breaks if one of them is lost.
+A world is a set of processes that train together. A world breaks if one of its
+processes is lost.
   With ``inplace``, each other process leaves the broken world and joins the next one.
   With ``respawn``, each other process ends, is started again, and reads its training
   state from shared memory. This module does not import JAX, because supervisors and
@@ -23,7 +24,7 @@ from autopar.errors import InputError
 # The environment variable by which `autopar run` tells its workers how to recover.
 RECOVERY_VARIABLE = "AUTOPAR_RECOVERY"
 # The environment variable for the prefix of the names of the workers' shared memory.
-# The launcher of the workers sets it.
+# The launcher of the workers sets this variable.
 SHARED_VARIABLE = "AUTOPAR_SHARED"
 # With this exit status, a worker asks to be started again. It is not used in
 # <sysexits.h>.

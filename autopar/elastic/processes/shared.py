@@ -116,8 +116,8 @@ class SharedStates:
         """Reads states that ended processes left, if they are new since the last call.
 
         The arrays of the result are read-only views of shared memory, which stays
-        mapped as long as the arrays exist. The method asks no other process. It skips
-        incomplete and damaged files.
+        mapped as long as the arrays exist. The method asks no other process. The method
+        skips incomplete and damaged files.
         """
         found: list[Holding] = []
         for path in self._paths():

@@ -1,9 +1,9 @@
 """The supervisor decides which workers train together.
 
 A world is a set of worker processes that train together. The supervisor forms one world
-after another from the available workers. It is a state machine that a single thread
-drives. It gets workers' messages by `take`, and acts only through the methods of
-`Actions`, such as sending orders to workers. It does not use JAX.
+after another from the available workers. `Supervisor` is a state machine that a single
+thread drives. The supervisor gets workers' messages by `take`, and acts only through
+the methods of `Actions`, such as sending orders to workers. It does not use JAX.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """One worker process of a run: it joins and leaves worlds, and keeps training states.
 
-A world is a set of processes that train together. It breaks if one of them is lost.
-Each process then still has its part of the training states of the last steps. The
-supervisor finds the latest step of which the remaining processes together have the
-whole state. A holding is the set of array parts that a process keeps of one step's
-state (`autopar.elastic.processes.holding`).
+A world is a set of processes that train together. A world breaks if one of its
+processes is lost. Each process then still has its part of the training states of the
+last steps. The supervisor finds the latest step of which the remaining processes
+together have the whole state. A holding is the set of array parts that a process keeps
+of one step's state (`autopar.elastic.processes.holding`).
 """
 
 from __future__ import annotations
@@ -710,10 +710,10 @@ class Team:
 def takers(addresses: Sequence[str], index: int, count: int) -> list[str]:
     """Chooses the processes that receive copies of a process's state.
 
-    The function goes through the ranks after this process's rank. It prefers processes
-    on other hosts, at first only one on each. If there are too few other hosts, it
-    takes further processes on these hosts. Processes on this process's own host come
-    last.
+    The function goes through the ranks after this process's rank. The function prefers
+    processes on other hosts, at first only one on each. If there are too few other
+    hosts, it takes further processes on these hosts. Processes on this process's own
+    host come last.
 
     Args:
       addresses: addresses of the processes, by rank.

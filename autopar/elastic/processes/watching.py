@@ -60,8 +60,8 @@ _STOPPED_S = 2.0
 _HEARD_S = 1.5
 # A worker is ``slow`` if the code that it runs alone takes at least _SLOW times as long
 # in a step as for the other workers. The difference must be at least the fraction
-# _SLOW_SHARE of a step and at least _SLOW_LEAST_S seconds. It is measured over
-# _SLOW_STEPS steps, and must last for _SLOW_S seconds.
+# _SLOW_SHARE of a step and at least _SLOW_LEAST_S seconds. The difference is measured
+# over _SLOW_STEPS steps, and must last for _SLOW_S seconds.
 _SLOW, _SLOW_SHARE, _SLOW_LEAST_S, _SLOW_STEPS, _SLOW_S = 3.0, 0.5, 0.05, 20, 10.0
 # The places where a worker runs code that does not depend on other workers, and the
 # places where it may wait for other workers.

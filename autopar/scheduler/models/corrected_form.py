@@ -25,8 +25,8 @@ by the axis's length scale. Far from all measured points the smooth part has a m
 0.
 
 The fit chooses the variance of the values, and the smooth part's fraction of this
-variance, to maximise the marginal likelihood. It computes one eigendecomposition of the
-kernel matrix for all fractions that it tries.
+variance, to maximise the marginal likelihood. The fit computes one eigendecomposition
+of the kernel matrix for all fractions that it tries.
 """
 
 from __future__ import annotations

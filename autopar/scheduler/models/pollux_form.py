@@ -113,7 +113,7 @@ def _sync(c: np.ndarray, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
 def _loss(c: np.ndarray, samples: StepSamples) -> tuple[float, np.ndarray]:
     """The objective of the fit and its gradient.
 
-    It is the root mean square error of logarithms, plus penalties.
+    The objective is the root mean square error of logarithms, plus penalties.
     """
     g = c[6]
     grad = c[0] + c[1] * samples.local

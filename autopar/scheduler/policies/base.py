@@ -15,8 +15,9 @@ Adapts = Literal["nothing", "devices", "batch"]
 class SchedulingPolicy(Protocol):
     """Decides in each round which devices each job gets.
 
-    A policy may keep state between rounds. It draws random numbers from a generator of
-    its own. Therefore it decides the same if it sees the same rounds again.
+    A policy may keep state between rounds. A policy draws random numbers from a
+    generator of its own. Therefore a policy decides the same if it sees the same rounds
+    again.
     """
 
     @property
@@ -41,7 +42,7 @@ class SchedulingPolicy(Protocol):
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """Decides the allocations until the next decision.
+        """Decides which devices each job has until the next decision.
 
         Args:
           now_s: seconds since the beginning of the trace.

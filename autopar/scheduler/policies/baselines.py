@@ -184,7 +184,9 @@ class Gavel:
 
 
 def _share(jobs: Views, name: str) -> float:
-    """The fraction of its age for which a job had the devices it asks for."""
+    """For which fraction of its time since submission a job had the requested
+    devices.
+    """
     view = jobs[name]
     return view.served_device_s / (view.asked * max(view.age_s, 1.0))
 
@@ -225,8 +227,8 @@ def _counts(jobs: Views, left: int) -> dict[str, int]:
         name = max(gains, key=gains.__getitem__)
         counts[name] += 1
         # As in the published code, the gain is computed before the device is subtracted
-        # from the free ones. So it may assume one device more than there is. The result
-        # is the same.
+        # from the free ones. So the gain may assume one device more than there is. The
+        # result is the same.
         gains[name] = _gain(jobs[name], counts[name])
         left -= 1
     return counts

@@ -4,17 +4,18 @@ Each job has a curve: its progress per second on every configuration, with the b
 batch or plan there. The utility of a configuration is a concave function of its
 speed-up over one device, so that no job gets nothing for long. The policy maximises the
 sum of weighted utilities. A job's weight is smaller if it has more work left. The
-policy does not see the remaining work. It predicts it by Gittins' index, from completed
-jobs of the same program. If no job of the program has completed yet, it assumes that a
-job has as much work left as it has done. A move (a change of a job's devices) costs
-time, so its gain counts only for the time that remains after it. The allocation problem
-is solved up to a relative optimality gap (`Settings.gap`).
+policy does not see the remaining work. The policy predicts the remaining work by
+Gittins' index, from completed jobs of the same program. If no job of the program has
+completed yet, the policy assumes that a job has as much work left as it has done. A
+move (a change of a job's devices) costs time, so its gain counts only for the time that
+remains after it. The allocation problem is solved up to a relative optimality gap
+(`Settings.gap`).
 
 A guaranteed job is promised a least mean speed since its submission, the floor: its
 speed on the devices that its owner asks for. The floor is not a constraint of the
 optimisation. Instead, the job's speed up to the floor has an extra value, the price.
-The price is lower if the job's mean speed is above its floor. It is higher if fewer
-jobs have guarantees.
+The price is lower if the job's mean speed is above its floor. The price is higher if
+fewer jobs have guarantees.
 
 *Remaining work.* Take completed jobs that needed more work than the job has done.
 Suppose that each of them, at the point where it had done this much work, is given up to
@@ -55,8 +56,8 @@ def sureness(wholes: Sequence[float]) -> float:
     """How well completed jobs predict the work of another job, from 0 to 1.
 
     The result is ``1 / (1 + v)``, where ``v`` is the squared coefficient of variation
-    of the jobs' work. This is the squared mean divided by the mean square. It is 1 if
-    all jobs have the same work.
+    of the jobs' work. This is the squared mean divided by the mean square. The result
+    is 1 if all jobs have the same work.
 
     Args:
       wholes: the total work of each completed job. For fewer than two jobs the
@@ -139,9 +140,9 @@ class Settings:
         move (as in Young's formula for the interval between checkpoints).
       growth: a job gets at most this many times as many devices as it has ever run on.
       first: largest number of devices of a job without measurements.
-      price: the extra value of speed up to the floor, as a multiple of its utility. It
-        is also multiplied by the number of jobs without a guarantee divided by the
-        number of jobs with one.
+      price: the extra value of speed up to the floor, as a multiple of its utility. The
+        price is also multiplied by the number of jobs without a guarantee, divided by
+        the number of jobs with one.
       had_s: once a job has done the work of this many seconds at its guaranteed speed,
         its price is half as large as at the start.
       size: the price is multiplied by the floor to this power. Otherwise jobs that need
@@ -184,8 +185,8 @@ class _Option:
       worth: weighted utility, minus the cost of the move to this configuration.
       move_s: seconds of the move; 0 if the job stays where it is.
       place_worth: extra loss if the job keeps its number of devices but moves to other
-        nodes although it may end soon. It is the worth of the move if the job does not
-        end, minus the worth if it ends as predicted.
+        nodes although it may end soon. The loss is the worth of the move if the job
+        does not end, minus the worth if the job ends as predicted.
     """
 
     kind: int
