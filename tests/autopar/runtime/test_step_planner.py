@@ -15,6 +15,7 @@ from autopar import Cluster
 from autopar.planner.options import PlanOptions
 from autopar.runtime.agreement import content_digest
 from autopar.runtime.step_planner import Analysed, StepPlanner
+from autopar.steps.spares import Spares
 from autopar_passes.program.trace import open_arguments
 
 FOUR = Cluster.parse("4:cpu")
@@ -99,3 +100,19 @@ def test_other_codecs_for_one_plan() -> None:
         plan = found.plan(step, FOUR, PlanOptions(compression="int8"))
     assert plan.compression.mode == "int8"
     assert found.plan(step, FOUR).compression.mode == "none"
+
+
+def test_spare_copies_are_planned_for_from_now_on() -> None:
+    """Analyses without them are dropped, and kept where nothing changes."""
+    found, spares = planner(), Spares(always=1, split=2)
+    first = analysed(found, small_step.structs())
+    found.hold(found.options.spares)
+    assert analysed(found, small_step.structs()) is first
+
+    found.hold(spares)
+    assert found.options.spares == spares
+    again = analysed(found, small_step.structs())
+    assert again is not first
+    assert again.analysis.spares == spares
+    found.hold(spares)
+    assert analysed(found, small_step.structs()) is again

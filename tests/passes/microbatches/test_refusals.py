@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from microbatch_cases import split
+from microbatch_cases import assert_close, run, split
 
 from autopar.errors import PlanError
 
@@ -301,3 +301,40 @@ def test_a_step_that_states_its_number_of_rows_is_told_so(raised: Any) -> None:
 
     with pytest.raises(PlanError, match=r"of 4 rows .*other rows.*x\.shape\[0\]"):
         split(sgd(loss), (W, X), 2)
+
+
+def over_rows(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss that goes through the rows one by one, and is linear in what is kept."""
+
+    def loss(w: Any, x: Any) -> Any:
+        def turn(kept: Any, row: Any) -> tuple[Any, None]:
+            return step(kept, row @ w), None
+
+        start = jnp.zeros((CLASSES,), jnp.float32)
+        return jnp.mean(jax.lax.scan(turn, start, x)[0])
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("step", "refused"),
+    [
+        (lambda kept, row: jnp.tanh(kept) + row, True),
+        (lambda kept, row: kept * jnp.sum(kept) + row, True),
+        # What is linear in the rows needs no backward pass through the loop.
+        (lambda kept, row: kept + kept + row, False),
+        (lambda kept, row: row - kept, False),
+        (lambda kept, row: kept + jnp.tanh(row), False),
+    ],
+)
+def test_rows_that_depend_on_earlier_rows_are_never_added_up_alone(
+    step: Callable[..., Any], refused: bool
+) -> None:
+    draw = np.random.default_rng(0)
+    args = [draw.standard_normal(s.shape).astype(np.float32) for s in (W, X)]
+    if refused:
+        with pytest.raises(PlanError, match="goes through the rows one by one"):
+            split(sgd(over_rows(step)), args, 2)
+        return
+    found = run(sgd(over_rows(step)), args, 2)
+    assert_close(found, jax.jit(sgd(over_rows(step)))(*args), 1e-5)
