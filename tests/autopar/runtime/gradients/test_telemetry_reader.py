@@ -6,11 +6,13 @@ import math
 import warnings
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autopar.compression.gradient import MOST_LOST
 from autopar.compression.synchronise import ERROR, NON_FINITE, WANTED
+from autopar.runtime.gradients.synchroniser import _spoilt
 from autopar.runtime.gradients.telemetry import (
     EARLY,
     UNREAD,
@@ -155,3 +157,12 @@ def test_a_skipped_step_names_four_gradients_and_teaches_nothing() -> None:
     reader.add(8, 1, many[:4], telemetry(*[0.1] * 4, bad=[1, 2]))
     with pytest.warns(UserWarning, match=r"gradients of g1, g2 are not finite"):
         reader.look()
+
+
+def test_a_single_number_that_is_none_spoils_its_gradient_alone() -> None:
+    rows = np.zeros((4, NON_FINITE + 1))
+    rows[:, NON_FINITE] = 0, 1, 2, 1
+    rows[:, WANTED] = 1.0, np.nan, np.inf, np.inf
+
+    found = np.asarray(_spoilt(jnp.asarray(rows, jnp.float32)))
+    np.testing.assert_array_equal(found, [0.0, np.nan, np.inf, np.inf])
