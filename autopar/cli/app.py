@@ -264,8 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _not_raised() -> None:
-    """Does nothing; stands for `failures.stoppable`'s function if a program calls
-    `main`, because then no thread raises interrupts again.
+    """Does nothing.
+
+    If a program calls `main`, no second thread raises interrupts. This function then
+    takes the place of the function of `failures.stoppable` that stops this thread.
     """
 
 

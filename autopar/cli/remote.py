@@ -31,7 +31,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
       command: the command.
       names: the names of jobs.
-      wish: for ``wish``: ``hold``, ``cancel``, or '' to release.
+      wish: for ``wish``: ``hold`` or ``cancel`` the jobs, or '' to release them.
       decisions: for ``jobs``: whether to show decisions.
       as_json: for ``jobs`` and ``show``: whether the answer is one JSON object.
       lines: for ``logs``: the number of lines.

@@ -160,7 +160,7 @@ def _state_bytes(analysis: Analysis) -> float:
 
 
 def _together(number: int) -> str:
-    """Text for "several arrays together", if an entry stands for more than one array.
+    """Returns the text ``and 3 like it`` if an entry stands for 4 equal arrays.
 
     A node of the problem may stand for the same array in all equal layers.
     """
@@ -181,7 +181,7 @@ def _node(analysis: Analysis, formulation: Formulation, node: int) -> str:
 
 
 def size_text(nbytes: float, space: str = "") -> str:
-    """Bytes with three digits, as ``memory=`` takes them.
+    """Formats bytes with three digits and a unit, so that ``memory=`` accepts the text.
 
     Args:
       nbytes: number of bytes.

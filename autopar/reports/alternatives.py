@@ -1,4 +1,4 @@
-"""Other layouts of the inputs of a plan, with all other decisions planned again."""
+"""Finds the best plans that have other layouts of a plan's inputs."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """Where other layouts of a stage or replica are tried.
+    """A stage or a replica of a plan, for which other layouts are tried.
 
     Attributes:
-      analysis: the stage.
-      pricer: its mesh, and its devices with the memory that one microbatch may take.
+      analysis: the program of the stage.
+      pricer: the stage's mesh and devices. Their memory is the memory that one
+        microbatch may take.
       assignment: the layouts of the plan, without codecs.
       step_s: seconds of a step of the whole plan without codecs.
       judge: layouts of the stage -> seconds of a step of the whole plan with them, and
@@ -78,10 +79,10 @@ class Alternative:
 
 
 def trials_of(bound: BoundPlan, cluster: Cluster) -> Trials:
-    """Where other layouts of a plan of one stage are tried.
+    """Returns what is needed to try other layouts of a plan of one stage.
 
     Args:
-      bound: the plan; of a plan with replicas, its slowest replica.
+      bound: the plan; for a plan with replicas, its slowest replica.
       cluster: the cluster of the plan.
     """
     plan = bound.plan
@@ -100,7 +101,7 @@ def trials_of(bound: BoundPlan, cluster: Cluster) -> Trials:
 
 
 def _replica_trials(bound: BoundPlan, cluster: Cluster) -> Trials:
-    """As `trials_of`, on the devices of one replica; all replicas take its layouts."""
+    """As `trials_of`, for one replica; other replicas would have the same layouts."""
     plan, sites = bound.plan, sites_of(cluster)
     base = bound.analysis.counted
     assert base is not None
@@ -127,7 +128,7 @@ def _replica_trials(bound: BoundPlan, cluster: Cluster) -> Trials:
 
 
 def stage_trials(bound: BoundStages, cluster: Cluster, seconds: float) -> list[Trials]:
-    """Where other layouts of each stage of a pipeline are tried.
+    """Returns what is needed to try other layouts, for each stage of a pipeline.
 
     Args:
       bound: the plan.
@@ -149,7 +150,10 @@ def stage_trials(bound: BoundStages, cluster: Cluster, seconds: float) -> list[T
         pricers.append(dataclasses.replace(found.pricer, cluster=limited))
 
     def beside(number: int, found: Candidate) -> Candidate | None:
-        """The layouts of another stage, with its pieces of arrays as in ``found``."""
+        """The best layouts of another stage that agree with ``found``.
+
+        The two stages hold pieces of the same arrays, which must have equal layouts.
+        """
         analysis, own = cut.stages[number], stated[number]
         lies = layouts_like(analysis, found)
         if all(own.assignment.home_layout(v) == want for v, want in lies.items()):

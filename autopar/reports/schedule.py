@@ -87,7 +87,7 @@ STAGE_HEADING: StageRow = (
 def stage_rows(plan: Plan) -> list[StageRow]:
     """A row for each stage: its devices, layers, seconds, memory and waits.
 
-    The seconds of passes are those of one microbatch.
+    The seconds of the forward and the backward pass are for one microbatch.
     """
     data = plan.pipeline
     assert data is not None

@@ -213,8 +213,8 @@ class PlannedStep:
     def compile(self) -> None:
         """Compiles the programs, so that a call with placed arguments finds them.
 
-        JAX looks compiled code up by shardings as well. The structs to lower therefore
-        have shardings.
+        JAX also looks up compiled code by the shardings of the arguments. The structs
+        for which the program is lowered therefore have shardings.
         """
         if self.pipeline is None:
             compile_lowered(self.lower())

@@ -167,7 +167,10 @@ class JaxChannel:
         )
 
     def tell(self, data: bytes) -> None:
-        """See `Channel`; without a coordination service this waits for the others."""
+        """See `Channel`.
+
+        If there is no coordination service, this waits for the other processes.
+        """
         service = self._service()
         if service is None:
             self._by_devices(data)

@@ -110,10 +110,10 @@ def submit(
     at: _At = "",
     secret: _Secret = None,
 ) -> Result:
-    """Hands in jobs, whether or not a scheduler runs.
+    """Submits jobs, whether or not a scheduler runs.
 
-    With --at, a scheduler on another machine takes them. Paths are those of its file
-    systems: the script and the curve must be there.
+    With --at, the jobs go to a scheduler on another machine. Paths are then paths on
+    that machine, and the script and the curve must exist there.
     """
     # This module imports JAX, which `--help` must not import.
     from autopar.cli import owning, remote
@@ -141,14 +141,14 @@ def submit(
 def cancel(
     names: _Names, state: _State = _DEFAULT, at: _At = "", secret: _Secret = None
 ) -> Result:
-    """Ends jobs for good; what they saved stays in their folders."""
+    """Ends jobs for good; the files that they saved stay in their folders."""
     return _wish(names, "cancel", state, at, secret)
 
 
 def hold(
     names: _Names, state: _State = _DEFAULT, at: _At = "", secret: _Secret = None
 ) -> Result:
-    """Has jobs saved and stopped; they wait until they are released."""
+    """Saves and stops jobs; they wait until they are released."""
     return _wish(names, "hold", state, at, secret)
 
 
@@ -207,7 +207,7 @@ def show(
     secret: _Secret = None,
     as_json: options.Json = False,
 ) -> Result:
-    """Shows all that is known of a job: its devices, times, decisions and output."""
+    """Shows everything about a job: its devices, times, decisions and output."""
     # This module imports JAX, which `--help` must not import.
     from autopar.cli import owning, remote
 
@@ -295,10 +295,10 @@ def schedule(
 ) -> Result:
     """Runs jobs on a cluster that they share, until all have ended.
 
-    Each job is a script that calls autopar.elastic. It is started, grown, shrunk and
-    preempted as the policy decides. A scheduler that is killed goes on when it is
-    started again with the same --state; jobs go on without it, until `autopar jobs
-    cancel` ends them.
+    Each job is a script that calls autopar.elastic. The policy decides when a job
+    starts, gets more or fewer devices, or is preempted. If the scheduler is killed, the
+    jobs go on, and `autopar jobs cancel` can end them. A scheduler that is started
+    again with the same --state finds its jobs.
     """
     # This module imports JAX, which `--help` must not import.
     from autopar.cli import dispatching
@@ -395,15 +395,15 @@ def simulate(
     share: _Share = None,
     as_json: options.Json = False,
 ) -> Result:
-    """Simulates the jobs of a trace on a cluster, and tells how long they took.
+    """Simulates the jobs of a trace on a cluster, and prints how long they took.
 
     The trace is one of those published with Pollux or Rubick, a table with name,
-    submitted_s, devices and duration_s, Philly's cluster_job_log or philly.csv, or what
-    sacct -P prints. The exit code is 3 where jobs could not run.
+    submitted_s, devices and duration_s, Philly's cluster_job_log or philly.csv, or the
+    output of sacct -P. The exit code is 3 if some jobs could not run.
     """
-    # The fits have only a few numbers, so threads of linear algebra mostly wait for
-    # each other: 7 of 8 CPU seconds with Pollux's policy. SciPy reads the variable when
-    # it is imported.
+    # Policies fit models with only a few parameters, so threads of linear algebra
+    # mostly wait for each other: 7 of 8 CPU seconds with Pollux's policy. SciPy reads
+    # the variable when it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # This module imports NumPy and SciPy, which `--help` must not import.
     from autopar.cli import dispatching
@@ -457,9 +457,9 @@ def profile(
 
 
 def doctor(devices: options.Devices = None, as_json: options.Json = False) -> Result:
-    """Looks at versions, devices, threads, names and caches of this machine.
+    """Checks versions, devices, threads, names and caches of this machine.
 
-    Each finding says what to do. The exit code is 1 where something is wrong.
+    For each problem it says what to do. The exit code is 1 if something is wrong.
     """
     # These modules import JAX, which `--help` must not import.
     from autopar.cli import common, examining

@@ -62,7 +62,8 @@ def slurm(
 ) -> Result:
     """Writes a Slurm batch script of an elastic run, or submits it.
 
-    The job saves before its time limit and is requeued, on as many nodes as there are.
+    Before its time limit the job saves its state and is requeued. It then continues, on
+    as many nodes as are free.
     """
     # This module imports NumPy, which `--help` must not import.
     from autopar.launching import slurm as launcher
@@ -150,7 +151,7 @@ def kubernetes(
         typer.Option(help="Write the YAML to a file, not to stdout."),
     ] = None,
 ) -> Result:
-    """Writes an elastic run as YAML of Kubernetes: a JobSet, or Jobs.
+    """Writes the Kubernetes YAML of an elastic run: a JobSet, or Jobs.
 
     Pods join the run as they get nodes, and leave it as they lose them.
     """

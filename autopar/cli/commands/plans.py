@@ -92,13 +92,13 @@ def explain(
     *,
     asked: options.Asked,
 ) -> Result:
-    """Says where a step's time and memory go, or why an input lies as it does.
+    """Shows where a step's time and memory go, or why an input has its layout.
 
-    With --by: the work and communication of each operator or layer, what of it is
-    hidden, and the rest; the rows add up to the step. With --tensor: the layout of
-    each input that matches, the communication that it causes, and what the step
-    would take with other layouts, everything else planned again; and how its
-    gradient is sent, beside other codecs.
+    With --by it prints the work and communication of each operator or layer; the rows
+    add up to the step. With --tensor it prints the layout of each matching input, the
+    communication that this layout causes, and the time of the best plan with each of
+    some other layouts. It also prints the codec of the input's gradient, and the costs
+    of other codecs.
     """
     # This module imports JAX, which `--help` must not import.
     from autopar.cli import explaining
@@ -144,14 +144,16 @@ def compare(
 ) -> Result:
     """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
 
-    With --stages, pipelines of equal stages stand beside the plans of one stage, each
-    with replicas or with tensors split within a host. --schedule and --microbatches
-    hold for them, too.
-    Saved plans are compared as they are, on the cluster that they are for.
+    With --stages, the plan is also compared with pipelines of equal stages, with data
+    or tensor parallelism in each stage. These have the given --schedule and
+    --microbatches, too.
 
-    With --compression only the plan has codecs, the usual ones have none.
-    With --measure all that fit are really run, on this process's devices; for a
-    cluster of CPU devices they are simulated.
+    Saved plans are compared without planning again, on their cluster.
+
+    With --compression only the plan has codecs, the usual plans have none.
+
+    With --measure all plans that fit are run and timed on this process's devices. For a
+    cluster of CPU devices, the devices are simulated.
     """
     # This module imports JAX, which `--help` must not import.
     from autopar.cli import comparing
@@ -171,9 +173,9 @@ def diff(
     other: Annotated[pathlib.Path, typer.Argument(metavar="B", help="Another one.")],
     as_json: options.Json = False,
 ) -> Result:
-    """Says what differs between two plans: mesh, costs, layouts and codecs.
+    """Shows how two plans differ: mesh, costs, layouts and codecs.
 
-    The exit code is 1 where they differ, but for how long planning took.
+    The exit code is 1 if they differ in more than the time that planning took.
     """
     # This module imports JAX, which `--help` must not import.
     from autopar.cli import comparing
@@ -222,9 +224,10 @@ def sweep(
 ) -> Iterator[Result]:
     """Plans a train step for ranges of its options, on several clusters.
 
-    The table has a row for each combination. Below it stands how many devices are
-    worth it: the most whose efficiency, the speed-up over one device for each device,
-    is high enough. Ctrl-C ends the sweep and prints what is done.
+    The table has a row for each combination. Below it stands the largest number of
+    devices whose efficiency is high enough. The efficiency is the speed-up over one
+    device, divided by the number of devices. Ctrl-C ends the sweep and prints the rows
+    that are done.
     """
     # This module imports JAX, which `--help` must not import.
     from autopar.cli import sweeping
@@ -337,9 +340,9 @@ def goodput(
 ) -> Result:
     """Finds the best plan, batch and codecs of a train step on several clusters.
 
-    Goodput is rows of the base batch per second: larger batches train with more rows
-    per second, and each row is worth less, as the noise scale says. A cluster on which
-    nothing runs has a row with the reason.
+    Goodput is rows per second times the worth of a row. With larger batches, more rows
+    are processed per second, but each row is worth less; the noise scale determines how
+    much. If the step cannot run on a cluster, the cluster's row states the reason.
     """
     # These modules import JAX, which `--help` must not import.
     from autopar.cli import common, curving

@@ -130,11 +130,12 @@ def run(
 ) -> Result:
     """Runs a training script in several processes, which may go and come.
 
-    A process that dies is left out, and the others go on; `autopar workers` changes
-    their number. A run whose supervisor was killed is taken up by the same command.
-    On a Ray cluster, a node that joins takes a process more. With --listen, hosts that
-    join take as many as they have slots, up to --max. On SIGUSR1 the run is saved, and
-    ends with status 75; the same command goes on with it.
+    If a process dies, the others go on; `autopar workers` changes their number. If the
+    supervisor, which is this command, was killed, the same command continues the run.
+    When a node joins a Ray cluster, the run starts one more process on it. With
+    --listen, a host that joins starts as many processes as it has slots, up to --max in
+    all. On SIGUSR1 the run saves its state and ends with status 75; the same command
+    continues it.
     """
     # These modules import NumPy, which `--help` must not import.
     from autopar.backends.ray import RayLauncher, read_resources  # late
@@ -254,11 +255,10 @@ def worker(
         ),
     ] = 0,
 ) -> Result:
-    """Lets this host take processes of a run that `autopar run --listen` supervises.
+    """Starts processes on this host for a run that `autopar run --listen` supervises.
 
-    The script has to be on this host at the same path, relative to the folder that the
-    command is started in. SIGTERM and Ctrl-C let its processes leave the run before the
-    command ends.
+    The script has to be on this host at the same path, relative to the current folder.
+    On SIGTERM and Ctrl-C, the processes first leave the run, and then the command ends.
     """
     # These modules import NumPy, which `--help` must not import.
     from autopar.elastic.processes import hosts, network
@@ -284,7 +284,7 @@ def secret(
 ) -> Result:
     """Makes a secret for a run on several hosts: a key and a certificate.
 
-    Copy the file to each host. Who has it can join the run and read its state.
+    Copy the file to each host. Anyone who has it can join the run and read its state.
     """
     # The import of this module takes long, so help must not import it.
     from autopar.elastic.processes import certificates
@@ -327,7 +327,8 @@ def workers(
 ) -> Result:
     """Shows the processes of a run, and adds or removes some.
 
-    A worker for which the others wait is named, with what it is in and since when.
+    If the other workers wait for one, its number is printed, with what it is doing and
+    for how long.
     """
     # These modules import NumPy, which `--help` must not import.
     from autopar.elastic.processes.records import (
@@ -404,9 +405,9 @@ def ledger(
     ],
     as_json: options.Json = False,
 ) -> Result:
-    """Says what an elastic run re-planned for, what it compared, and what that cost.
+    """Shows the re-plans of an elastic run: their causes, options and costs.
 
-    A run writes the file where autopar.elastic or autopar.train is given ledger=.
+    A run writes the file if autopar.elastic or autopar.train is given ledger=.
     """
     # This module imports NumPy, which `--help` must not import.
     from autopar.cli import ledgering
@@ -421,7 +422,7 @@ def demo(
     *,
     asked: options.Asked,
 ) -> None:
-    """Plans a GPT for simulated devices, trains it, and checks what was predicted."""
+    """Plans a GPT for simulated devices, trains it, and checks the predictions."""
     # These modules import JAX, which `--help` must not import.
     from autopar.cli import common, demonstration
 
@@ -446,9 +447,9 @@ def show(
     step: _Step = None,
     as_json: options.Json = False,
 ) -> Result:
-    """Shows the checkpoints of a directory, and what is in the last or a given one.
+    """Lists the checkpoints of a directory, and the arrays of the last or a given one.
 
-    Saves that did not end are named.
+    Incomplete checkpoints are listed, too.
     """
     # This module imports JAX, which `--help` must not import.
     from autopar.cli import checkpointing
@@ -463,7 +464,7 @@ def verify(
 ) -> Result:
     """Reads every array of the checkpoints, and compares it with its checksum.
 
-    The exit code is 1 where one is damaged.
+    The exit code is 1 if an array is damaged.
     """
     # This module imports JAX, which `--help` must not import.
     from autopar.cli import checkpointing
@@ -499,7 +500,7 @@ def convert(
     ] = None,
     as_json: options.Json = False,
 ) -> Result:
-    """Writes the parameters as safetensors, or DeepSpeed's atoms, or reads these."""
+    """Converts parameters to safetensors or DeepSpeed's atoms, or reads these."""
     # This module imports JAX, which `--help` must not import.
     from autopar.cli import checkpointing
 
