@@ -362,7 +362,7 @@ class Checkpoints:
         """Restores a state in the layouts of a step's plan.
 
         The method creates no initial state, and loads only its shards to each device.
-        The arguments are those of `ParallelStep.init`.
+        The method takes the same arguments as `ParallelStep.init`.
 
         Args:
           train_step: the step. If ``batch`` or ``others`` is given, this method plans

@@ -43,7 +43,7 @@ def step_of(folder: pathlib.Path) -> int:
     """Reads the step of a checkpoint from the name of its folder.
 
     Raises:
-      CheckpointError: the name is not that of a checkpoint's folder.
+      CheckpointError: the folder's name does not have the form of a checkpoint's name.
     """
     found = _NAME.fullmatch(folder.name)
     if found is None:
@@ -131,7 +131,7 @@ def flush(path: pathlib.Path) -> None:
 
 
 def remove(folder: pathlib.Path) -> None:
-    """Removes a checkpoint. If this is interrupted, the checkpoint counts as
+    """Removes a checkpoint. If the removal is interrupted, the checkpoint counts as
     incomplete.
     """
     (folder / MANIFEST).unlink(missing_ok=True)

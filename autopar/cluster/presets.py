@@ -1,8 +1,8 @@
 """Reads public figures of common devices and of their usual links from TOML files.
 
-Each file of the folder ``devices`` describes a device; its name is that of the device.
-The files of the folders in ``AUTOPAR_DEVICES`` (separated as in ``PATH``) are read,
-too. A file has the fields of `_GpuFile`, `_TpuFile` or `_CpuFile`.
+Each file of the folder ``devices`` describes a device; the file is named after the
+device. The files of the folders in ``AUTOPAR_DEVICES`` (separated as in ``PATH``) are
+read, too. A file has the fields of `_GpuFile`, `_TpuFile` or `_CpuFile`.
 
 Peak rates are rates of one device for dense products (without sparsity). The peak rates
 come from the vendors' datasheets, which each file names. The datasheets also state the
@@ -10,8 +10,8 @@ power limit. The memory of a GPU is the size that its driver reports:
 `device_memory_size` of OpenXLA's target configurations
 (xla/backends/gpu/target_config/specs/*.txtpb), for a card of 80 GB about 85e9 bytes.
 Programs do not reach the rates of a datasheet. Factors in the files and in this module
-give the fraction that they reach. `autopar profile` measures the real figures and
-replaces those of the preset.
+give the fraction that they reach. `autopar profile` measures the real figures, which
+then replace the figures of the preset.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ GPU_KERNEL_LATENCY_S = 2e-6
 TPU_KERNEL_LATENCY_S = 1e-6
 CPU_KERNEL_LATENCY_S = 2e-6
 
-# Assumption: large products reach nearly the peak rate. A reason: whole training steps
-# on v5e reach up to 0.86 of it.
+# Assumption: large products reach nearly the peak rate. The reason: whole training
+# steps on v5e reach up to 0.86 of the peak rate.
 TPU_EFFICIENCY = 0.95
 
 _FOLDERS_VARIABLE = "AUTOPAR_DEVICES"

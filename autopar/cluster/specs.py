@@ -426,9 +426,9 @@ class DeviceSpec:
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in `dtype` (a NumPy or ml_dtypes name).
 
-        If ``peak_flops_per_s`` does not list the dtype, the rate is that of the dtype
-        to which it is widened. A dtype that no matrix unit supports (`_VECTOR_ONLY`)
-        runs on the vector units. If neither applies, the rate is that of float32.
+        If ``peak_flops_per_s`` does not list the dtype, the rate of the dtype to which
+        it is widened is used. A dtype that no matrix unit supports (`_VECTOR_ONLY`)
+        runs on the vector units. If neither applies, the rate of float32 is used.
         """
         peaks = dict(self.peak_flops_per_s)
         family = "float8" if dtype.startswith("float8") else dtype

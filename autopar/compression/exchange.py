@@ -307,7 +307,8 @@ def _taken_apart(
     the used elements.
 
     Args:
-      whole: the answer to all requests together; its last dim is that of the message.
+      whole: the answer to all requests together; it has the same last dim as the
+        message.
       arrays: the requests.
       parts: used part of each request.
     """

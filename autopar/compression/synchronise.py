@@ -94,7 +94,7 @@ def synchronise(
     Returns:
       The sums in the dtypes of the partial gradients (whole or, if scattered, this
       worker's part); the new states; and telemetry, float32 (number of gradients, 6).
-      The telemetry is that of this worker or, with ``summed``, the sum over all
+      The telemetry is of this worker alone or, with ``summed``, the sum over all
       workers. The first five columns are squared norms: of the values to send, of their
       error, of the sent values, of the new residual and of the partial gradient. The
       sixth column is the number of non-finite elements of the values to send. If the

@@ -213,11 +213,11 @@ class Scheduler:
         return wrong
 
     def _keeps(self, job: JobRecord) -> bool:
-        """Whether the policy is told which devices a job has now.
+        """Whether the policy sees which devices a job has now.
 
         A job that has lost a node has fewer devices than its owner asks for. If the
-        policy never gives another number than the requested one, it is told that the
-        job has no devices. The policy then gives the job all requested devices, or lets
+        policy never gives another number than the requested one, it sees the job
+        without devices. The policy then gives the job all requested devices, or lets
         the job wait.
         """
         asked = job.handed.spec.devices

@@ -85,10 +85,10 @@ class JobRecord:
       places: name of a node -> number of its devices that the job has.
       started_s: time of the first start; None if the job has not started.
       ended_s: time of the end.
-      step: number of steps done, as of the last report.
-      position: number of samples consumed, as of the last report.
-      devices: number of devices on which it trained, as of the last report.
-      step_s: seconds of a step, as of the last report.
+      step: number of steps done, in the last report.
+      position: number of samples consumed, in the last report.
+      devices: number of devices on which it trained, in the last report.
+      step_s: seconds of a step, in the last report.
       loss: loss in the last report; None if it is not known or not finite.
       finite: whether the loss in the last report was finite.
       told_s: time of the last report.
@@ -100,10 +100,10 @@ class JobRecord:
       handed_s: time when the job was submitted.
       wish: the last wish of its owner: `HOLD`, `CANCEL`, or '' for a job that should
         run.
-      batch: rows of a step, as of the last report.
+      batch: rows of a step, in the last report.
       noise_scale: the last reported noise scale of its gradients, in rows; None if no
         report had one.
-      microbatches: number of microbatches, as of the last report.
+      microbatches: number of microbatches, in the last report.
       scheme: name of the known parallelism scheme that its plan's layouts resemble.
       codecs: the codecs of its gradients, separated by spaces.
       worth: progress of its steps in rows of the base batch (the rows that would make
@@ -154,8 +154,8 @@ class JobRecord:
     def active(self) -> bool:
         """Whether the job waits for devices or has some.
 
-        If its owner holds or cancels it, it is active only until it has given its
-        devices back.
+        If the owner holds or cancels the job, the job is active only until it has given
+        its devices back.
         """
         waits = self.state == WAITING and not self.wish
         return waits or self.state in (RUNNING, STOPPING)

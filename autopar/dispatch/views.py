@@ -32,7 +32,10 @@ class MoveTimes:
     change_s: float = 2.0
 
     def move_s(self, old: Shape, new: Shape) -> float:
-        """Seconds of a move between two (nodes, devices); from (0, 0) it is a start."""
+        """Seconds to move from ``old`` to ``new`` (nodes, devices).
+
+        An ``old`` of (0, 0) means that the job starts.
+        """
         del new
         return self.start_s if old == (0, 0) else self.change_s
 

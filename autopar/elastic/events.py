@@ -38,8 +38,8 @@ KINDS = ("gone", "added", "cluster", "link")
 # and characters of a name.
 _LONGEST, _MOST, _LONGEST_NAME = 10_000, 10_000, 256
 
-# Largest allowed values of numbers in an event; a larger value is taken for a mistake
-# of the sender.
+# Largest allowed values of numbers in an event; a larger value counts as a mistake of
+# the sender.
 _LARGEST = {
     "bandwidth_bytes_per_s": 1e18,
     "latency_s": 3600.0,

@@ -36,7 +36,7 @@ class PhiRange:
       phi: the most likely noise scale, in rows.
       low: almost sure lower bound.
       high: almost sure upper bound; infinite if the noise may be so large that the mean
-        gradient cannot be told from zero.
+        gradient cannot be distinguished from zero.
     """
 
     phi: float

@@ -369,8 +369,9 @@ def _first(
     is allowed.
 
     Raises:
-      InfeasibleError: no batch fits; the error is that of the program's own batch.
-      PlanError: no batch can be split; the error is that of the program's own batch.
+      InfeasibleError: no batch fits; the error is the one for the program's own batch.
+      PlanError: no batch can be split; the error is the one for the program's own
+        batch.
     """
     rows, devices = wanted.program.rows, cluster.num_devices
     first: PlanError | None = None
@@ -427,7 +428,7 @@ def _planned_at(
 def _best_batch(
     wanted: WantedCurve, made: PlanAtBatches, cluster: Cluster, blank: CurvePoint
 ) -> CurvePoint:
-    """The batch size and accumulation with the most goodput that fit into memory.
+    """The point with the most goodput: of all batch sizes and accumulations that fit.
 
     Raises:
       InfeasibleError: no batch fits.

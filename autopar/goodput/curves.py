@@ -282,8 +282,8 @@ def correct_curve(
         noise scale is not known, the efficiency of other batch sizes is unknown. Then
         only lines with the batch size of the table's point are used.
       noise_scale: noise scale of the gradients, in rows; infinite if the mean gradient
-        cannot be told from zero. If None, the last noise scale in the lines is used, or
-        else the noise scale of the table.
+        cannot be distinguished from zero. If None, the last noise scale in the lines is
+        used, or else the noise scale of the table.
 
     Raises:
       PlanError: the noise scale is negative or not a number.

@@ -78,7 +78,7 @@ def gain(
 
     Args:
       phi: the noise scale of uncompressed gradients, in rows; infinite if the mean
-        gradient cannot be told from zero.
+        gradient cannot be distinguished from zero.
       batch: rows of the batch, M.
       base_batch: rows of the base batch, M0.
       error: the error of the codecs.

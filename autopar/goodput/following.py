@@ -77,7 +77,7 @@ class CriticalRegimes:
         Args:
           sqr: the step's estimate of the squared norm of the mean gradient; if the
             estimate is not finite, the step is ignored.
-          worth: ratio of the batch's rows to those of the base batch.
+          worth: rows of the batch divided by rows of the base batch.
         """
         if not math.isfinite(sqr):
             return self

@@ -26,9 +26,9 @@ smaller relative error than `_FLOOR`, because other load on a shared machine las
 many steps.
 
 `PlanCurve` predicts the three terms of a plan at its own batch size and at others. For
-other batch sizes with the same layouts, it evaluates the step's estimate
+other batch sizes with the same layouts, `PlanCurve` evaluates the step's estimate
 (`autopar.cost.estimate`). If the plan has several pipeline stages, or no such estimate,
-it scales the seconds in proportion to the rows.
+`PlanCurve` scales the seconds in proportion to the rows.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class Measured:
         far = [abs(s - middle) for s in self.seconds]
         count = min(len(self.seconds), _INDEPENDENT)
         # For a normal distribution, the standard deviation is 1.4826 times the median
-        # absolute deviation, and the standard error of a median is 1.2533 times that of
-        # a mean.
+        # absolute deviation, and the standard error of a median is 1.2533 times the
+        # standard error of a mean.
         alone = 1.4826 * 1.2533 * statistics.median(far) / middle
         few = _FLOOR * _INDEPENDENT / count
         return middle, math.hypot(alone / math.sqrt(count), few)
@@ -340,10 +340,10 @@ def _posterior(table: _Table) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance of the constants.
 
     Errors are assumed to follow Student's distribution. Therefore an outlier gets less
-    weight the farther it lies from the prediction. The latest configuration is the one
-    in use, and always has full weight. Different constants may explain the
-    measurements, such as a constant term or work that the plan underestimates. The fit
-    starts once from each such explanation and takes the result with the highest
+    weight the farther it lies from the prediction. The latest configuration is the
+    configuration in use, and always has full weight. Different constants may explain
+    the measurements, such as a constant term or work that the plan underestimates. The
+    fit starts once from each such explanation and takes the result with the highest
     density.
     """
     starts = [np.zeros(_COUNT)]

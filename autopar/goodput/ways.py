@@ -5,9 +5,9 @@ A *way* is one choice of batch size, number of microbatches and codecs
 plan. If layouts stay, the running plan gives an estimate of the seconds of a step for
 any batch size and number of microbatches (`autopar.goodput.throughput`). For other
 codecs, a codec is first chosen for each gradient. Therefore all ways can be compared
-without tracing the step again. Only the best way is then planned at its own shapes:
-once with the running layouts, and once with a search that starts from these layouts.
-The faster of the two plans is compiled and cached.
+without tracing the step again. Then only the best way is planned for its own batch size
+and microbatches: once with the running layouts, and once by a search that starts from
+these layouts. The faster of the two plans is compiled and cached.
 """
 
 from __future__ import annotations

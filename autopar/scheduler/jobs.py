@@ -190,7 +190,10 @@ class JobView:
         return self.by_kind.get(kind, self.curve)
 
     def move_s(self, old: Shape, new: Shape) -> float:
-        """Seconds of a move between two (nodes, devices); from (0, 0) it is a start."""
+        """Seconds to move from ``old`` to ``new`` (nodes, devices).
+
+        An ``old`` of (0, 0) means that the job starts.
+        """
         if self.moves is None or old == (0, 0):
             return self.restart_s
         return self.moves(old, new)

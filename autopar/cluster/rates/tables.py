@@ -164,7 +164,7 @@ def partner_rates(rates: str, kind: str) -> PartnerRates | None:
 
 
 # GPUs of other generations use the curve of bfloat16 products on an H100. The start of
-# a kernel is taken to last as long as on an H100. A step along K is taken to last
+# a kernel is assumed to last as long as on an H100. A step along K is assumed to last
 # longer in inverse proportion to the clock (H100 1.98 GHz, A100 1.41, V100 1.53, T4
 # 1.59). This is an assumption, not a measurement.
 _H100_CLOCK_GHZ = 1.98

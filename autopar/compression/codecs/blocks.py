@@ -8,11 +8,11 @@ the second shot every worker quantises the sum of its chunk and sends it to all 
 decode the same bytes; a worker decodes its own chunk from these bytes, too. So all
 workers get bit-identical results.
 
-A block is a number of successive elements with a common scale, in bfloat16. The
-exponent range of bfloat16 is that of float32, so no gradient over- or underflows. If
-the scale comes from the largest element of the block, it is rounded up, so that this
-element is not clipped. This makes the quantisation steps larger by at most 1/128. A
-message holds both the quantised elements (codes) and the scales.
+A block is a number of successive elements with a common scale, in bfloat16. bfloat16
+has the same exponent range as float32, so no gradient over- or underflows. If the scale
+comes from the largest element of the block, it is rounded up, so that this element is
+not clipped. This makes the quantisation steps larger by at most 1/128. A message holds
+both the quantised elements (codes) and the scales.
 
 If a block has an infinity or a NaN, all its elements are decoded to NaN. So the
 infinity or NaN shows in the sum, but does not spread to other blocks. If the scale of a

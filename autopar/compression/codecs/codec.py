@@ -403,8 +403,8 @@ class Codec(abc.ABC):
         """The smallest number of elements of a chunk, at least ``elements``, that the
         codec supports.
 
-        This method is called only if the sum is not scattered. If it is, the layout of
-        the gradient decides the chunks.
+        This method is called only if the sum is not scattered. If the sum is scattered,
+        the layout of the gradient decides the chunks.
         """
         return elements
 

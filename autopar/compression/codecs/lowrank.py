@@ -168,8 +168,9 @@ class PowerSGD(Codec):
         start = _first_columns(_start(state, context, rank), rank)
         summed, _ = yield from self._sum(_dot(matrix, start), context)
         # The result of Householder's QR is orthonormal even if P has fewer than r
-        # independent columns. All workers have the same P, so they get the same result.
-        # Columns of zeros at the end do not change the result for the other columns.
+        # independent columns. All workers have the same P, so all workers get the same
+        # result. Columns of zeros at the end do not change the result for the other
+        # columns.
         left = _first_columns(jnp.linalg.qr(summed)[0], rank)
         right, own = yield from self._sum(_dot(matrix.T, left), context)
 

@@ -132,7 +132,7 @@ class Int8(Blockwise):
     Attributes:
       block: elements of a block.
       rounding: nearest or stochastic. Stochastic rounding is unbiased, but its error is
-        sqrt(2) times that of rounding to the nearest number.
+        sqrt(2) times the error of rounding to the nearest number.
       server_feedback: whether the error of the second shot is added to the next step's
         second shot.
     """

@@ -255,8 +255,8 @@ class TopK(Codec):
     """Sends the largest elements by magnitude, with their indices.
 
     The codec selects exactly the largest elements of the whole gradient, or of each
-    chunk if the sum is scattered. With v bytes for a value, each worker sends ``(n - 1)
-    * k * (v + 4)`` bytes, or ``(n - 1) * k / n * (v + 4)`` if the sum is scattered.
+    chunk if the sum is scattered. If a value takes v bytes, each worker sends ``(n - 1)
+    k (v + 4)`` bytes, or ``(n - 1) k (v + 4) / n`` bytes if the sum is scattered.
 
     Attributes:
       ratio: fraction of the elements that are sent.
@@ -383,8 +383,8 @@ class BlockTopK(Codec):
     """Sends the k largest elements of each block, with one-byte indices.
 
     The selection uses vector instructions and no sort, and the decoding no scatter
-    operation. With v bytes for a value, each worker sends ``(n - 1) * ceil(D / B) * k *
-    (v + 1)`` bytes, or 1 / n of these bytes if the sum is scattered.
+    operation. If a value takes v bytes, each worker sends ``(n - 1) ceil(D / B) k (v +
+    1)`` bytes, or 1 / n of these bytes if the sum is scattered.
 
     Attributes:
       k: number of elements that are sent of each block.

@@ -168,7 +168,8 @@ def check_rate(rate: Callable[[int], Any], steps: int) -> None:
 
 
 def falls_by(rate: Callable[[int], Any], step: int, steps: int) -> float:
-    """The learning rate of a step divided by that of the last step, at least 1.
+    """The learning rate of a step divided by the learning rate of the last step, at
+    least 1.
 
     >>> falls_by(lambda k: 1.0 / (1 + k), 1, 9)
     5.0
@@ -480,8 +481,8 @@ class GraVAC(Remembering):
         """Stores the throughput and step time of the level in this window."""
         state = self.state
         throughput, known = self.gain / pace, state.throughput[state.level]
-        # With rare trials a single window is not reliable. So its value is averaged
-        # with the previous value.
+        # With rare trials a single window is not reliable. So the throughput is
+        # averaged with the previously measured throughput.
         if self.explore and known is not None:
             throughput = (throughput + known) / 2
         state.throughput[state.level], state.paces[state.level] = throughput, pace

@@ -29,8 +29,8 @@ PLACES = ("order", "samples", "program", "after", "save", "script", "finish")
 # The first steps after a change of processes are not timed, because they compile
 # programs and open connections.
 FIRST_STEPS = 3
-# The usual step time is the median of `_RECENT` steps. The longest step time is taken
-# over at least `_REMEMBERED` steps.
+# The usual step time is the median of `_RECENT` steps. The longest step time is the
+# maximum over at least `_REMEMBERED` steps.
 _RECENT, _REMEMBERED = 20, 1000
 # If a loop is at one place for this many seconds, the stack of its thread is examined.
 _LOOK_S = 2.0

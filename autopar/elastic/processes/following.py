@@ -124,9 +124,9 @@ class TeamFollowing:
         """Measured fields for a line of progress in the ledger.
 
         Returns:
-          ``noise_scale`` in rows: the text ``inf`` if the mean gradient cannot be told
-          from zero, None if it is not known yet; ``progress`` in rows of the base
-          batch; and ``codec_error`` if the codecs are not exact.
+          ``noise_scale`` in rows: the text ``inf`` if the mean gradient cannot be
+          distinguished from zero, None if it is not known yet; ``progress`` in rows of
+          the base batch; and ``codec_error`` if the codecs are not exact.
         """
         phi = self.loop.phi()
         found: dict[str, Any] = {"noise_scale": None, "progress": self.worth}

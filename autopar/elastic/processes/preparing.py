@@ -4,8 +4,8 @@ A world is a set of processes that train together. XLA cannot compile for proces
 do not exist. So the preparing process imitates a world of any size: it registers with a
 coordination service as each process of that world, plans, and compiles the program of
 the first process. The preparing process stores the plan and the program in the run's
-folder, on the host of the first process. The other processes of the next world get them
-from there.
+folder, on the host of the first process. The other processes of the next world get the
+plan and the program from there.
 
 The supervisor sends orders to prepare to the first process of the training world. This
 process starts the preparing process and passes the orders on.
@@ -165,7 +165,7 @@ class PreparingProcess:
         self._waiting: dict[int, Message] = {}
         self._child: subprocess.Popen[bytes] | None = None
         self._here, there = socket.socketpair()
-        # The preparing process dies with the thread that starts it. So this thread
+        # The preparing process dies with the thread that starts it. So the thread below
         # lives as long as the process.
         threading.Thread(
             target=self._work, args=(there,), daemon=True, name="preparing"

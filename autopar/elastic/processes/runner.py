@@ -77,8 +77,8 @@ class Console:
         self._world: frozenset[int] | None = None
         self._awaited: frozenset[int] = frozenset()
         self._unplaced: frozenset[int] = frozenset()
-        # Whether a printed line has already told why the processes change; and the
-        # reason to print if not.
+        # Whether a printed line has already given the reason why the processes change;
+        # and the reason to print if not.
         self._explained, self._reason = False, ""
         self._ends = False
 

@@ -57,7 +57,7 @@ from autopar.runtime.threads import Threads
 from autopar.runtime.world import JaxChannel, LoneChannel, World
 from autopar_passes import jax_processes
 
-# Sends copies of arrays that only this process holds to other processes.
+# Sends other processes copies of the arrays that only this process has.
 
 
 class Copier:

@@ -87,7 +87,7 @@ def _places(
 
 
 _STEPS = 12
-_NOISE = 0.05  # assumed relative standard deviation of a measurement
+_NOISE = 0.05  # Assumed relative standard deviation of a measurement.
 # Means and standard deviations of the priors of log a, log b, log c, log d, u, v,
 # log e, w and log(g - 1). The constants are named in the module's docstring. The first
 # four means are added to the logarithm of the seconds of a microbatch. All values were
@@ -259,7 +259,7 @@ class Process:
     def without(self, groups: np.ndarray) -> np.ndarray:
         """Each value minus its prediction from the values of other groups, (n,).
 
-        The variance and the smooth fraction are those of the fit to all values. The
+        The variance and the smooth fraction come from the fit to all values. The
         formula generalises (5.12) of Rasmussen and Williams to groups of values.
 
         Args:

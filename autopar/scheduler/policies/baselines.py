@@ -5,9 +5,10 @@ Optimus gives devices one by one, each to the job whose remaining time it shorte
 clusters", EuroSys 2018). Here Optimus is an oracle: it sees the true number of
 remaining steps and the true seconds of a step.
 
-Tiresias runs the jobs with the least attained service first, in two queues (Gu et al.,
-"Tiresias: A GPU cluster manager for distributed deep learning", NSDI 2019). The two
-queues and their threshold are those of the simulator that was published with Pollux.
+Tiresias first runs the jobs that have had the fewest device-seconds (the least attained
+service), in two queues (Gu et al., "Tiresias: A GPU cluster manager for distributed
+deep learning", NSDI 2019). The simulator that was published with Pollux has the same
+two queues and the same threshold.
 
 Sia chooses the kind and number of devices of all jobs by one integer program per round
 (Jayaram Subramanya et al., "Sia: Heterogeneity-aware, goodput-optimized ML-cluster

@@ -18,13 +18,13 @@ The price is lower if the job's mean speed is above its floor. The price is high
 fewer jobs have guarantees.
 
 *Remaining work.* Take completed jobs that needed more work than the job has done.
-Suppose that each of them, at the point where it had done this much work, is given up to
-x more units of work. For each x, divide the number of these jobs that then complete by
-the total work that they are given. Gittins' index is the largest such ratio over all x.
-If only the distribution of jobs' work is known, running jobs in descending order of
-this index minimises the mean completion time (Gittins, 1979). The policy uses the
-inverse of the index as the remaining work. So once a job has run longer than the short
-jobs, it counts as having more work left than a new job.
+Suppose that each of them, at the point where it had done this much work, receives at
+most x more units of work. For each x, divide the number of these jobs that then
+complete by the total work that they receive. Gittins' index is the largest such ratio
+over all x. If only the distribution of jobs' work is known, running jobs in descending
+order of this index minimises the mean completion time (Gittins, 1979). The policy uses
+the inverse of the index as the remaining work. So once a job has run longer than the
+short jobs, it counts as having more work left than a new job.
 """
 
 from __future__ import annotations
@@ -454,7 +454,7 @@ class Goodput:
     def _solve(
         self, jobs: Views, options: Mapping[str, list[_Option]], budgets: list[int]
     ) -> tuple[dict[str, _Option], Allocated]:
-        """The combination of one option a job with the most worth that fits."""
+        """Chooses one option for each job: the most worth that fits the devices."""
         rows = [[(o.worth, o.kind, o.count) for o in options[name]] for name in jobs]
         problem = AllocationProblem.of(rows, budgets)
         solution = solve_allocation(problem, gap=self._settings.gap)

@@ -596,8 +596,8 @@ class Moves:
       change_s: seconds for which a job pauses when its devices change.
       by_pair: seconds of the pause between an old and a new number of nodes and
         devices; None: always `change_s`.
-      told_s: seconds of every move that the policy is told; None: it is told the true
-        seconds.
+      told_s: seconds that the policy sees for every move; None: the policy sees the
+        true seconds.
     """
 
     start_s: float
@@ -607,13 +607,16 @@ class Moves:
     told_s: float | None = None
 
     def move_s(self, old: Shape, new: Shape) -> float:
-        """Seconds of a move between two (nodes, devices); from (0, 0) it is a start."""
+        """Seconds to move from ``old`` to ``new`` (nodes, devices).
+
+        An ``old`` of (0, 0) means that the job starts.
+        """
         if old == (0, 0):
             return self.start_s
         return self.change_s if self.by_pair is None else self.by_pair(old, new)
 
     def seconds_told(self, old: Shape, new: Shape) -> float:
-        """Seconds of a move as the policy is told."""
+        """Seconds of a move that the policy sees."""
         if old == (0, 0) or self.told_s is None:
             return self.move_s(old, new)
         return self.told_s

@@ -42,7 +42,7 @@ class PowerScaling:
 
     @property
     def most(self) -> int:
-        """The most devices that a job may use on this cluster: 64, or its request."""
+        """The most devices that the job may use: 64, or more if it asks for more."""
         return max(_MOST_DEVICES, min(self.asked, self.there))
 
     @property
