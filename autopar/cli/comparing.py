@@ -418,7 +418,10 @@ def _codecs(plans: tuple[Plan, Plan], names: tuple[str, str]) -> list[str]:
 def _table(
     what: str, names: tuple[str, str], one: Mapping[str, str], other: Mapping[str, str]
 ) -> list[str]:
-    """Lists the differences; names that differ only in numbers share a row."""
+    """Lists the differences of two plans as a table.
+
+    Fields whose names differ only in numbers share a row.
+    """
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name in dict.fromkeys([*one, *other]):
         pair = (one.get(name, _ABSENT), other.get(name, _ABSENT))

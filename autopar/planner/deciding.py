@@ -171,7 +171,7 @@ def _in_replicas(
 
 
 def _shares_of(plan: Plan, asked: PlanOptions) -> Any:
-    """The number of microbatches of a plan, or the shares that were asked for."""
+    """The number of microbatches of a plan, or the user's number for each replica."""
     shares = isinstance(asked.microbatches, tuple)
     return asked.microbatches if shares else plan.microbatches
 

@@ -32,8 +32,8 @@ from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import MemoryTerm, ShardingProblem
 
 # In a program with at most this many nodes, all state may be split, however small its
-# arrays are. So few more strategies take almost no solver time, and in a small step a
-# small array matters more than in a large step.
+# arrays are. The few additional strategies take almost no solver time, and in a small
+# step a small array matters more than in a large step.
 FEW_NODES = 64
 # The small arrays of state that are never sharded take together at most the first
 # fraction of a device's memory, and at most the second fraction of all state.

@@ -172,7 +172,7 @@ def is_repeated(op: Operator) -> bool:
 def axis_uses(
     assignment: Assignment, work: Work, pricer: Pricer
 ) -> tuple[AxisUse, ...]:
-    """The use of each mesh axis.
+    """How the plan uses each mesh axis, such as the work that its devices repeat.
 
     Args:
       assignment: strategies as layouts.

@@ -254,7 +254,9 @@ def _touching(bound: BoundPlan, node: int) -> list[Collective]:
 
 
 def _updates(analysis: Analysis, given: GraphInput) -> set[int]:
-    """The values of an input's size from its gradient to its updated value.
+    """The values that lead from an input's gradient to its updated value.
+
+    Only values of the input's size are returned.
 
     The search starts at the updated value and goes back to operands. It ends at the
     first operator that reduces, whose result is the gradient.

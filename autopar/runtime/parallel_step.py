@@ -372,7 +372,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def _repeats(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[RepeatedCall, list[Any], list[Any]] | None:
-        """Returns the last call with these arguments, as given and as placed.
+        """Returns the last call, and the arrays of this call as given and as placed.
 
         Returns None if these arguments differ from those of the last call in more than
         the values of arrays.

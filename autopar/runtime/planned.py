@@ -226,9 +226,9 @@ class PlannedStep:
     ) -> tuple[list[Any], Any]:
         """Returns the flat results of a guarded step, and whether the step was finite.
 
-        The program of a single stage restores the state itself, and reports it in its
-        last result. The results of several stages are checked and restored here: each
-        process checks the parts that it holds.
+        The program of a single stage restores the state itself. Its last result says
+        whether the step was finite. The results of several stages are checked and
+        restored here: each process checks the parts that it holds.
 
         Args:
           placed: the flat arguments of the step.

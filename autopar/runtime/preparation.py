@@ -455,7 +455,7 @@ class Preparation:
     def _links_to_others(self) -> Links | None:
         """Returns the links to the other processes; creates them on the first call.
 
-        None in a world of one process.
+        Returns None if this process is the only one.
         """
         if self._links is None and self._world().process_count > 1:
             self._links = Links(self._world())

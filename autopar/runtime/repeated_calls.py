@@ -86,7 +86,7 @@ class RepeatedCall:
     def place_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], list[Any]] | None:
-        """Returns the flat arguments, as given and as placed.
+        """Returns the arrays of a new call, as given and as placed for the program.
 
         Returns None if the new call differs from this call in more than array values.
 
