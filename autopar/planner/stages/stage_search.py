@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
+from autopar.layouts.strategies import Strategy, layout_of
 from autopar.planner.candidate import Candidate
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.hints import (
@@ -28,6 +31,7 @@ from autopar.planner.search import candidate_meshes, meshes_for_manual, search
 from autopar.planner.stages.codecs import summed_once
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
+from autopar.steps.nodes import Node
 from autopar.steps.stages import CutStep
 from autopar_passes.layer_loops.operators import whole_path
 from autopar_passes.layouts import Layout
@@ -197,23 +201,30 @@ class StageSearch:
     def _restriction(
         self, analysis: Analysis, pins: Pins, lies: Mapping[int, Layout]
     ) -> Callable[[Pricer], Restriction] | None:
-        """The strategies that pins, pieces on other stages and a recipe allow; None:
+        """The strategies that pins, pieces of the same arrays and a recipe allow; None:
         all.
         """
-        recipe = self.hints.recipe
+        recipe, chunked = self.hints.recipe, _chunked_layers(analysis)
+        if not (lies or pins or chunked or recipe):
+            return None
 
-        def keep_homes(pricer: Pricer) -> Restriction:
+        def rules_of(pricer: Pricer) -> Restriction:
             given = pinned_layouts(analysis, pins, pricer.mesh)
-            return pin_restriction(analysis, {**lies, **given})
-
-        if recipe is None:
-            return keep_homes if lies or pins else None
-
-        def both(pricer: Pricer) -> Restriction:
-            rules = keep_homes(pricer), restriction_of(analysis, recipe, pricer)
+            rules = [pin_restriction(analysis, {**lies, **given})]
+            if split := [v for v in chunked if given.get(v, ((),))[0]]:
+                paths = {i.value: i.path for i in analysis.graph.inputs}
+                raise PlanError(
+                    f"'{whole_path(paths[split[0]])}': a pin splits its layers, of "
+                    "which a stage runs several chunks. Pin another dimension, or use "
+                    "schedule='1f1b'."
+                )
+            if chunked:
+                rules.append(_unsplit_layers(analysis, chunked))
+            if recipe is not None:
+                rules.append(restriction_of(analysis, recipe, pricer))
             return lambda node, strategy: all(rule(node, strategy) for rule in rules)
 
-        return both
+        return rules_of
 
     def _meshes(
         self, analysis: Analysis, site: StageSite, pins: Pins
@@ -224,6 +235,35 @@ class StageSearch:
             return [site.mesh]
         meshes = candidate_meshes(site.cluster, hints.max_axes, hints.axis_names)
         return fitting_meshes(analysis, pins, meshes) if pins else meshes
+
+
+def _chunked_layers(analysis: Analysis) -> frozenset[int]:
+    """The inputs of a stage that are pieces of an array with several pieces there."""
+    inputs = analysis.graph.inputs
+    counts = Counter(whole_path(given.path) for given in inputs)
+    return frozenset(
+        given.value
+        for given in inputs
+        if (whole := whole_path(given.path)) and counts[whole] > 1
+    )
+
+
+def _unsplit_layers(analysis: Analysis, chunked: Collection[int]) -> Restriction:
+    """Allows no strategy that splits the layers of pieces, their first dimension.
+
+    The array of these pieces lies on the stage in the order of its layers. If pieces
+    were split by layers, their stage would have to exchange layers in every step.
+    """
+    wanted: dict[int, list[Any]] = defaultdict(list)
+    for value, home in analysis.contraction.homes.items():
+        if value in chunked:
+            wanted[home.node].append(home.dims)
+
+    def is_allowed(node: Node, strategy: Strategy) -> bool:
+        found = wanted.get(node.index, ())
+        return not any(layout_of(strategy, dims)[0] for dims in found)
+
+    return is_allowed
 
 
 def own_pins(analysis: Analysis, pins: Pins) -> dict[str, PartitionSpec]:

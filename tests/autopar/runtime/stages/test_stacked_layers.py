@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from stage_cases import LAYERS, WIDTH, batch, copied, distance, train, weights
 
 import autopar
@@ -239,6 +240,18 @@ def test_more_stages_than_layers_are_refused():
     step, state = staged(stages=8, cluster="8:cpu", microbatches=4)
     with pytest.raises(PlanError, match="loops have at most 4 layers"):
         step(state, batch())
+
+
+def test_chunks_are_not_split_by_layers():
+    """The layers of a stage lie in their own order, and not in that of its chunks."""
+    step, state = case(8)
+    asked = {"stages": 2, "microbatches": 4, "schedule": "interleaved"}
+    asked |= {"cluster": "4:cpu", "axis_names": ("data",)}
+    whole = {"*/layers/w": P(None, "data"), "*/layers/b": P()}
+    plan = autopar.plan(step, state, batch(), pins=whole, **asked)
+    assert plan.home_spec("state/params/layers/w") == (("stage",), ("data",), ())
+    with pytest.raises(PlanError, match=r"layers/w'?: a pin splits its layers"):
+        autopar.plan(step, state, batch(), pins={"*/layers/w": P("data")}, **asked)
 
 
 def test_a_loop_over_some_layers_is_refused_if_a_part_would_have_none():
