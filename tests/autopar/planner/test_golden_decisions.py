@@ -23,6 +23,7 @@ from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.planner import solving
 from autopar.planner.codecs import choose
+from autopar.planner.experts import expert_plans
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.proposals import Proposal, recorded_proposals
@@ -199,3 +200,23 @@ def test_decisions(name: str) -> None:
 def test_every_case_has_its_file_and_no_others() -> None:
     kept = {path.stem for path in (GOLDEN / "decisions").iterdir()}
     assert kept == set(CASES)
+
+
+def test_plans_of_experts() -> None:
+    """By the rules of people, each on the mesh and for the seconds that it takes."""
+    lines: list[str] = []
+    for step, cluster in (("attention", "2x2:cpu"), ("mlp_sgd", "cheap 2x2:cpu")):
+        found = expert_plans(analysis_of(step), cluster_of(cluster), seconds=None)
+        for one in found:
+            made = one.candidate
+            lines.append(
+                row(
+                    one.name,
+                    mesh=one.mesh,
+                    step=made.step_s if made else None,
+                    peak=made.peak_memory_bytes if made else None,
+                    reason=one.reason,
+                )
+            )
+
+    assert_golden("\n".join(lines), "experts.txt")

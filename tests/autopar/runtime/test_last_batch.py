@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import PlanError
+from autopar.runtime import last_batch
+from autopar.runtime.evaluation import batch_axes
 
 CLUSTER = forms.cheap("8:cpu")
 PINS = {"batch/*": P("data"), "params/up": P(None, "data")}
@@ -106,3 +108,25 @@ def test_more_rows_are_planned_anew() -> None:
 def test_an_unknown_option() -> None:
     with pytest.raises(PlanError, match=r"last_batch='skip': expected 'run'"):
         autopar.parallelize(forms.plain_step, last_batch="skip")
+
+
+def test_only_rows_may_be_fewer() -> None:
+    """Where another dim differs too, the call is of another step."""
+    assert last_batch._but((4, 5, 6), 0) == (5, 6)
+    assert last_batch._but((4, 5, 6), 1) == (4, 6)
+    assert last_batch._but((4, 5, 6), 2) == (4, 5)
+    rows = np.arange(6.0).reshape(3, 2)
+    np.testing.assert_array_equal(
+        last_batch._resize_rows(rows, 5, 0), rows[[0, 1, 2, 2, 2]]
+    )
+    np.testing.assert_array_equal(last_batch._resize_rows(rows, 1, 1), rows[:, :1])
+
+
+def test_evaluation_splits_rows_as_the_batch_that_is_split_most() -> None:
+    pins = {"batch/x": P(("data", "tensor")), "batch/y": P("data")}
+    run = autopar.parallelize(
+        forms.plain_step, cluster=forms.cheap("2x4:cpu"), pins=pins, seconds=None
+    )
+    state = jax.eval_shape(forms.create_plain, jax.random.key(0))
+    running = run.prepare(*state, forms.batch_structs())
+    assert batch_axes(running) == ("data", "tensor")

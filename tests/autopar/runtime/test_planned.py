@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import types
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import small_step
 
 import autopar
-from autopar import PlanError
+from autopar import Cluster, PlanError
+from autopar.compilers.targets import room_options
+from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.layouts.assignment import Assignment
 from autopar.planner.record import restore
 from autopar.runtime import planned
 from autopar.runtime.placement import abstract_mesh, device_mesh
-from autopar.runtime.planned import planned_step
+from autopar.runtime.planned import _compiler_options, planned_step
 from autopar.steps.analysis import Analysis, analyse
 
 
@@ -71,3 +76,24 @@ def test_a_step_is_compiled_when_it_is_replanned(
         assert len(compiled()) == 1
         small_step.trained(step, state, 1)
         assert compiled() == []
+
+
+def test_compiler_options_of_a_platform() -> None:
+    def on(platform: str, text: str, **options: Any) -> Any:
+        device = types.SimpleNamespace(platform=platform)
+        mesh = types.SimpleNamespace(devices=np.array([device]))
+        plan = small_step.plan(text)
+        given = analyse(small_step.step, small_step.structs())
+        # Without copies that the backward pass makes again, as of a plain program.
+        plain = dataclasses.replace(restore(given, plan), copies={})
+        return _compiler_options(plain, plan, mesh, **options)
+
+    little = "1x8:h100,memory=40GB"
+    limited = room_options(Cluster.parse(little))
+    assert limited
+    assert on("gpu", little) == limited
+    assert on("gpu", "1x8:h100") is None
+    assert on("tpu", little) is None
+    assert on("cpu", "1:cpu") is None
+    assert on("cpu", "1:cpu", codecs=True) == WITH_BARRIERS
+    assert on("tpu", "1:cpu", codecs=True) is None
