@@ -304,8 +304,8 @@ class _Unequal(msgspec.Struct, forbid_unknown_fields=True):
 
 
 # The decoder is made when this module is imported, because msgspec crashes if two
-# threads analyse a type at the same time. To make it, msgspec analyses all types that
-# `msgspec.convert` needs later, including _Equal.
+# threads analyse a type at the same time. To make the decoder, msgspec analyses all
+# types that `msgspec.convert` needs later, including _Equal.
 _DECODER = msgspec.json.Decoder(_Unequal)
 
 

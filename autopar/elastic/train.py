@@ -437,8 +437,8 @@ def train(
 
     Args:
       step: the result of `autopar.parallelize`. Its first arguments are the state, and
-        its next argument is the batch. A step that does not measure its gradient noise
-        (``noise_scale=``) is made to measure it.
+        its next argument is the batch. If the step does not measure its gradient noise
+        (``noise_scale=``), `train` turns the measurement on.
       create_state: makes the state. A plain tuple holds several leading arguments.
       source: ``source(position, rows)`` returns ``rows`` samples as arrays, beginning
         with sample number ``position``.

@@ -47,7 +47,7 @@ _RETRIES = 3
 _LONGEST_NAME = 63 - len("-supervisor-0-0-abcde")
 _SUPERVISOR_RESOURCES = {"cpu": "500m", "memory": "1Gi"}
 
-# Names by RFC 1035 and RFC 1123, as Kubernetes applies them.
+# What names may look like by RFC 1035 and RFC 1123, as Kubernetes applies these rules.
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 _KEY = re.compile(r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?")

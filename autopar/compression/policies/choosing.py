@@ -171,7 +171,7 @@ class LGreCo(Remembering):
     def choose(self, measured: Mapping[str, MeasuredErrors]) -> Mapping[str, str]:
         """Chooses codecs for gradients whose errors were measured.
 
-        The result has no codec for gradients that cannot be sent by the reference. The
+        The result has no codec for gradients that the reference codec cannot send. The
         result is empty if, by rounding errors, no choice is within the limit.
         """
         names, found = with_codec(measured, self.reference)

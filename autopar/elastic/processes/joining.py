@@ -51,7 +51,8 @@ def join_run(
       args: arguments of ``create_state``.
       samples: the training samples.
       steps: number of steps.
-      events: sources of events. The supervisor listens to them for all processes.
+      events: sources of events. The supervisor listens to these sources for all
+        processes.
       ledger: path of the ledger.
       checkpoints: where the run is saved.
       every: number of steps between saves; None: only at the end.

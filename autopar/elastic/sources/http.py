@@ -36,7 +36,7 @@ from autopar.errors import EventError, PlanError
 # One thread serves all connections asynchronously, so a slow connection delays no
 # other. A client that takes too long to send its request and read the answer is
 # disconnected. If there are too many connections, the oldest is closed. The server
-# checks the token first. Requests without it do not count for the rate limit.
+# checks the token first. Requests without the token do not count for the rate limit.
 
 # The rate limit of requests with the token: `_RATE` per second on average, and `_BURST`
 # at once.

@@ -101,8 +101,8 @@ def read_sacct(path: pathlib.Path) -> tuple[Rows, Left]:
 def read_philly_log(path: pathlib.Path) -> tuple[Rows, Left]:
     """Reads the jobs in Microsoft's ``cluster_job_log``, a JSON list.
 
-    A job may have several attempts. Its run time is the sum over them, and its number
-    of GPUs the maximum.
+    A job may have several attempts. The job's run time is the sum over its attempts.
+    Its number of GPUs is the largest number of an attempt.
 
     Raises:
       ScheduleError: the file or a job in it is invalid; the message names it.
