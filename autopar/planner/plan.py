@@ -58,7 +58,7 @@ from autopar.planner.search import (
     search_of_one,
 )
 from autopar.planner.solving import HIDDEN
-from autopar.planner.stages.kept import kept_pipeline
+from autopar.planner.stages.kept import kept_pipeline, layouts_in_stages
 from autopar.planner.weights import Weights
 from autopar.plans import NodeDecision, Plan, StagePlan
 from autopar.plans.files import checks_of
@@ -265,14 +265,9 @@ def _check_program(analysis: Analysis, kept: Plan, options: PlanOptions) -> None
     """Checks that the options agree with the plan that was given as layouts.
 
     Raises:
-      PlanError: the options ask for another program, or for several stages or replicas.
+      PlanError: the options ask for another program, or for replicas.
     """
     asked = options.microbatches
-    if options.stages not in (None, 1, "auto"):
-        raise PlanError(
-            f"stages={options.stages}: the plan given as layouts= has one stage, whose "
-            "layouts are no stage's. Leave layouts= out, or plan with stages=1."
-        )
     count = sum(asked) if isinstance(asked, tuple) else asked
     if count not in (None, "auto", kept.microbatches):
         raise PlanError(
@@ -451,14 +446,19 @@ def _with_layouts(
             f"{cluster} is {'of groups' if cluster.groups else 'of equal devices'}. "
             "Leave layouts out."
         )
-    _check_program(analysis, layouts, options)
+    several = isinstance(options.stages, int) and options.stages > 1
+    if not several:
+        _check_program(analysis, layouts, options)
     _check_axes_of(layouts, options)
-    analysis = split_as(analysis, layouts)
+    whole, analysis = analysis, split_as(analysis, layouts)
     pins, seconds = options.pins or {}, options.seconds
     started = time.perf_counter()
     kept = carried_out(
         analysis, rebatch_plan(analysis, layouts), cluster, seconds=seconds
     )
+    if several:
+        made = layouts_in_stages(whole, cluster, options, kept, codecs)
+        return with_status(made, kept.solver.status) if layouts.changed_parts else made
     if kept.replicas:
         asked = options.microbatches
         shares = asked if isinstance(asked, tuple) else ()

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import glob
+import itertools
+from collections.abc import Sequence
+
 import msgspec
+from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
@@ -12,7 +18,7 @@ from autopar.planner.hints import check_pinned
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import GIVEN, check_decisions, stated_assignment
 from autopar.planner.search import search_of_one
-from autopar.planner.stages.entry import cut_as
+from autopar.planner.stages.entry import cut_as, plan_pipeline
 from autopar.planner.stages.stage_search import StageSite, check_matches, own_pins
 from autopar.planner.stages.staged import WantedPipeline, kept_plan, schedule_of
 from autopar.planner.stages.submeshes import one_stage, stage_pricers
@@ -50,6 +56,86 @@ def kept_pipeline(
     made = kept_plan(cut, cluster, wanted, codecs, found)
     solver = msgspec.structs.replace(made.solver, status=GIVEN)
     return msgspec.structs.replace(made, solver=solver)
+
+
+def layouts_in_stages(
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    kept: Plan,
+    codecs: CodecRequest,
+) -> Plan:
+    """Plans the stages that the options ask for, with the layouts of a plan of one.
+
+    Inputs keep their layouts by the names of mesh axes, on a smaller mesh in each
+    stage. An axis for which a stage has no devices left splits nothing. Of the choices
+    of such axes, the fastest is taken. Unless the options ask for others, the stages
+    run the plan's microbatches, if it has several, and rematerialise as many layers.
+
+    Args:
+      analysis: the step on the whole batch.
+      cluster: the devices to plan for.
+      options: hints and limits, with a number of stages of two or more.
+      kept: a plan of one stage of the same step, without edits.
+      codecs: the user's request about codecs.
+
+    Raises:
+      InfeasibleError: a stage does not fit the memory of its devices.
+      PlanError: no mesh of a stage has the layouts, the options contradict the plan, or
+        the plan has replicas or drops the step's own checkpoints.
+    """
+    if kept.replicas or not kept.remat.checkpoints or options.pins:
+        why = "has replicas" if kept.replicas else "drops the step's jax.checkpoint"
+        why = (
+            "says all layouts of inputs, and pins= were given" if options.pins else why
+        )
+        raise PlanError(
+            f"stages={options.stages}: the plan given as layouts= {why}, which cannot "
+            "be kept in several stages. Leave one of the two out."
+        )
+    count = len(kept.remat.layers)
+    several = kept.microbatches if kept.microbatches > 1 else None
+    program = dataclasses.replace(
+        options,
+        layouts=None,
+        microbatches=options.microbatches or several,
+        remat=options.remat or (f"{count}:{kept.remat.level}" if count else None),
+        coupled="microbatch" if kept.local else options.coupled,
+    )
+    assert isinstance(options.stages, int)
+    best: Plan | None = None
+    failed: list[PlanError] = []
+    left: list[str] = []
+    names = kept.axis_names
+    for size in range(len(names), 0, -1):
+        for axes in itertools.combinations(names, size):
+            asked = dataclasses.replace(
+                program, axis_names=axes, max_axes=size, pins=_input_pins(kept, axes)
+            )
+            try:
+                made = plan_pipeline(analysis, cluster, asked, options.stages, codecs)
+            except PlanError as error:
+                failed.append(error)
+                continue
+            if best is None or made.predicted.step_s < best.predicted.step_s:
+                best, left = made, [name for name in names if name not in axes]
+    if best is None:
+        raise failed[0]
+    if left:
+        said = f"layouts: stages have no devices for axis {', '.join(left)}"
+        best = msgspec.structs.replace(best, decided=(*best.decided, said))
+    solver = msgspec.structs.replace(best.solver, status=GIVEN)
+    return msgspec.structs.replace(best, solver=solver)
+
+
+def _input_pins(kept: Plan, axes: Sequence[str]) -> dict[str, PartitionSpec]:
+    """Pins the inputs of a step to their layouts in a plan, on some of its axes."""
+    out: dict[str, PartitionSpec] = {}
+    for path, spec in kept.inputs.items():
+        own = [tuple(name for name in names if name in axes) for names in spec]
+        if own:
+            out[glob.escape(path)] = PartitionSpec(*(names or None for names in own))
+    return out
 
 
 def kept_wanted(kept: Plan, cluster: Cluster) -> WantedPipeline:

@@ -104,8 +104,3 @@ def test_the_stages_and_layouts_of_a_plan_are_kept():
 def test_what_contradicts_the_plan_that_is_kept_is_refused(options, message):
     with pytest.raises(PlanError, match=message):
         planned(layouts=planned(), **options)
-
-
-def test_layouts_of_one_stage_are_none_of_several():
-    with pytest.raises(PlanError, match="layouts= has one stage"):
-        planned(layouts=planned(stages=None, microbatches=None))
