@@ -9,6 +9,7 @@ import itertools
 import math
 import random
 import re
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -477,3 +478,23 @@ class TestWarmStarts:
         over = dataclasses.replace(best, peak_memory_bytes=1e18)
         found = search(analysis, cluster, seconds=5, starts=[over]).best
         assert found.peak_memory_bytes < 1e18
+
+
+def test_a_result_compares_all_meshes() -> None:
+    """With memory for everything, without codecs, or the best alone."""
+    mesh: Any = None
+
+    def made(plain_s: float, before_s: Any = None, free_s: Any = None) -> Any:
+        return types.SimpleNamespace(plain_s=plain_s, before_s=before_s, free_s=free_s)
+
+    best = made(4.0)
+    tried = ((mesh, made(2.0)), (mesh, made(5.0, 1.5, 0.5)), (mesh, None))
+    found = SearchResult(best, tried, 0.0)
+
+    assert found.before_s == 1.5
+    assert found.slowdown == 1.5 / 0.5
+    assert dataclasses.replace(found, short=True).slowdown == math.inf
+    alone = SearchResult(best, ((mesh, None),), 0.0)
+    assert (alone.before_s, alone.slowdown) == (4.0, 1.0)
+    free = SearchResult(best, ((mesh, made(1.0, free_s=0.0)),), 0.0)
+    assert free.slowdown == math.inf

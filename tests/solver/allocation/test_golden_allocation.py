@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from figures import arrays_of, digest, row
 from golden import assert_golden
 
-from autopar_solver import AllocationProblem, solve_allocation
+from autopar_solver import AllocationProblem, Status, solve_allocation
 from autopar_solver.allocation import solve as rounds
 from autopar_solver.ilp.backends import BackendName, backend_of
 from autopar_solver.ilp.highs import Backend, IntegerProgram, ProgramAnswer
@@ -94,3 +95,23 @@ def test_searches(monkeypatch: pytest.MonkeyPatch) -> None:
             lines += lines_of(problem, 0.02)
 
     assert_golden("\n".join(lines).strip(), "searches/allocation.txt")
+
+
+def test_thresholds_rise_until_nothing_better_is_left_out() -> None:
+    """Without a choice up to the largest loss; with one to where none is better."""
+    problem = problem_of(0)
+    priced = rounds.relax(rounds.Segments(problem))
+    run = rounds._Rounds(problem, priced, backend_of("highs"), 0.1, None)
+    lost = np.array([0.0, 2.0, 5.0])
+    none = rounds._none(Status.UNKNOWN)
+    found = dataclasses.replace(none, choices=(0,), value=80.0)
+
+    assert run._raise_threshold(1.0, none, 100.0, lost) == 3.0
+    assert run._raise_threshold(0.0, none, 100.0, lost) == pytest.approx(1e-4)
+    assert run._raise_threshold(5 / 3, none, 100.0, lost) == pytest.approx(5.0)
+    assert run._raise_threshold(2.0, none, 100.0, lost) == np.inf
+    # From 20 on no choice is better, from 12.8 on by no more than the gap.
+    assert run._raise_threshold(1.0, found, 100.0, lost) == 4.0
+    assert run._raise_threshold(4.0, found, 100.0, lost) == pytest.approx(12.8)
+    assert run._raise_threshold(12.8, found, 100.0, lost) == pytest.approx(20.0)
+    assert run._raise_threshold(20.0, found, 100.0, lost) == np.inf
