@@ -378,15 +378,19 @@ def _audits_of_target(
     ]
     if not wanted:
         raise _other_devices(device, "stage", (part.device.name for part in parts))
+    # A stage may have a part of a slice of TPUs, which is no slice by itself.
+    where = {n: parts[n] if cluster.groups else cluster for n in wanted}
     for number in wanted:
-        check_target(device, parts[number])
+        check_target(device, where[number])
     own: dict[int, list[AuditedProgram]] = {number: [] for number in wanted}
     for program in subject.lower(None, device.platform):
         if program.stage in own:
             own[program.stage].append(program)
     out: dict[int, TargetAudit] = {}
     for number, lowered in own.items():
-        made = compile_for([p.lowered for p in lowered], device, parts[number])
+        places = None if cluster.groups else subject.plan.stages[number].devices
+        every = [p.lowered for p in lowered]
+        made = compile_for(every, device, where[number], places)
         runs = [
             ProgramRuns(program, p.times, p.held_bytes)
             for program, p in zip(made, lowered, strict=True)

@@ -84,7 +84,10 @@ def check_target(target: Target, cluster: Cluster) -> None:
 
 
 def compile_for(
-    programs: Sequence[Any], target: Target, cluster: Cluster
+    programs: Sequence[Any],
+    target: Target,
+    cluster: Cluster,
+    devices: Sequence[int] | None = None,
 ) -> list[CompiledProgram]:
     """Compiles lowered programs for devices of a cluster, without access to such
     devices.
@@ -95,7 +98,8 @@ def compile_for(
     Args:
       programs: JAX's ``Lowered`` of each program, for the target's platform.
       target: the kind of device to compile for.
-      cluster: the devices that run each program.
+      cluster: the devices. A slice of TPUs is given as a whole.
+      devices: the positions of those that run the programs; None: all.
 
     Raises:
       PlanError: the compiler is not installed, or the cluster does not consist of the
@@ -113,7 +117,7 @@ def compile_for(
             "platform": target.platform,
             "topology": topology(target, cluster),
             "description": target.gpu.text() if target.gpu else "",
-            "devices": cluster.num_devices,
+            "devices": list(devices or range(cluster.num_devices)),
             "programs": len(programs),
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")

@@ -513,7 +513,7 @@ def compile_without_devices(
     platform: str,
     topology: str,
     description: str,
-    devices: int,
+    devices: Sequence[int],
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """Compiles modules for devices that this host does not have.
 
@@ -527,13 +527,13 @@ def compile_without_devices(
       platform: "cuda", "tpu" or "cpu"; "cpu" can have any number of devices.
       topology: the devices, in the compiler's format.
       description: the description of a GPU, in the compiler's format.
-      devices: the number of devices that run each program, counted from the first.
+      devices: the positions of the devices that run each program.
 
     Yields:
       The text of each optimized module, and its memory in bytes by kind.
     """
     if platform == "cpu":
-        jax.config.update("jax_num_cpu_devices", devices)
+        jax.config.update("jax_num_cpu_devices", 1 + max(devices))
         found = jax.devices("cpu")
     else:
         given = {} if platform == "tpu" else {"topology": topology}
@@ -541,7 +541,7 @@ def compile_without_devices(
             given["target_config"] = description
         name = topology if platform == "tpu" else "gpu"
         found = _topologies.get_topology_desc(name, platform, **given).devices
-    used = np.array(found[:devices])
+    used = np.array([found[k] for k in devices])
     for module in modules:
         yield _compile_module(module, used)
 
