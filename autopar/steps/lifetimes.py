@@ -45,9 +45,10 @@ def breadth_first(graph: OperatorGraph, written: frozenset[int]) -> list[int]:
 
 
 def region_ends(graph: OperatorGraph, times: Sequence[int]) -> list[int]:
-    """Returns the time at which the region of each boundary operator ends.
+    """Returns the time at which each region of operators ends, at its first operator.
 
-    The entry of every other operator is -1.
+    A region is the operators of a loop's body, which begin with a boundary operator.
+    The entry of an operator that begins no region is -1.
 
     Args:
       graph: the operator graph.

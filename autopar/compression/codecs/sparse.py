@@ -81,8 +81,13 @@ _ENERGIES = 0.024, 0.075, 0.228, 0.465, 0.612, 0.826, 0.958, 1.0
 
 
 def error_without(ratio: float) -> float:
-    """The relative error if only a fraction of the elements is sent, namely the largest
-    ones.
+    """The norm of what is not sent, divided by the norm of the gradient.
+
+    The largest elements are sent. The norms are those of measured gradients (see
+    `_ENERGIES`).
+
+    Args:
+      ratio: the fraction of elements that is sent, 0 to 1.
     """
     x = math.log(min(1.0, max(ratio, _PARTS[0])))
     energy = float(np.interp(x, np.log(_PARTS), _ENERGIES))

@@ -37,8 +37,8 @@ _SETTLE_S = 3.0
 # A rate counts as changed if it is larger or smaller than the first rate by at least
 # this factor.
 _FACTOR = 1.5
-# Windows with fewer bytes are ignored: their time is mostly the latency of a round
-# trip, not the bandwidth.
+# A window of `_WINDOW_S` in which a worker sends fewer bytes than this gives no rate:
+# the time of few bytes is mostly the latency of a round trip, not the bandwidth.
 _LEAST_BYTES = 1 << 18
 
 # Byte offsets of fields in ``struct tcp_info`` of Linux 4.10 and later: bytes_acked at

@@ -308,11 +308,12 @@ def grouped_convolution(
 
 
 def _group_split(rule: FactorRule, result: Layout, sizes: Sequence[int]) -> int:
-    """Returns the number of parts into which the groups are split.
+    """Returns the number of parts into which a convolution's feature groups are split.
 
-    The groups are the only factor that both operands and the result share. The groups
-    are the major factor of their dimension. A minor factor of the dimension is sharded
-    only if the groups are sharded completely.
+    The groups are the only factor that both operands and the result share. In their
+    dimension, such as the channels of the result, the groups are the outer factor, and
+    the channels within a group the inner factor. The inner factor is sharded only if
+    every group lies on devices of its own.
     """
     common = frozenset.intersection(
         *(rule.factors_of(dims) for dims in (*rule.operands, *rule.results))

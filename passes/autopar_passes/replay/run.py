@@ -400,7 +400,7 @@ class Replayer:
         self.control_flow = ControlFlow(values, program.values, self.equation, replicas)
 
     def step(self, made: Made) -> list[Any]:
-        """Runs the program; carried state leaves in the layout in which it came."""
+        """Runs the program; the new state has the layout of the state before."""
         body, values = self.program.body, self.values
         self.run(body.equations, made)
         if values.watch is not None:

@@ -185,7 +185,12 @@ def _running(array: np.ndarray, fold: np.ufunc) -> np.ndarray:
 def _shared_costs(
     problem: StageProblem, first: np.ndarray, end: np.ndarray, option: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds per step and bytes for parameters that another stage also uses."""
+    """The cost of parameters that another stage also uses.
+
+    Returns:
+      Seconds per step for sending them and their gradients, and bytes of memory for the
+      copy on the second stage.
+    """
     step, copies = np.zeros(len(first)), np.zeros(len(first))
     for shared in problem.shared:
         source = (first <= shared.source) & (shared.source < end)
