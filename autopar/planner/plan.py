@@ -251,13 +251,14 @@ def meshes_of(
 
 
 def _check_no_remat(options: PlanOptions, kept: Plan) -> None:
-    """Checks that the options ask for no rematerialisation if the plan has several
-    stages.
+    """Checks that the options ask for no rematerialisation beside that of a plan of
+    several stages.
     """
     if options.remat not in (None, "auto"):
         raise PlanError(
-            f"remat={options.remat!r} is for plans of one stage, and the plan given as "
-            f"layouts= has {len(kept.stages)}; leave remat out."
+            f"remat={options.remat!r}: the plan given as layouts= has "
+            f"{len(kept.stages)} stages and says itself which layers compute again; "
+            "leave remat out, or edit pipeline.recomputed of the plan."
         )
 
 
