@@ -96,7 +96,7 @@ def pipelined_step(
     meshes = stage_meshes(plan, devices)
     stages = _stages(cut, plan, meshes, fallback, signals=signals)
     codecs = _staged_codecs(cut, stages, fallback, links, donate=donate)
-    found = cut.found
+    found, whole = cut.found, cut.analysis.whole or cut.analysis
     table = make_table(schedule_of(plan), len(stages), found.microbatches)
     measured = _staged_noise(analysis, cut, stages, noise, links)
     pipeline = StagePipeline(
@@ -107,11 +107,10 @@ def pipelined_step(
         donate=donate,
         wait_s=wait_s,
         links=links,
-        shown=_values_of_results(analysis, cut),
+        shown=_values_of_results(whole, cut),
         noise=measured,
         codecs=codecs,
     )
-    whole = cut.analysis.whole or cut.analysis
     feed = Feed(whole, cut, pipeline, measured)
     flat = [d for mesh in meshes for d in mesh.devices.flat]
     function, shardings = _as_written(

@@ -144,6 +144,8 @@ def test_layers_that_go_to_another_stage_are_counted(monkeypatch):
     assert found == {(0, 1): (sent[0],) * 2, (1, 0): (sent[1],) * 2}
     assert audit.agrees
     bound = bind_stages(analyse(case()[0], (state, batch())), step.plan, CLUSTER)
+    pipeline = step.prepare(state, batch()).pipeline
+    assert len(pipeline.shown) == 1, "processes get the loss, and no layers"
     for parts in staged_parts(bound, "layer"):
         (part,) = [part for part in parts if part.what == SENT_LAYERS]
         link = CLUSTER.levels[-1].link
