@@ -107,7 +107,12 @@ STALL_STEPS, STALL_GAIN = 10, 0.01
 """Price steps stop if this number of steps closes less than this share of the gap."""
 
 PROGRAM_PAIRS = 60_000
-"""Larger fields get bounds and searches, but no integer program."""
+"""Larger fields get bounds and searches, but no integer program, unless time has no
+limit and a slice has grown to `LONG_SLICE`: only a program proves every optimum."""
+
+LONG_SLICE, LONGEST_SLICE = 60.0, 3600.0
+"""Seconds of a time slice: from when on large fields get an integer program, and at
+most."""
 
 NARROW_PAIRS = 60_000
 """Initial size of the field that is restricted to favoured strategies."""
@@ -209,21 +214,26 @@ class _State:
         if self._fix():
             return False
         if climbing:
-            self.slice *= 1.2
+            self.slice = min(1.2 * self.slice, LONGEST_SLICE)
             return False
         self._deepen()
         if self._is_done():
             return True
         if self._fix():
             return False
-        if self.field.num_pairs <= PROGRAM_PAIRS and self._program():
+        if self._takes_program() and self._program():
             return True
         if not self._is_done():
             self._narrow()
         if not self._is_done():
             self._search()
-        self.slice *= 1.5
+        self.slice = min(1.5 * self.slice, LONGEST_SLICE)
         return self._is_done()
+
+    def _takes_program(self) -> bool:
+        """Whether the field is small enough for an integer program, or time is free."""
+        endless = self.clock.end == math.inf and self.slice >= LONG_SLICE
+        return self.field.num_pairs <= PROGRAM_PAIRS or endless
 
     def finish(self) -> None:
         """Offers the choices of the trail, because every node is decided."""

@@ -139,7 +139,7 @@ def test_axes_have_the_names_that_were_given(run: Run) -> None:
 
 
 def test_a_batch_that_no_axis_divides_may_stay_whole(run: Run) -> None:
-    words = ("plan", TARGET, *SMALL, "--cluster", "7:cpu")
+    words = ("plan", TARGET, "width=64", "layers=1", "batch=3", "--cluster", "7:cpu")
     assert_fails(run(*words), "--no-split-batch")
     result = run(*words, "--no-split-batch", "--json")
     assert result.code == 0

@@ -10,10 +10,11 @@ from property_tests import examples
 from sharding_problems import brute_force, ladder, problems
 from solver_fields import graph_of_problem
 
-from autopar_solver import evaluate_choices
+from autopar_solver import ShardingProblem, evaluate_choices
 from autopar_solver.clock import Clock
 from autopar_solver.ilp.backends import backend_of
 from autopar_solver.ilp.highs import ProgramAnswer
+from autopar_solver.sharding import rounds
 from autopar_solver.sharding.graph import ContradictionError
 from autopar_solver.sharding.reductions.pipeline import reduce_graph
 from autopar_solver.sharding.rounds import Incumbent, close_gap
@@ -100,3 +101,40 @@ def test_what_is_proved_is_left_alone():
     before = len(graph.trail)
     close_gap(graph, incumbent, Clock(0.0, None), HIGHS)
     assert len(graph.trail) == before
+
+
+class _Asked(Exception):
+    """The integer program was asked."""
+
+
+def dense_problem(nodes: int, strategies: int) -> ShardingProblem:
+    """Half of all pairs of nodes have costs; elimination would take too much memory."""
+    random = np.random.default_rng(0)
+    edges = [(i, j) for i in range(nodes) for j in range(i) if random.random() < 0.5]
+    return ShardingProblem(
+        name="dense",
+        node_costs=tuple(random.random(strategies) for _ in range(nodes)),
+        edges=tuple(edges),
+        edge_costs=tuple(random.random((strategies, strategies)) for _ in edges),
+        memory=(),
+        memory_limit=None,
+        fixed_memory=(),
+    )
+
+
+def test_a_large_field_gets_a_program_where_time_has_no_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise its rounds would never end."""
+
+    def ask(*_: object, **__: object) -> ProgramAnswer:
+        raise _Asked
+
+    monkeypatch.setattr(rounds, "solve_field", ask)
+    monkeypatch.setattr(rounds, "PROGRAM_PAIRS", 0)
+    monkeypatch.setattr(rounds, "LONG_SLICE", 0.2)
+    # Nothing else helps: no smaller problem, and no elimination.
+    monkeypatch.setattr(rounds, "NARROW_PARTS", ())
+    monkeypatch.setattr(rounds, "WORK_PER_SECOND", 0)
+    with pytest.raises(_Asked):
+        rounds_of(dense_problem(12, 4))
