@@ -320,7 +320,7 @@ class Assignment:
         found = {} if within is None else within.whole
         if not self.replicas:
             return found
-        loop, inside = self.analysis.loop, self.analysis.repeated
+        loop, inside = self.analysis.loop, self.analysis.loop_equations
         return found | stack_between(
             self, deferral, within, self.replicas, loop.outputs, inside
         )

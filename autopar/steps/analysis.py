@@ -253,7 +253,7 @@ class Analysis:
         return self.traced
 
     @_untimed
-    def repeated(self) -> frozenset[int]:
+    def loop_equations(self) -> frozenset[int]:
         """The equations inside of the loop over microbatches."""
         inside = [e.index for r in self.loop.regions for e in walk(r)]
         return frozenset(inside)

@@ -336,7 +336,7 @@ def with_turns(analysis: Analysis, turns: int) -> Analysis:
     count, loop = analysis.microbatches, analysis.loop.index
     operators = tuple(
         _scale_operator(op, turns / count)
-        if op.equation in analysis.repeated
+        if op.equation in analysis.loop_equations
         else _at_boundary(op, count, turns)
         if op.equation == loop
         else op

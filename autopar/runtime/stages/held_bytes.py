@@ -33,7 +33,7 @@ def held_bytes(pipeline: StagePipeline) -> dict[ProgramKey, int]:
     Args:
       pipeline: the tasks.
     """
-    held = _Held(pipeline)
+    held = _HeldBytes(pipeline)
     held.begin()
     for issue in pipeline.order:
         held.run_task(issue.key, issue.microbatch)
@@ -50,7 +50,7 @@ def _shard_bytes(struct: Any, sharding: Any) -> int:
     return math.prod(sharding.shard_shape(tuple(struct.shape))) * itemsize(struct.dtype)
 
 
-class _Held:
+class _HeldBytes:
     """The sizes of the arrays of each stage in the course of a step."""
 
     def __init__(self, pipeline: StagePipeline) -> None:
