@@ -51,7 +51,7 @@ from autopar_passes.layer_loops.operators import piece_paths
 # The fields that a user may edit. After any edit the costs are computed again.
 EDITABLE = (
     "inputs", "nodes", "copies", "gradients", "sums_each_microbatch", "predicted",
-    "cluster", "mesh", "schedule", "pipeline",
+    "cluster", "mesh", "schedule", "pipeline", "replicas",
 )  # fmt: skip
 # The editable fields that plans of one stage do not have.
 _OF_SEVERAL = ("schedule", "pipeline")
@@ -62,8 +62,6 @@ _WHY_NOT = {
     "cluster=, stages=)",
     "compression": "it says why gradients are sent as they are: edit their codecs",
     "microbatches": "other microbatches are another plan: make it with "
-    "autopar.plan(..., microbatches=)",
-    "replicas": "they are for clusters of unequal devices: make another plan with "
     "autopar.plan(..., microbatches=)",
     "local": "it says what is computed from each microbatch alone",
     "rematerialisation": "it says which modules the layers that are computed again "
@@ -275,8 +273,12 @@ def _check_parts(plan: Plan, parts: tuple[str, ...]) -> None:
             raise PlanError(
                 f"the plan's {part} was edited, and cannot be: there is one stage."
             )
-        also = (mesh and part == "outputs") or (plan.replicas and part == "replicas")
-        if part not in EDITABLE and not also:
+        if part == "replicas" and not plan.replicas:
+            raise PlanError(
+                "the plan's replicas were edited, and cannot be: it has none. Replicas "
+                "are for clusters of unequal devices: autopar.plan(..., microbatches=)."
+            )
+        if part not in EDITABLE and not (mesh and part == "outputs"):
             why = _WHY_NOT.get(part, "it is a fact of the step")
             raise PlanError(f"the plan's {part} was edited, and cannot be: {why}.")
     both = [part for part in ("nodes", "copies") if part in parts]
