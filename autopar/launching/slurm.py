@@ -481,7 +481,9 @@ for ((i = 0; i < 20; i++)); do
 done
 if ((code == 75)); then
     if scontrol requeue incomplete "$SLURM_JOB_ID"; then
-        sleep 60 # it ends this script
+        # Slurm ends this script; a sleep may die before it, and its end would fail
+        # the job.
+        for ((i = 0; i < 60; i++)); do sleep 1; done
     else
         say "the run is saved, but Slurm does not requeue the job: submit it again"
     fi
