@@ -481,9 +481,7 @@ for ((i = 0; i < 20; i++)); do
 done
 if ((code == 75)); then
     if scontrol requeue incomplete "$SLURM_JOB_ID"; then
-        # Slurm ends this script; a sleep may die before it, and its end would fail
-        # the job.
-        for ((i = 0; i < 60; i++)); do sleep 1; done
+        sleep 60 # it ends this script
     else
         say "the run is saved, but Slurm does not requeue the job: submit it again"
     fi
