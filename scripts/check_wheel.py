@@ -15,7 +15,13 @@ import zipfile
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = ("autopar", "autopar_errors", "autopar_passes", "autopar_solver")
 # Data that modules read.
-DATA = ("autopar/cluster/rates/xla.json", "autopar/cluster/devices/h100.toml")
+DATA = (
+    "autopar/cluster/rates/xla.json",
+    *(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "autopar" / "cluster" / "devices").glob("*.toml")
+    ),
+)
 # Imports everything, and proves that nothing came from outside the environment.
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys
