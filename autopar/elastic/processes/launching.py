@@ -277,8 +277,8 @@ def start_helper(
     command: Sequence[str],
     environment: Mapping[str, str],
     *,
-    nice: int = 19,
-    descriptors: Sequence[int] = (),
+    nice: int,
+    descriptors: Sequence[int],
 ) -> subprocess.Popen[bytes]:
     """Starts a process that dies with the calling thread.
 
