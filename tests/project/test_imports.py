@@ -205,3 +205,13 @@ def test_what_must_begin_at_once_imports_no_jax() -> None:
     modules = "autopar.elastic.processes.runner, autopar.cli.ledgering"
     program = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert not subprocess.run([sys.executable, "-c", program], check=False).returncode
+
+
+def test_scripts_have_names_of_their_own() -> None:
+    """Tests import scripts by name: of two with one name, the first import wins."""
+    folders = ("examples", "benchmarks", "scripts", "tests/support")
+    found = [
+        path.stem for name in folders for path in (checkout.ROOT / name).glob("*.py")
+    ]
+    assert found
+    assert sorted(found) == sorted(set(found))

@@ -1,7 +1,7 @@
 """A recommendation model: where its tables lie, and what DCT's messages cost it.
 
-    python benchmarks/recommendation.py                  # all rows
-    python benchmarks/recommendation.py --only plans
+    python benchmarks/embedding_tables.py                  # all rows
+    python benchmarks/embedding_tables.py --only plans
 
 Rows: ``plans`` (the plan of `examples/recommendation.py` on some clusters, beside the
 best ones with all tables whole, and with all tables split by rows), ``dct`` (training
