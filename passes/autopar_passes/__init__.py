@@ -8,5 +8,5 @@ Each subpackage may import only those above it in this list:
 * ``graph``: the operator graph: roles of operators, repeated layers, checks;
 * ``sums``: sums of partial results that may be deferred;
 * ``replay``: runs a program with the layouts of a plan stated in it;
-* ``audit``: reads the communication of a program from the compiler.
+* ``audit``: reads from the compiler's output what a program communicates.
 """

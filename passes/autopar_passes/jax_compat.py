@@ -79,10 +79,9 @@ def source_line(eqn: Any) -> str:
     """Returns ``file.py:line`` of the user's code that made an equation, or ''.
 
     The line is the innermost line outside of installed packages, such as Flax and
-    Optax. Without such a line, the innermost line of an installed package is returned.
-    An equation that a pass made has no line. ``source_info_util.user_frames`` is
-    private (0.10.2), and its argument changed between releases, so any failure only
-    returns ''.
+    Optax; without such a line, the innermost line of an installed package. An equation
+    that a pass made has no line. ``source_info_util.user_frames`` is private (0.10.2),
+    and its argument changed between releases. Any failure therefore only gives ''.
     """
     found = ""
     with contextlib.suppress(Exception):
@@ -107,7 +106,7 @@ def is_of_random(eqn: Any) -> bool:
 
 
 def thread_options() -> list[Any]:
-    """Returns contexts that set this thread's own JAX options in another thread."""
+    """Returns context managers that set this thread's JAX options in another thread."""
     own = [x for x in vars(_config).values() if isinstance(x, _config.State)]
     unset = _config.config_ext.unset
     found = [(x, x.get_local()) for x in own if x.get_local() is not unset]
@@ -133,7 +132,7 @@ def bind(eqn: Any, *args: Any) -> list[Any]:
 
 
 def _bind_parameters(eqn: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Calls ``Primitive.get_bind_params``, which `jax.extend.core` lacks (0.10.2).
+    """Calls ``Primitive.get_bind_params``, which is not in `jax.extend.core` (0.10.2).
 
     Before 0.10 the method returned called functions separately from the parameters.
     """
@@ -144,8 +143,8 @@ def _bind_parameters(eqn: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 def bind_anywhere(eqn: Any, *args: Any) -> list[Any]:
     """`bind`, without the mesh that ``eqn`` was traced on.
 
-    Inside a manual ``shard_map`` the shardings in an equation's parameters hold nothing
-    but the name of that mesh (0.10.2), so they are replaced by None.
+    Inside a manual ``shard_map`` the shardings in an equation's parameters only name
+    that mesh (0.10.2), so they are replaced by None.
     """
     functions, params = _bind_parameters(eqn)
     params = {
@@ -181,8 +180,9 @@ def copier(
 
     If an array keeps its partitioning, `jax.device_put` calls the same internal
     function, but runs 40 us of Python for each array before (0.10.2). The internal
-    function does not check its arguments: it would crash on consumed arrays. Consumed
-    arrays and arrays with another sharding therefore go to ``device_put``.
+    function does not check its arguments: it would crash on arrays that were donated or
+    deleted. Such arrays and arrays with another sharding therefore go to
+    ``device_put``.
     """
     devices = [sharding._internal_device_list for sharding in target]
     how = [_xc.ArrayCopySemantics.REUSE_INPUT] * len(devices)
@@ -216,7 +216,8 @@ def is_extended(dtype: Any) -> bool:
 def wrap_keys(words: Any, dtype: Any) -> Any:
     """Returns random keys of a dtype made of their raw words, ``(*shape, words)``.
 
-    The public function ``jax.random.key_impl`` needs keys. `jax.eval_shape` makes some.
+    The public function ``jax.random.key_impl`` takes keys, not a dtype.
+    `jax.eval_shape` makes abstract keys for it.
     """
     found: list[Any] = []
 
@@ -288,8 +289,8 @@ class Coordination:
 def coordination() -> Coordination | None:
     """Returns the coordination service, or None without ``jax.distributed``.
 
-    ``jax.distributed.is_initialized`` is public, but the client is not (0.10.2). This
-    function starts no backend, whereas ``jax.process_index`` would start one.
+    ``jax.distributed.is_initialized`` is public, but the client is not (0.10.2). Unlike
+    ``jax.process_index``, this function starts no backend.
     """
     state = _distributed.global_state
     if state.client is None:
@@ -330,7 +331,7 @@ def bits_struct(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], An
 
 
 def with_dtype(bits: Any, dtype: Any) -> Any:
-    """The inverse of `key_bits`; this function runs no program either."""
+    """The inverse of `key_bits`; like it, runs no program."""
     if not is_extended(dtype):
         return bits
     return _prng.PRNGKeyArray(dtype._impl, bits)
@@ -356,7 +357,7 @@ def dtype_of(name: str) -> Any:
 
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs in the parameters of an equation, without closed wrappers."""
+    """Yields the jaxprs in an equation's parameters, with closed jaxprs opened."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(item, "jaxpr", item)
@@ -387,7 +388,7 @@ _CUDNN_VERSION = 91200
 
 
 class _Devices(threading.local):
-    """Stores whether this thread traces for devices that the host does not have."""
+    """Whether this thread traces for devices that the host does not have."""
 
     absent = False
 
@@ -402,7 +403,7 @@ _CHECKS = (
 
 
 def _answers() -> bool:
-    """Whether the checks answer this thread for an assumed GPU, not for the host."""
+    """Whether JAX's checks get answers for an assumed GPU in this thread."""
     if not _devices.absent:
         return False
     if _cuda_versions is None:
@@ -411,7 +412,7 @@ def _answers() -> bool:
 
 
 class _Checks:
-    """Answers the checks of fused attention for the threads in `without_devices`.
+    """Answers JAX's checks for fused attention in threads inside `without_devices`.
 
     The functions of JAX's module are replaced while at least one thread is inside
     `without_devices`. Every other thread still gets the answers of JAX's own functions.

@@ -44,7 +44,7 @@ class UserMesh:
 
 
 class _Held(threading.local):
-    """The mesh that `without_mesh` has put aside in this thread."""
+    """The mesh that `without_mesh` has removed in this thread, to be set again."""
 
     inside = False
     mesh: UserMesh | None = None
@@ -146,8 +146,8 @@ def drop_shardings(closed: Any) -> Any:
 
 
 # JAX shares cached jaxprs between traces, such as the jaxpr of a scatter's sum.
-# Programs are compared by these jaxprs, so each jaxpr needs a unique form without
-# shardings.
+# Programs are compared by these jaxprs, so each jaxpr must have exactly one form
+# without shardings.
 _unsharded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 

@@ -1,9 +1,9 @@
 """The names of JAX that are not public and that concern several processes.
 
 `jax.distributed.initialize` starts the coordination service in process 0, and a process
-can join only once. In this project the service runs in a separate process, and a
-process joins one world after another (0.10.2). A *world* is a set of processes that run
-JAX together. One process can also compile a program that another process runs.
+can join only once. A *world* is a set of processes that run JAX together. In this
+project the service runs in a process of its own, and a process can join one world after
+another (0.10.2). One process can also compile a program that another process runs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def coordination_client(address: str, index: int, connect_s: int) -> Any:
 
 
 def fill_place(address: str, index: int, connect_s: int) -> None:
-    """Connects in place of a process that has died.
+    """Connects to a world in place of a process that has died.
 
     Call this function in a thread, because it may wait for other processes.
 
@@ -203,7 +203,7 @@ def _cpu_client(address: str, index: int, count: int, local: int) -> tuple[Any, 
 
 
 def imitated_backend(address: str, count: int, local_devices: int) -> Any:
-    """Returns the backend that process 0 of a world has, without other processes.
+    """Returns the backend of process 0 of a world, without the other processes.
 
     Programs can be compiled for the devices of this backend, but not run. While the
     devices are registered, threads of this process stand in for the other processes.
@@ -253,7 +253,7 @@ def _own_address(coordinator: str | None) -> str:
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
     family, kind, protocol, _, address = sorted(found)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # a datagram socket sends nothing here
+        probe.connect(address)  # connecting a datagram socket sends nothing
         own = probe.getsockname()[0]
     return f"[{own}]" if family == socket.AF_INET6 else own
 
@@ -323,7 +323,7 @@ def compile_by(lowered: Any, compile_bytes: CompileBytes) -> bool:
 
 
 class _Elsewhere:
-    """An XLA client that compiles with a function and otherwise wraps a client."""
+    """Wraps an XLA client, and compiles with a given function instead."""
 
     def __init__(self, client: Any, compile_bytes: CompileBytes) -> None:
         self._client, self._compile_bytes = client, compile_bytes

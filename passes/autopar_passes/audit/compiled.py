@@ -82,7 +82,7 @@ class CompiledAudit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """A collective, and notes on how its instructions differ from the plan's."""
+    """A collective, and notes on how its instructions differ from what a plan lists."""
 
     collective: AuditedCollective
     exceptions: tuple[str, ...] = ()
@@ -101,10 +101,10 @@ def hlo_collectives(
     permute is multiplied by the share of devices that send to another device. A permute
     in which no device sends to another is not listed. If each device keeps only a slice
     of an all-reduce, the all-reduce is listed as a reduce-scatter. A second all-reduce
-    is listed for the part of the sum that the reduce-scatter does not cover. The size
-    of an all-reduce after a reduce-scatter is only the slice that the reduce-scatter
-    leaves. An array that was widened from 16 to 32 bits only for sending has its size
-    in 16 bits.
+    is listed for the part of the sum that the reduce-scatter does not cover. An
+    all-reduce after a reduce-scatter counts only the bytes of the slice that the
+    reduce-scatter leaves. An array that was widened from 16 to 32 bits only for sending
+    counts the bytes that it has in 16 bits.
 
     Args:
       text: the text of the optimized module, such as ``compiled.as_text()``.
@@ -241,7 +241,7 @@ class Reader:
                 yield self._describe(scope, op, index, kind, groups, result, trips)
 
     def _again(self, op: Instruction) -> bool:
-        """Returns whether a collective is a later piece of a collective counted before.
+        """Returns whether a collective is a later piece of one already counted.
 
         TPU programs write an asynchronous collective into every fusion that runs at the
         same time. All these pieces have the same channel and the same value of the
@@ -335,7 +335,7 @@ class Reader:
         return op.source
 
     def _narrow(self, scope: Scope, op: Instruction, index: int) -> bool:
-        """Returns whether an operand has 16 bits before and after this collective.
+        """Returns whether an array has 16 bits before and after a 32-bit collective.
 
         All readers of the result must convert it back to 16 bits, and the operand must
         be converted from 16 bits. For an all-reduce only the readers are checked,
@@ -364,7 +364,7 @@ class Reader:
         return scope.instruction(op.operands[0]).shapes[0].dtype in _NARROW
 
     def _arriving(self, scope: Scope, name: str) -> float:
-        """Returns the share of a value that reduce-scatters left per device."""
+        """The share of an array that earlier reduce-scatters left per device."""
         scope, op = self.follow.origin(scope, name)
         index = None
         if op.opcode == "get-tuple-element":
@@ -429,7 +429,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
-    """The device waits for the collective whose `Start` has this name."""
+    """The event at which the device waits for the collective of a `Start`."""
 
     name: str
 

@@ -393,7 +393,7 @@ class ValueFollower:
     ) -> Iterator[ValueReading]:
         """Yields the readers of a fusion's result.
 
-        Every other computation's result counts as used whole.
+        In any other computation, the result is not followed and counts as used whole.
         """
         if scope.call is None or scope.call.opcode != "fusion" or scope.outer is None:
             yield ValueReading(scope, None, 0)
@@ -524,7 +524,7 @@ class ValueFollower:
     def resolve_element(
         self, scope: Scope, element: Instruction
     ) -> tuple[Scope, Instruction]:
-        """Finds the maker of a tuple's element, also through loops that keep it."""
+        """Finds the maker of a tuple's element, also through loops that return it."""
         holder = scope.instruction(element.operands[0])
         if holder.opcode == "tuple":
             return self.resolve(scope, holder.operands[element_index(element)])
@@ -554,7 +554,7 @@ def split_groups(need: Need, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray
     kept = list(of_slice.values())
     if len(kept) == ratio and len({len(devices) for devices in kept}) == 1:
         return np.array([[devices[0] for devices in kept]]), np.array(kept[:1])
-    # It is unknown which devices keep the same slice, or the slices overlap.
+    # It is unknown which devices keep the same slice, or slices overlap in part.
     ratio = math.gcd(max(ratio, 1), size)
     parts = groups[:1].reshape(ratio, size // ratio)
     return parts[:, :1].T, parts[:1]

@@ -53,7 +53,7 @@ def kernel_bytes(module: HloModule, scope: Scope, op: Instruction) -> float:
 
 
 def _size(shapes: tuple[Shape, ...]) -> float:
-    """Bytes of arrays, except vectors of bytes, which are work space of libraries."""
+    """Bytes of arrays, without vectors of bytes, which libraries use as work space."""
     return sum(s.nbytes for s in shapes if s.dtype != "s8" or len(s.dims) > 1)
 
 
@@ -117,7 +117,7 @@ def _element_counts(body: Computation) -> dict[str, float]:
 def _reads(
     body: Computation, op: Instruction, made: float, in_place: bool
 ) -> Iterator[tuple[str, float]]:
-    """Elements of each operand that an instruction reads to make ``made`` elements."""
+    """How many elements of each operand an instruction reads for ``made`` results."""
     for slot, name in enumerate(op.operands):
         count = _count(body.instructions[name])
         if op.opcode in _IN_PLACE and in_place:
@@ -259,8 +259,9 @@ def _convolution(
 
     A forward convolution counts as a product with one row for each output position and
     one column for each output channel. The gradient of its kernel counts as a product
-    with one row for each weight of an output channel. The labels refer to the input,
-    kernel and output of the forward pass, even if the instruction computes a gradient.
+    with one row for each weight that an output channel has. The labels refer to the
+    input, kernel and output of the forward pass, even if the instruction computes a
+    gradient.
     """
     image, kernel, output = 0, 1, 2
     if "convBackwardFilter" in op.attributes:

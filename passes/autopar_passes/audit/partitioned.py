@@ -4,8 +4,8 @@
 device. Later compiler passes for accelerators rewrite two patterns, so
 `shardy_collectives` rewrites them too. First, if each device uses only a slice of an
 all-reduce, it counts as a reduce-scatter. Second, two equal collectives of the same
-array count once. Collectives that the program itself requests inside a `jax.shard_map`
-are subject to the first rewrite only.
+array count once. Only the first rewrite applies to collectives that the program itself
+requests inside a `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ _ASKED_KINDS = {
     "stablehlo.all_to_all": "all_to_all",
     "stablehlo.collective_permute": "collective_permute",
 }
-# The number of operations in a counting loop's condition: bound, comparison, return.
+# The number of operations in the condition of a loop that counts: the bound, the
+# comparison, the return.
 _COUNTING_OPERATIONS = 3
 _SHARDED = "sdy.sharding"
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
@@ -211,7 +212,7 @@ class _Auditor:
     def manual_collective(
         self, op: Any, kind: str, trips: float
     ) -> Iterator[AuditedCollective]:
-        """Yields a collective of a manual computation, whose arrays are per device."""
+        """Yields a collective inside a ``shard_map``, whose arrays are per device."""
         arrays = op.results if kind == "all_gather" else op.operands
         nbytes = sum(_array_bytes(value) for value in arrays)
         source = _source(op)
@@ -310,7 +311,7 @@ def _source(op: Any) -> str:
 
 
 def _array_bytes(value: Any) -> float:
-    """Bytes of an array of a manual computation."""
+    """Bytes of an array inside a ``shard_map``."""
     return math.prod(value.type.shape) * _bits(value.type.element_type) / 8
 
 
@@ -334,7 +335,7 @@ def _bits(element: Any) -> int:
 
 
 def _loop_count(op: Any) -> float:
-    """Reads the count of a loop ``i < bound`` in which ``i`` starts at a constant."""
+    """Reads the trips of a loop ``while i < bound`` where ``i`` starts constant."""
     block = op.regions[0].blocks[0]
     compares = [o for o in block.operations if "compare" in o.operation.name]
     if len(compares) != 1 or len(list(block.operations)) > _COUNTING_OPERATIONS:

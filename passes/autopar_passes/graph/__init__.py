@@ -1,1 +1,1 @@
-"""The operator graph of a program: what the planner reads."""
+"""The operator graph of a program: the facts that the planner reads."""

@@ -1,15 +1,16 @@
 """Finds the batch among the inputs of a step: its arrays, and their row dimensions.
 
-The sharding rules of operators tell which dimensions of arrays are the same dimension.
-Such dimensions form a set. A set that occurs in no parameter may be the rows. The rows
-are the set with the most FLOPs of matrix products in which the set occurs only once. A
-sequence dimension, by contrast, occurs twice in attention, and a time dimension occurs
-in the loop of a recurrent network. Among sets with equal FLOPs, the rows are the set
-that is reduced, shifted, compared or indexed by constants least. An input that is
-combined with arrays of rows, but has no row dimension, is the same for all rows: it is
-frozen, as a teacher's weights are. There is one exception: an input whose first
-dimension has as many entries as there are rows, and whose entries are selected by row
-numbers, as in ``x[argsort(n)]``. This input belongs to the batch.
+The sharding rules of operators tell which dimensions of arrays must be sharded alike.
+Such dimensions form a set, such as all dimensions that count heads. Only a set that
+occurs in no parameter can be the rows (the examples of the batch). The rows are the set
+with the most FLOPs of matrix products in which the set occurs only once. A sequence
+dimension, by contrast, occurs twice in attention, and a time dimension occurs in the
+loop of a recurrent network. Among sets with equal FLOPs, the rows are the set with the
+fewest FLOPs of operators that reduce it, or shift, compare or index it by constants. An
+input that is combined with arrays of rows, but has no row dimension, is the same for
+all rows: its role is frozen, as a teacher's weights are. There is one exception: an
+input whose first dimension has as many entries as there are rows, and whose entries are
+selected by row numbers, as in ``x[argsort(n)]``. This input belongs to the batch.
 """
 
 from __future__ import annotations
@@ -173,12 +174,15 @@ class _Dimensions:
                 self._unite(loops.setdefault(op.equation, lead), lead)
 
     def lead(self, op: Operator) -> tuple[int, ...] | None:
-        """The dimension that a loop slices or stacks; None for other operators."""
+        """The sets of the dimension that a loop slices or stacks.
+
+        The result is None for other operators.
+        """
         ends = {"slice_step": op.inputs, "stack_step": op.outputs}.get(op.kind)
         return None if not ends or ends[0] is None else self._dims(ends[0])[0]
 
     def sets(self, op: Operator) -> list[tuple[int, tuple[int, ...]]]:
-        """The factors of an operator, each with its sets."""
+        """The factors of an operator's rule, each with its sets."""
         return [(f, self.leaves(d)) for f, d in self._factors[op.index].items()]
 
     def nbytes(self, value: int) -> float:
@@ -220,7 +224,7 @@ class _Dimensions:
         return tuple(out)
 
     def _join(self, op: Operator) -> dict[int, tuple[int, ...]]:
-        """Unites the dimensions of an operator's values that are one factor."""
+        """Unites the dimensions that an operator's rule makes one factor."""
         found: dict[int, tuple[int, ...]] = {}
         pairs = [*zip(op.inputs, op.rule.operands, strict=True)]
         pairs += zip(op.outputs, op.rule.results, strict=True)
@@ -279,13 +283,13 @@ class _Dimensions:
 
 
 class _Apart:
-    """Measures how well the sets of dimensions are separated.
+    """Measures which sets of dimensions keep the examples of a batch apart.
 
     Attributes:
       dims: the sets.
-      products: for each set, FLOPs of the matrix products of batch data that keep the
-        set without reducing it. A product in which the set only occurs twice counts
-        half. A loop without carries keeps the dimension that it slices.
+      products: for each set, FLOPs of the matrix products of batch data that have the
+        set in an operand and do not reduce it. A product in which the set only occurs
+        twice counts half. A loop without carries keeps the dimension that it slices.
       mixed: for each set, FLOPs of all other operators that reduce the set, or that
         index it by constants.
       sequential: equations of the loops that carry values from iteration to iteration.
@@ -322,12 +326,12 @@ class _Apart:
                 _add(self.mixed, {n for _, part in dims.sets(op) for n in part}, op)
 
     def trains(self, loop: Operator) -> bool:
-        """Whether a loop contains backward passes."""
+        """Whether a loop's body contains a backward pass."""
         first = bisect.bisect(self._backward, loop.index)
         return first < len(self._backward) and self._backward[first] <= loop.until
 
     def _count(self, op: Operator, maps: Iterable[tuple[int, ...]]) -> None:
-        """Adds the FLOPs of an operator to the sets that it keeps or mixes."""
+        """Adds the FLOPs of an operator to ``products`` or ``mixed`` of its sets."""
         results = {f for dims in op.rule.results for dim in dims for f in dim}
         kept, twice, mixed = {n for sets in maps for n in sets}, set[int](), set[int]()
         for factor, part in self.dims.sets(op):
@@ -350,13 +354,13 @@ def _add(
 
 
 class _Meetings:
-    """Finds the places where values without rows are combined with values with rows.
+    """Finds the values without rows that an operator combines with values with rows.
 
     Attributes:
       dims: the sets of dimensions.
       rows: the set that is the rows; -1 if there is none.
       size: the number of rows.
-      single: the position of the row dimension, used if the batch has one row.
+      single: the dimension that is taken as the rows if the batch has one row.
     """
 
     def __init__(
@@ -419,7 +423,7 @@ class _Meetings:
         return not data and bool(shape[0] % self.size)
 
     def _numbers_of_rows(self, forward: Sequence[Operator]) -> set[int]:
-        """The integers that are computed from row numbers, such as an order of rows."""
+        """The integers computed from row numbers, such as the order of a sort."""
         found = set[int]()
         for op in forward:
             for k, value in enumerate(op.outputs):

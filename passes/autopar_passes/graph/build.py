@@ -4,8 +4,9 @@ A model that applies the same block L times has the same sequence of equations L
 in the forward pass, and again in the backward pass. The optimizer also repeats one
 sequence L times, for the parameters of each block. The operators at the same position
 in each repetition form one *class*. The planner makes one set of decisions for each
-class. A model of 96 layers therefore costs the solver about as much as one layer.
-Repeated layers are found without the names of modules.
+class: its operators get the same layouts. A model of 96 layers therefore costs the
+solver about as much as one layer. Repeated layers are found without the names of
+modules.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from autopar_passes.program.equations import Program, walk
 from autopar_passes.program.trace import TracedStep
 from autopar_passes.rules.book import rule_book, signature
 
-# Number of periods that are tried per round. A period is a distance between two
-# operators. The distances that occur most often between an operator and the next equal
-# operator are tried.
+# Number of periods that are tried per round. A period is a distance between two equal
+# operators in the sequence. The periods that are tried are those that occur most often
+# between neighbouring equal operators.
 _CANDIDATES = 128
 _ROUNDS = 64
 
@@ -77,7 +78,7 @@ def _codes(signatures: Sequence[Hashable]) -> np.ndarray:
 def _best_runs(
     codes: np.ndarray, free: np.ndarray, min_length: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Returns the runs (start, stop) of the period that saves the most operators."""
+    """The runs (start, stop) with the period that makes most operators share."""
     best: tuple[list[tuple[int, int]], int] = ([], 0)
     best_saved = 0
     for period in _candidate_periods(codes, free, min_length):
@@ -90,7 +91,7 @@ def _best_runs(
 
 
 def _shortest_period(run: np.ndarray, period: int, min_length: int) -> int:
-    """Returns the shortest period of a run; a run of period 64 may have period 16."""
+    """Returns the shortest period of a run: a period of 64 may be four of 16."""
     for divisor in range(min_length, period // 2 + 1):
         if period % divisor == 0 and np.array_equal(run[:-divisor], run[divisor:]):
             return divisor
@@ -115,7 +116,7 @@ def _candidate_periods(
 def _true_runs(
     equal: np.ndarray, period: int, free: np.ndarray
 ) -> list[tuple[int, int]]:
-    """Returns the longest runs with this period, as (start, stop) of operators."""
+    """Returns the longest stretches that repeat with a period, as (start, stop)."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], equal.view(np.int8), [0]))))
     starts, stops = edges[::2], edges[1::2]
     long = stops - starts >= period
@@ -140,7 +141,7 @@ def step_graph(
       traced: the step.
       like: a graph of a step with the same first arguments. Its roles and rows are used
         for these arguments. None to find the roles and rows.
-      share_repeated: whether repeated layers share their decisions.
+      share_repeated: whether repeated layers share one set of decisions.
     """
     return build_graph(
         traced.program,
@@ -171,7 +172,7 @@ def build_graph(
       like: known inputs for the first arguments. An argument that does not come back
         gets the role and rows of its known input. Arguments without a known input
         belong to no batch. None to find all roles.
-      share_repeated: whether repeated layers share their decisions.
+      share_repeated: whether repeated layers share one set of decisions.
     """
     equations = walk(program.body)
     signatures = [signature(e, program.values) for e in equations]

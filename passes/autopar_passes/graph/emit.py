@@ -1,4 +1,8 @@
-"""Emits the operators of a program, with boundary operators around regions."""
+"""Emits the operators of a program, with boundary operators around regions.
+
+A *region* is the body of a loop or of a branch. A *boundary operator* passes a value
+into a region or out of it, such as a loop's carry.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,8 @@ class Emitted:
     Attributes:
       operators: the operators, all with role forward and without a class.
       stacks: the name stack of each operator.
-      assumed_trips: loops with an unknown trip count, and the assumptions of kernels.
+      assumed_trips: loops with an unknown trip count, and assumptions about the work of
+        kernels.
     """
 
     operators: tuple[Operator, ...]
@@ -183,7 +188,7 @@ class _Emitter:
             self.emit(eqn.primitive, _ids((atom,)), (value,), rule, trips, eqn=eqn)
 
     def close(self, eqn: Equation, start: int) -> None:
-        """Stores the last operator of a region in the region's boundary operators."""
+        """Writes a region's last operator into the region's boundary operators."""
         last = len(self.operators) - 1
         for k in range(start, len(self.operators)):
             if self.operators[k].equation == eqn.index:
@@ -300,7 +305,7 @@ def _identity(shape: tuple[int, ...], operands: int, results: int = 1) -> Factor
 
 
 def _slice_rule(shape: tuple[int, ...], length: int, *, stack: bool) -> FactorRule:
-    """Returns the rule that slices or stacks one scan step.
+    """Returns the rule of slicing, or of stacking, one iteration's part of an array.
 
     The leading dimension, over which the scan loops, is never sharded.
     """

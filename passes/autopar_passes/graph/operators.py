@@ -38,10 +38,11 @@ class Operator:
       trips: the number of runs in a step.
       input_trips: for each operand, how often in a step the operator reads it. A carry
         reads its initial value once per loop, and the next value once per iteration.
-      class_index: index of the first operator of its class; a class shares one set of
-        decisions.
+      class_index: index of the first operator of its class (see
+        `autopar_passes.graph.build`); a class shares one set of decisions.
       source: ``file:line`` of the user's code.
-      until: for a boundary operator, the index of the last operator of its region.
+      until: for an operator that passes values into or out of a region, the index of
+        the region's last operator.
       kernel: the work of a hand-written kernel; None for other operators.
     """
 
@@ -91,13 +92,13 @@ class GraphInput:
       path: the input's path in the arguments, such as ``state.params['dense']``.
       role: parameter, optimizer state, batch, frozen or other.
       output: the flat output that is the input's value in the next step, or -1.
-      rows: the dimension that grows with the rows of the batch, or -1. State may have
-        such a dimension too, for example the activations that a recurrent network
-        passes to the next step.
-      unit: the number of entries of dimension ``rows`` per row of the batch; 0 if the
-        number is not an integer.
+      rows: the dimension that grows with the batch (its rows are the batch's examples),
+        or -1. State may have such a dimension too, for example the activations that a
+        recurrent network passes to the next step.
+      unit: the number of entries along dimension ``rows`` for each example of the
+        batch; 0 if the number is not an integer.
       turns: the number of batches or microbatches in the dimensions before ``rows``; a
-        loop runs over them.
+        loop of the step runs over them.
     """
 
     value: int
@@ -119,10 +120,10 @@ class OperatorGraph:
       inputs: flat inputs, in the order of the step's arguments.
       outputs: the value of each flat output (None for a constant).
       unsupported: primitives without a sharding rule, which are replicated.
-      assumed_trips: loops with an unknown trip count and the assumed count, and the
-        assumptions behind kernels' FLOPs.
-      accumulated: values that are summed over the microbatches of a step. The sum is
-        complete after the last microbatch.
+      assumed_trips: loops whose trip count is unknown, with the assumed count; and the
+        assumptions behind the FLOPs of kernels.
+      accumulated: values that the step sums over its microbatches: the sum is complete
+        only after the last of them.
       microbatches: the number of microbatches.
     """
 

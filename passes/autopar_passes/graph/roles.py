@@ -66,10 +66,11 @@ def operator_roles(
     """Assigns a role to each operator.
 
     JAX's name stack marks differentiated code with ``jvp(...)`` and its transpose with
-    ``transpose(...)``. The role of every other operator follows from its dependencies.
-    An operator that a differentiated operator depends on is forward. An operator that
-    depends on the backward pass is update. An operator that only the update reads (the
-    decay of a moment) is update too. Any other operator (a metric) is forward.
+    ``transpose(...)``. An operator marked ``jvp`` only is forward, and one marked
+    ``transpose`` is backward. The role of any other operator follows from its
+    dependencies. An operator that a marked operator depends on is forward. An operator
+    that depends on the backward pass is update. An operator that only the update reads
+    (the decay of a moment) is update too. Any other operator (a metric) is forward.
 
     Args:
       name_stacks: the name stack of each operator, in program order.
@@ -99,7 +100,7 @@ def operator_roles(
 
 
 def dependents(marked: Sequence[bool], reads: Sequence[Sequence[int]]) -> list[bool]:
-    """Returns, for each operator, whether it is marked or depends on a marked operator.
+    """Returns, for each operator, whether it is marked or depends on a marked one.
 
     A loop's carry comes before the body that makes its next value. With loops, one pass
     over the operators is therefore not enough.

@@ -69,7 +69,7 @@ class _Region:
       until: the last operator of the region.
       outer: the region that contains this region; None for the whole step.
       outer_trips: the number of runs of its equation; None if not known yet.
-      inner_trips: the number of runs of its operators; None if not known yet.
+      inner_trips: the number of runs of the operators inside; None if not known yet.
     """
 
     equation: int
@@ -82,10 +82,12 @@ class _Region:
 def check_regions(graph: OperatorGraph) -> None:
     """Checks the regions of a graph.
 
-    * Regions are nested. All boundary operators of a region agree on its end.
+    * Regions are nested. All operators that pass values into or out of a region name
+      the same last operator.
     * A value is made before it is read. The only exception is the end value of an
       iteration, which a carry reads before the body makes it.
-    * A region reads only values of its boundary operators and inputs of the step.
+    * A region reads values from outside only through its boundary operators. Inputs of
+      the step are an exception.
     * Trips are finite and not negative (a loop may have no iteration). All operators of
       one region run the same number of times.
 
@@ -195,7 +197,7 @@ def _check_trips(graph: OperatorGraph, k: int, op: Operator, region: _Region) ->
 def _trips(
     op: Operator, region: _Region
 ) -> tuple[float | None, float | None, tuple[float, ...]]:
-    """Returns how often an operator's equation, body and reads run in a step."""
+    """How often, in a step, an operator's equation, its body and its reads run."""
     every = (op.trips,) * len(op.inputs)
     match op.kind:
         case "enter":
@@ -238,7 +240,7 @@ def verify(graph: OperatorGraph) -> None:
     * Regions: see `check_regions`.
     * Roles: the forward pass may read an operator of the update only if that operator
       does not depend on the backward pass, except through carries of loops. An operator
-      of the update depends on the backward pass or is read by the update.
+      of the update depends on the backward pass, or only the update reads it.
     * Classes: the operators of a class differ only in the values that they read and
       make.
     * Inputs and outputs: the first operators are the inputs, and the last operators

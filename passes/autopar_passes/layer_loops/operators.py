@@ -1,4 +1,7 @@
-"""The effect of operators on a dimension that is in pieces."""
+"""The effect of operators on a layer dimension that is split into pieces.
+
+A *piece* holds some consecutive layers of a stacked array.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,9 @@ def piece_arguments(
 def piece_holders(
     sizes: Sequence[int], stages: Sequence[int], count: int
 ) -> tuple[int, ...]:
-    """For each piece of an array, the stage that holds it between steps.
+    """For each piece of an array, the pipeline stage that holds it between steps.
 
-    If the pieces have equal sizes and each stage runs as many of them as any other, the
+    If the pieces have equal sizes and each stage runs the same number of them, the
     array is sharded over the stages: the first stage holds the first pieces, and so on.
     Otherwise the stage of the first piece holds the whole array.
 
@@ -101,7 +104,8 @@ POINTWISE = frozenset(
         "square", "sub", "tan", "tanh", "xor",
     }
 )  # fmt: skip
-# Operators that reduce dimensions -> the function that combines two pieces' results.
+# Operators that reduce dimensions -> the function that combines the results of two
+# pieces.
 REDUCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "reduce_sum": jax.lax.add,
     "reduce_max": jax.lax.max,
@@ -113,7 +117,7 @@ REDUCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def in_order(program: Program) -> Program:
-    """Returns the program with equations numbered in order, bodies first."""
+    """Returns the program with equations renumbered, each body before its loop."""
     numbers: dict[int, int] = {}
 
     def count(region: Region) -> None:
@@ -138,7 +142,7 @@ _Changed = tuple[int, Callable[[int], dict[str, Any]]]
 def move_dim(
     eqn: Equation, dim: int, shapes: Sequence[tuple[int, ...]]
 ) -> _Changed | None:
-    """Where an operator moves a dimension; None if the dimension is lost or unknown.
+    """The position of a dimension after an operator; None if it is lost or unknown.
 
     Also returns a function from a piece's size to the operator's parameters on it.
     """

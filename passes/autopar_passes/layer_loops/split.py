@@ -35,7 +35,7 @@ from autopar_passes.program.trace import TracedStep
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pieces:
-    """A value that the program holds in pieces.
+    """A value that the new program holds in pieces.
 
     Attributes:
       values: the numbers of the pieces, in the order of the layers.
@@ -100,11 +100,12 @@ def _check_sizes(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> None
 
 
 class Splitter:
-    """Processes a program once, equation by equation.
+    """Rewrites a program in one pass over its equations.
 
     Attributes:
-      sliced: the values that were cut because they met a value in pieces.
-      loops: the loops that were cut, by their old indices.
+      sliced: the values that were cut into pieces because an operator combines them
+        with a value in pieces.
+      loops: the original indices of the loops that were cut.
     """
 
     def __init__(self, program: Program, sizes: Mapping[int, Sequence[int]]) -> None:
@@ -178,7 +179,7 @@ class Splitter:
         return self.whole[atom]
 
     def piece(self, atom: Atom, dim: int, sizes: tuple[int, ...]) -> Sequence[Atom]:
-        """Returns the pieces of an array; cuts the array if it is whole."""
+        """Returns an array's pieces; slices the array if the program holds it whole."""
         if not isinstance(atom, int):
             return [atom for _ in sizes]
         own = self.pieces.get(atom)
@@ -199,7 +200,7 @@ class Splitter:
         return known.values
 
     def emit(self, function: Callable[..., Any], atoms: Sequence[Atom]) -> list[int]:
-        """Adds the equations of a function of arrays, under the current name stack."""
+        """Traces a function of arrays and adds its equations to the program."""
         given = [a for a in atoms if isinstance(a, int)]
 
         def call(*arrays: Any) -> Any:
@@ -259,7 +260,10 @@ class Splitter:
         self.builder.equations.append(kept)
 
     def in_pieces(self, eqn: Equation, cut: Collection[int]) -> bool:
-        """Writes an equation that reads pieces; False if it needs whole values."""
+        """Writes an equation that reads pieces.
+
+        Returns False if it needs whole arrays.
+        """
         kind = eqn.primitive
         if kind == "scan":
             return self.loop(eqn)
@@ -293,7 +297,7 @@ class Splitter:
         to: int,
         changed: Sequence[Mapping[str, Any]] = (),
     ) -> bool:
-        """Writes a primitive for each piece.
+        """Writes an equation's primitive once for each piece.
 
         Args:
           eqn: the equation.
@@ -338,7 +342,7 @@ class Splitter:
     def barrier(
         self, eqn: Equation, cut: Collection[int], dim: int, sizes: tuple[int, ...]
     ) -> bool:
-        """Writes one barrier for each piece, and one barrier for the whole values."""
+        """Writes one barrier for each piece, and one for the values not in pieces."""
         pairs = list(zip(eqn.inputs, eqn.outputs, strict=True))
         split = [(a, out) for a, out in pairs if a in cut]
         made = [
@@ -354,7 +358,7 @@ class Splitter:
         return True
 
     def reduction(self, eqn: Equation, dim: int, sizes: tuple[int, ...]) -> bool:
-        """Writes a reduction of each piece; combines them if layers are reduced."""
+        """Writes a reduction of each piece; combines the results across pieces."""
         axes = eqn.params["axes"]
         if dim not in axes:
             return self.each(eqn, [dim], sizes, dim - sum(a < dim for a in axes))
@@ -374,7 +378,10 @@ class Splitter:
         return True
 
     def product(self, eqn: Equation, dim: int, sizes: tuple[int, ...]) -> bool:
-        """Writes a product, with the layers as batch, contracted or free dimension."""
+        """Writes a matrix product.
+
+        Layers may be a batch, contracted or free dimension.
+        """
         contracted, batched = eqn.params["dimension_numbers"]
         left, right = eqn.inputs
         for dims, over in ((batched, False), (contracted, True)):
@@ -544,7 +551,7 @@ def _sources(program: Program, carried: Mapping[int, int]) -> dict[int, int]:
         if eqn.primitive == "slice" and isinstance(read := eqn.inputs[0], int):
             (made,) = eqn.outputs
             if read in found and values[read].shape[1:] == values[made].shape[1:]:
-                found[made] = found[read]  # a slice of the layers
+                found[made] = found[read]  # a slice of the layer dimension
         if eqn.primitive not in POINTWISE or len(eqn.outputs) != 1:
             continue
         shape = values[eqn.outputs[0]].shape

@@ -1,8 +1,9 @@
 """Writes a step over microbatches as one program: a loop that sums, then the update.
 
 The program has the inputs and outputs of the step on the whole batch. The loop carries
-the sums over microbatches, and uses single precision for values of half precision. Rows
-are stacked. Equations that run once stay unchanged.
+the sums over microbatches, in single precision for values of half precision. Values
+with rows are stacked by microbatch. Equations that run once, such as the update, stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Joiner:
         return Program(tuple(self.builder.values), region, self.whole.constants)
 
     def before(self) -> tuple[Equation, ...]:
-        """Equations of values that all microbatches share, or that need the batch."""
+        """Equations of values that all microbatches share, or of the whole batch."""
         same = [c.value for c in self.found.crossings if c.combine is Combine.SAME]
         return needed_equations(self.whole.body.equations, [*same, *self.ahead()])
 
@@ -140,12 +141,12 @@ class _Joiner:
             self.hand_on(crossing, value)
 
     def sums(self, added: list[Crossing]) -> list[int]:
-        """Creates the values of the sums."""
+        """Adds a value to the program for each sum."""
         like = [self.micro.values[c.value] for c in added]
         return [self.builder.value(v.shape, _wide(v.dtype)) for v in like]
 
     def hand_on(self, crossing: Crossing, value: int) -> None:
-        """Makes the whole value from a result of the loop, under the value's number."""
+        """Makes the value of the whole batch from a result of the loop."""
         dtype = self.whole.values[crossing.value].dtype
         count, rows = self.found.microbatches, crossing.rows
 
@@ -234,7 +235,7 @@ class _Joiner:
         return list(zip(self.micro.body.inputs, given, strict=True))
 
     def zero(self, crossing: Crossing) -> Atom:
-        """The initial value of a sum."""
+        """The initial value of a sum: zeros."""
         value = self.micro.values[crossing.value]
         dtype = _wide(value.dtype)
         return self.builder.call(lambda: jax.lax.full(value.shape, 0, dtype), [])
@@ -266,7 +267,7 @@ def _read(equations: tuple[Equation, ...]) -> set[int]:
 
 
 def _scan_source(length: int, consts: int, carries: int) -> Any:
-    """JAX's equation of a loop, of which only the parameters matter."""
+    """JAX's equation of a scan, of which only the parameters are used."""
 
     def run(start: Any) -> Any:
         return jax.lax.scan(lambda c, _: (c, None), start, None, length=length)

@@ -1,4 +1,4 @@
-"""Draws random numbers for a microbatch's rows as a step on the whole batch does.
+"""Draws a microbatch's random numbers, equal to those of the whole batch's step.
 
 JAX draws with Threefry: the bits of an element depend only on the key and on the
 element's number in the array (``jax_threefry_partitionable``; Salmon et al., "Parallel
@@ -40,14 +40,14 @@ def can_draw(eqn: Equation, key_dtype: Any) -> bool:
 def draw_rows(
     eqn: Equation, key: Any, number: Any, *, shape: tuple[int, ...], rows: Rows
 ) -> Any:
-    """Draws, for one microbatch's rows, the numbers that the whole batch has there.
+    """Draws the numbers that the whole batch's step draws for a microbatch's rows.
 
     Args:
       eqn: the equation of a microbatch, ``random_bits`` or ``random_split``.
       key: the key, or an array of keys.
       number: the number of the microbatch, int32.
       shape: the shape that each key draws for the whole batch.
-      rows: where the rows of the batch are in this shape.
+      rows: the dimension of this shape that has the rows, and their grouping.
 
     Returns:
       An array. Its shape is ``key.shape`` followed by the shape that ``eqn`` draws per
@@ -79,7 +79,7 @@ def _bits(first: Any, second: Any, width: int) -> Any:
 def _numbers(
     shape: tuple[int, ...], rows: Rows, count: int, number: Any
 ) -> tuple[Any, Any]:
-    """The numbers that a microbatch's elements have in the whole array.
+    """The positions that a microbatch's elements have in the whole batch's array.
 
     Returns:
       The high and low words, uint32, each in the shape of the microbatch's part.

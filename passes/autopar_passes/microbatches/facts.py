@@ -6,8 +6,9 @@ programs may differ only in the sizes of dimensions and in scalars that are made
 sizes.
 
 The module also describes a step over several microbatches as data. Such a step runs its
-forward and backward pass for each microbatch, and its update once. A value that goes
-from the repeated part to the part that runs once is a *crossing*.
+forward and backward pass for each microbatch, and its update once. A value that the
+microbatches compute and the part that runs once reads is a *crossing*. A *row* is the
+entry of one example of the batch.
 """
 
 from __future__ import annotations
@@ -91,17 +92,17 @@ class Microbatched:
     """A step over several microbatches.
 
     The program of one microbatch is complete. Its constants are those of the whole
-    batch, so a mean over the batch becomes a sum over the microbatches. The equations
-    that run once have arrays with the rows of the whole batch. The program's flat
-    inputs are the step's own flat inputs, followed by the inputs of `number`, `given`
-    and `gathered`.
+    batch, such as the divisor of a mean, so the microbatches' values of a mean add up
+    to the mean of the batch. The equations that run once see arrays with the rows of
+    the whole batch. The program's flat inputs are the step's own flat inputs, followed
+    by the inputs of `number`, `given` and `gathered`.
 
     Attributes:
       microbatches: the number of microbatches.
       traced: the step on one microbatch.
       once: indices of the top-level equations that run once, after all microbatches.
-      crossings: the values that the repeated equations hand to the equations of
-        ``once``, or to the caller.
+      crossings: the values that microbatches compute for the equations of ``once``, or
+        for the caller.
       batch: flat input -> where its rows are; other inputs are the same for all
         microbatches.
       number: the flat input that takes the number of the microbatch, int32; None if the
@@ -110,11 +111,11 @@ class Microbatched:
         with the whole batch; None if there are no such values.
       given: the flat inputs that take values which depend on the whole batch, such as
         the number of unmasked tokens in the batch.
-      gathered: the last flat inputs, which take the rows of all microbatches together
-        for the equations of ``once`` -> the crossings that each input is put together
-        from.
-      local: names, for people, of the values that are computed from the rows of one
-        microbatch only.
+      gathered: maps each of the last flat inputs to the crossings that it is put
+        together from. Such an input has the rows of all microbatches, for the equations
+        of ``once``.
+      local: names, for messages, of values that each microbatch computes from its own
+        rows instead of from the whole batch.
     """
 
     microbatches: int
@@ -141,7 +142,7 @@ class Microbatched:
         return frozenset(c.value for c in self.crossings if c.combine in added)
 
 
-# Parameters of primitives that state sizes, or that follow from the operands.
+# Parameters of primitives that give sizes, or that follow from the operands' types.
 _SIZES = frozenset(
     {
         "shape", "new_sizes", "sizes", "slice_sizes", "limit_indices", "start_indices",
@@ -165,9 +166,9 @@ class Pair:
       whole: the program of the whole batch.
       micro: the program of one microbatch.
       count: number of microbatches.
-      dims: by value, the dimension with the rows of the batch; -1 if the value has no
-        such dimension; less than -1 if the microbatch's array is no part of the whole
-        array.
+      dims: for each value, the dimension with the rows of the batch; -1 if the value
+        has no such dimension; less than -1 if the microbatch's array is not a part of
+        the whole batch's array.
       sources: all equations of the whole batch, by index, including those in regions.
       made_by: value -> the equation of the microbatch's program that computes the
         value.
@@ -215,13 +216,13 @@ def pair_programs(whole: Program, micro: Program, count: int) -> Pair:
 
 
 def _has_one_row(whole: Program, micro: Program) -> bool:
-    """Whether some input has one row in a microbatch, and more in the whole batch."""
+    """Whether some input has one row in a microbatch and more rows in the batch."""
     inputs = zip(whole.body.inputs, micro.body.inputs, strict=False)
     shapes = ((whole.values[a].shape, micro.values[b].shape) for a, b in inputs)
     return any(y == 1 and x > 1 for a, b in shapes for x, y in zip(a, b, strict=False))
 
 
-# Results of `_dim` for pairs of shapes that differ in more than one dimension of rows.
+# Codes that `_dim` returns if two shapes differ in more than one dimension.
 _SEVERAL, _OTHER = -2, -3
 
 
@@ -331,8 +332,8 @@ def _same_function(
 ) -> bool:
     """Whether two functions have the same code and hold equal values.
 
-    Each trace creates the functions of `jax.debug.callback` anew. A function may hold
-    itself, so the pairs of functions in ``within`` are already being compared.
+    Each trace creates the functions of `jax.debug.callback` anew. A function may refer
+    to itself; the pairs in ``within`` are being compared already, and count as equal.
     """
     if a.__code__ is not b.__code__:
         return False
@@ -343,7 +344,7 @@ def _same_function(
 
 
 def _held_objects(function: FunctionType) -> dict[str | int, Any]:
-    """The objects of a function: its defaults by place and name, and its closure."""
+    """The objects that a function refers to: its defaults and its closure, by name."""
     out: dict[str | int, Any] = dict(enumerate(function.__defaults__ or ()))
     out.update(function.__kwdefaults__ or {})
     names = function.__code__.co_freevars
@@ -357,7 +358,8 @@ def _held_objects(function: FunctionType) -> dict[str | int, Any]:
 RANDOM = frozenset(
     {"random_bits", "random_gamma", "random_split", "rng_bit_generator", "rng_uniform"}
 )
-# Primitives that make a statistic out of a statistic, such as variance plus epsilon.
+# Primitives that map one statistic of a batch to another, such as adding epsilon to a
+# variance.
 _HANDING = UNARY | ADDITIVE | {"broadcast_in_dim", "mul"}
 
 
@@ -369,8 +371,8 @@ class Facts:
       operators: the operator of each equation without regions.
       roles: the role of each top-level equation.
       back: the top-level equations whose results the backward pass needs.
-      given: values that are known before the first microbatch without a forward pass,
-        because they depend only on the batch, on random keys and on counters.
+      given: values that need no forward pass, and are computed before the first
+        microbatch: they depend only on the batch, on random keys and on counters.
       statistics: statistics of the batch that normalise its rows and that the carried
         state stores.
       updated: values that are computed from results of the backward pass.
@@ -411,11 +413,10 @@ def facts(pair: Pair, graph: OperatorGraph) -> Facts:
 
 
 def loop_of_updates(pair: Pair, operators: Mapping[int, Operator]) -> Equation | None:
-    """Finds a loop in which gradients enter the forward pass of a later iteration.
+    """Finds a loop whose later iterations use gradients in their forward pass.
 
-    Loops of updates on minibatches and line searches are such loops. No forward pass
-    reads a sum over the iterations of a loop, or a value that the loop returns for each
-    row. Loops with only such values are not reported.
+    Loops of updates on minibatches and line searches are such loops. A loop that only
+    sums gradients, or returns them row by row, is not one.
 
     Args:
       pair: the programs of the whole batch and of one microbatch.
@@ -483,7 +484,8 @@ def _roles(
 def _role(roles: set[Role]) -> Role:
     if Role.BACKWARD in roles:
         return Role.BACKWARD
-    # A loop of the update also has operators that depend on no gradient: its counter.
+    # A loop of the update also has operators that depend on no gradient, such as its
+    # counter.
     return Role.UPDATE if Role.UPDATE in roles else Role.FORWARD
 
 
@@ -576,7 +578,7 @@ def _forward_values(pair: Pair, graph: OperatorGraph) -> set[int]:
 def _normalising(pair: Pair, graph: OperatorGraph) -> set[int]:
     """The values without rows from which the forward pass makes values with rows."""
     found: set[int] = set()
-    # An iteration of a loop may read values that the previous iteration computes.
+    # Loop until nothing changes: an iteration may read what the previous one computes.
     for _ in range(2):
         for op in reversed(graph.operators):
             if op.role is not Role.FORWARD:
@@ -629,7 +631,7 @@ def join_microbatches(array: Any, rows: Rows) -> Any:
 def regroup_rows(
     before: tuple[int, ...], rows: Rows, after: tuple[int, ...], dim: int
 ) -> int | None:
-    """The `Rows.inner` of a reshaped array; None if the reshape breaks groups up.
+    """The `Rows.inner` of a reshaped array; None if the reshape splits groups of rows.
 
     Args:
       before: the shape before the reshape.
@@ -657,14 +659,14 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:
-    """The class of a value.
+    """How a value of the whole batch follows from the microbatches' values: its class.
 
     Attributes:
       kind: how the value of the whole batch follows.
       inner: for `Kind.ROWS`, the number of elements that stay together (`Rows.inner`);
         0 stands for any number, because all rows are equal.
-      columns: for `Kind.POSITION`, the elements of the last dimension that are
-        positions; empty if all elements are.
+      columns: for `Kind.POSITION`, the entries of the last dimension that are row
+        numbers; empty if all are.
     """
 
     kind: Kind
@@ -678,7 +680,7 @@ WHOLE = Split(Kind.WHOLE)
 
 
 def join_splits(a: Split, b: Split) -> Split | None:
-    """The class that covers the classes ``a`` and ``b``; None if no class does."""
+    """The class that fits values of either class; None if there is none."""
     kinds = {a.kind, b.kind}
     if a == b:
         return a
@@ -696,16 +698,18 @@ class Edits:
     """The changes to the program of a microbatch, by equation and operand.
 
     Attributes:
-      scaled: operands that are multiplied by a number.
-      first: operands that count in the first microbatch only; they are zero in the
-        other microbatches.
-      ahead: operands that are computed from the whole batch in advance.
+      scaled: operands that are multiplied by a number, such as 1 / M for M
+        microbatches.
+      first: operands that are replaced by zeros in all microbatches but the first.
+      ahead: operands that are computed from the whole batch before the first
+        microbatch.
       folded: random keys that are made different in each microbatch.
       drawn: equations that draw random numbers for rows -> `Rows.inner` of the rows. In
         a microbatch each row gets the numbers that it gets in the whole batch.
-      kept: equations whose scalars stay those of a microbatch.
-      counted: values that hold numbers of rows; equations that run once read the
-        numbers of the whole batch.
+      kept: equations whose scalar constants are those of a microbatch, not of the
+        batch.
+      counted: values that hold row numbers of a microbatch; equations that run once
+        read those of the whole batch.
       replaced: values that are computed from the whole batch wherever they are read; a
         microbatch reads its own rows of such a value.
     """

@@ -41,19 +41,20 @@ from autopar_passes.program.equations import (
 from autopar_passes.program.flatten import Builder, needed_equations, next_index
 from autopar_passes.program.trace import TracedStep
 
-# Writes the program of a microbatch from the classes and edits that were found.
+# Writes the program of a microbatch from the classes of values and the edits (`Edits`).
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rewritten:
-    """The program of a microbatch, rewritten as a part of the whole batch.
+    """The program of a microbatch, rewritten to compute parts of the batch's values.
 
     Attributes:
       program: the rewritten program. Its inputs are the step's own inputs, then the
         microbatch's number if it is needed, then the values of ``ahead`` and
         ``gathered``.
       number: whether the program takes the microbatch's number.
-      ahead: the values of the whole batch that the program takes.
+      ahead: values that are computed from the whole batch beforehand; the program takes
+        them as inputs.
       parts: the number of values of ``ahead``, counted from the first, that are divided
         among the microbatches.
       gathered: values of microbatches whose rows the program takes for all microbatches
@@ -85,11 +86,12 @@ class _WriterOfRows:
         self.once = once
         self.builder = Builder(pair.micro.values, next_index(pair.micro))
         self.number: int | None = None
-        # For each open region: value of the program -> the region's input for it.
+        # For each open region: value of the program -> the input of the region that
+        # holds it.
         self.taken: list[dict[int, int]] = []
         self.given: dict[int, int] = {}
-        # For equations that run once: inputs with all rows, and inputs joined of
-        # microbatches.
+        # Inputs of equations that run once: inputs with all rows, and inputs that join
+        # the rows of all microbatches.
         self.whole: dict[int, int] = {}
         self.gathered: dict[int, int] = {}
 
@@ -109,7 +111,8 @@ class _WriterOfRows:
             e for e in region.equations if e.index in kept or e.source.effects
         )
         body = Region(self.inputs(), equations, region.outputs)
-        # A constant with rows is computed ahead, as the rows of the whole constant.
+        # A constant with rows becomes an input, computed ahead from the constant of the
+        # whole batch.
         constants = tuple(
             a if np.shape(a) == np.shape(b) else b
             for a, b in zip(self.pair.whole.constants, micro.constants, strict=True)
@@ -348,8 +351,8 @@ def split_step(
       micro: the same step on the rows of one microbatch.
       graph: the operator graph of the whole step.
       count: number of microbatches.
-      couple: whether values that couple the rows of a batch may be computed from the
-        rows of each microbatch only. Statistics of batch normalisation are always
+      couple: whether each microbatch may compute a value that couples the rows of a
+        batch from its own rows only. Statistics of batch normalisation are always
         computed in this way.
 
     Raises:
@@ -417,7 +420,7 @@ def unsplit(
 def _follow(
     pair: Pair, known: Facts, *, couple: bool, hoisted: frozenset[int]
 ) -> tuple[Follower, int]:
-    """The classes of all values, and the number of rows that stay together."""
+    """Follows all values; also returns the number of rows that must stay together."""
     unit = 1
     while True:
         follower = Follower(pair, known, unit, couple=couple, hoisted=hoisted)
@@ -431,7 +434,7 @@ def _follow(
 
 
 def _rows_ahead(pair: Pair, follower: Follower, made: Rewritten) -> dict[int, Rows]:
-    """Where the rows are in values that are computed ahead and divided."""
+    """The rows of values computed ahead, of which each microbatch takes its part."""
     first = pair.micro.num_arguments + made.number
     return {
         first + k: Rows(pair.dims[v], max(1, follower.known.of_whole(v).inner))
@@ -443,8 +446,8 @@ def _rows_ahead(pair: Pair, follower: Follower, made: Rewritten) -> dict[int, Ro
 def _made_twice(pair: Pair, follower: Follower, made: Rewritten) -> frozenset[int]:
     """The equations that run ahead and should therefore run nowhere else.
 
-    Otherwise each microbatch would draw different numbers, or would compute rows that
-    are joined again after the last microbatch.
+    If microbatches ran them again, they would draw different numbers, or compute rows
+    again that are known for the whole batch.
     """
     folded = {index for index, _ in follower.known.edits.folded}
     handed = set(_handed_on(pair, follower)) - follower.known.edits.replaced
@@ -503,7 +506,7 @@ def _ahead(pair: Pair, made: Rewritten) -> Program | None:
 
 
 def _handed_on(pair: Pair, follower: Follower) -> dict[int, Equation]:
-    """The values of microbatches that are used after the last one, and their makers."""
+    """The microbatches' values that are used after the last one, with their makers."""
     made = {
         v: eqn
         for eqn in pair.micro.body.equations
@@ -518,12 +521,12 @@ def _handed_on(pair: Pair, follower: Follower) -> dict[int, Equation]:
 
 
 def _crossings(pair: Pair, follower: Follower) -> tuple[Crossing, ...]:
-    """The combination of each value of microbatches that is used after the last one."""
+    """The crossings, each with the way in which microbatches' values are combined."""
     found: list[Crossing] = []
     for value, maker in _handed_on(pair, follower).items():
         split = follower.known.classes[value]
         if value in follower.known.edits.replaced | follower.known.edits.counted:
-            split = SAME  # The whole value is already available.
+            split = SAME  # The value of the whole batch is already available.
         combine = _COMBINED.get(split.kind)
         dtype = pair.micro.values[value].dtype
         if combine is None or (combine is Combine.MEAN and not is_float(dtype)):

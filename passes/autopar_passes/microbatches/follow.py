@@ -1,16 +1,17 @@
 """Finds how each value of a whole batch follows from the values of the microbatches.
 
-A value of the whole batch may equal the value of every microbatch, may consist of the
-rows of all microbatches, or may be the sum over the microbatches. The program of a
-microbatch has the constants of the whole batch, so a mean is a sum of parts. If a value
-that all microbatches share is added to a sum, each microbatch adds ``1 / M`` of the
-value.
+Every value gets a *class* (`autopar_passes.microbatches.facts.Split`). A value of the
+whole batch may equal the value of every microbatch, may consist of the rows of all
+microbatches, or may be the sum over the microbatches. The program of a microbatch has
+the constants of the whole batch, so a mean is the sum of the microbatches' values. If a
+value that all microbatches share is added to a sum, each microbatch adds ``1 / M`` of
+the value.
 
 If a sum over the batch is needed before all microbatches have run, the batch is
 *coupled*. A sum that depends only on the given batch (such as the number of unmasked
 tokens) is computed ahead. For any other sum, each microbatch may use ``M`` times its
 own part as an estimate of the whole sum. Batch normalisation then uses the statistics
-of each microbatch. Its backward pass follows by the same rule.
+of each microbatch. The sums of its backward pass are treated alike.
 
 The step may mix rows of the batch before the model reads them, for example reverse,
 permute or sample them. Mixed rows are computed ahead from the whole batch too. Each
@@ -53,7 +54,7 @@ from autopar_passes.sums.stacked import ADDITIONS
 
 
 def added_up(eqn: Equation) -> list[bool] | None:
-    """How a scan uses its carried values; None if a row depends on earlier rows.
+    """Which carried values a scan only adds to; None if a row depends on earlier rows.
 
     The transpose of a map over rows sums gradients: each iteration adds the gradients
     of one row.
@@ -95,7 +96,7 @@ def _adds(body: Region, reads: dict[int, list[Equation]], value: int, end: int) 
 
 
 def _hands_on(eqn: Equation) -> bool:
-    """Whether an equation converts a value to the dtype that the value already has."""
+    """Whether an equation returns its operand: it converts to the dtype it has."""
     (given,) = eqn.source.invars[:1]
     kind = eqn.primitive == "convert_element_type"
     return kind and given.aval.dtype == eqn.params["new_dtype"]
@@ -104,7 +105,7 @@ def _hands_on(eqn: Equation) -> bool:
 # Facts about the values of a program, collected while the program is followed.
 
 
-class Again(Exception):  # no error: it starts a loop anew
+class Again(Exception):  # no error: the loop is followed anew
     """A loop must be followed again, because an input of the loop has a new class."""
 
 
@@ -115,7 +116,7 @@ class Known:
       classes: the classes of the values that were followed so far.
       edits: the changes to the program of a microbatch.
       outer: input of a region -> the equation and the operand that it comes from.
-      forced: operands whose class differs from the class of the value that they read.
+      forced: operands that are given another class than the value that they read.
     """
 
     def __init__(self, pair: Pair, facts: Facts, unit: int) -> None:
@@ -149,7 +150,10 @@ class Known:
         return self.forced.get((eqn.index, slot), self.of(eqn.inputs[slot]))
 
     def hoist(self, values: Sequence[int]) -> list[Split]:
-        """Has values computed ahead from the whole batch; returns their classes."""
+        """Marks values to be computed ahead from the whole batch.
+
+        Returns the classes.
+        """
         self.edits.replaced.update(values)
         self.classes.update((v, self.of_whole(v)) for v in values)
         return [self.classes[v] for v in values]
@@ -163,7 +167,7 @@ class Known:
         return Split(Kind.ROWS, self.adjacent(value))
 
     def adjacent(self, value: int) -> int:
-        """The number of adjacent rows of a value that belong to one group of the batch.
+        """The number of adjacent entries of a value that belong to one group of rows.
 
         If a batch of B rows is flattened with a dimension of size S, the result has B S
         rows, and S of them belong to each row of the batch.
@@ -177,7 +181,7 @@ class Known:
         return 1
 
     def as_part(self, eqn: Equation, slot: int) -> None:
-        """Makes an operand that all microbatches share count only once in their sum."""
+        """Makes an operand that all microbatches share count once in their sum."""
         atom = eqn.inputs[slot]
         if operators.is_zero(self.pair.made_by, atom):
             return
@@ -192,7 +196,7 @@ class Known:
             )
 
     def numbers(self, eqn: Equation, slot: int) -> Split:
-        """The numbers of a microbatch's rows, taken from those of the batch's rows."""
+        """Takes a microbatch's row numbers from those of the whole batch."""
         value = eqn.inputs[slot]
         assert isinstance(value, int)
         if value in self.facts.given:
@@ -204,7 +208,7 @@ class Known:
         self.force(origin, self.of_whole(self.source(origin)))
 
     def force(self, origin: tuple[Equation, int], split: Split) -> NoReturn:
-        """Computes an operand of a loop ahead, and starts the loop over."""
+        """Marks a loop's operand to be computed ahead, and starts the loop over."""
         loop, slot = origin
         self.forced[loop.index, slot] = split
         self.edits.ahead[loop.index, slot] = self.source(origin)
@@ -221,7 +225,7 @@ class _Late(Exception):  # not an error: ends the analysis of an equation
 
 
 class Follower:
-    """Follows the classes of values through one program."""
+    """Determines the class of every value of one program, equation by equation."""
 
     def __init__(
         self,
@@ -238,8 +242,8 @@ class Follower:
           pair: the programs of the whole batch and of one microbatch.
           facts: the facts of the step.
           unit: the number of neighbouring rows of the batch that stay together.
-          couple: whether values that couple the batch are computed from the rows of
-            each microbatch only.
+          couple: whether each microbatch computes values that couple the batch from its
+            own rows only.
           hoisted: top-level equations that are computed ahead from the whole batch.
         """
         self.pair = pair
@@ -251,8 +255,8 @@ class Follower:
         self.local: dict[str, None] = {}
         self._modules: set[str] = set()
         self._top: Equation | None = None
-        # Whether the equation is in a sampler, which redraws for rows that it has
-        # rejected.
+        # Whether the equation is in a sampler of `jax.random` that draws again for
+        # rejected rows.
         self._sampling = False
 
     def run(self) -> None:
@@ -292,7 +296,7 @@ class Follower:
         self._count_once()
 
     def _count_once(self) -> None:
-        """Uses row numbers of the whole batch in the equations that run once."""
+        """Lets equations that run once read the row numbers of the whole batch."""
         body = self.pair.micro.body
         late = [e.inputs for e in body.equations if e.index in self.once]
         read = [a for atoms in (*late, body.outputs) for a in atoms]
@@ -313,7 +317,10 @@ class Follower:
         return Kind.SUM in kinds and not self._reads_rows(eqn)
 
     def _in_microbatches(self, eqn: Equation) -> bool:
-        """Finds the classes of a top-level equation's results; False if it waits."""
+        """Finds the classes of a top-level equation.
+
+        The result is False if it must run once, later.
+        """
         ahead = self.facts.given.issuperset(eqn.outputs)
         if ahead and eqn.index in self.hoisted:
             self.known.hoist(eqn.outputs)
@@ -409,7 +416,7 @@ class Follower:
         return self._by_classes(eqn, given)
 
     def _rows_of_none(self, eqn: Equation, given: list[Split]) -> list[Split]:
-        """Finds the classes of values with rows that are made of values without."""
+        """Finds the classes of values with rows that are made from values without."""
         if eqn.primitive in RANDOM:
             if eqn.primitive not in operators.FOLDED:
                 return self._couple(eqn, "draws random numbers for rows")
@@ -419,7 +426,10 @@ class Follower:
         return [ANY_ROWS]
 
     def _draw(self, eqn: Equation, key: Split) -> Split:
-        """The class of random numbers for rows, where possible those of the batch."""
+        """The class of random numbers for rows.
+
+        If possible, the batch's own numbers.
+        """
         inner = self.known.adjacent(eqn.outputs[0])
         of = eqn.inputs[0]
         if key.kind is Kind.SAME and isinstance(of, int):
@@ -449,9 +459,9 @@ class Follower:
         found = operators.rows(self.pair, eqn, given, op.rule, self.kernel)
         if isinstance(found, str):
             made = self._couple(eqn, found)
-            # The backward pass is linear in the gradients of rows, so its results are
-            # sums. An equation that only recomputes values has the class it has in the
-            # forward pass.
+            # The backward pass is linear in the gradients of rows, so results without
+            # rows are sums. An equation that recomputes a value of the forward pass
+            # gives it the same class as there.
             adds_up = op.role is Role.BACKWARD and REPEATED not in op.module.split("/")
             return [SUM if adds_up and split == LOCAL else split for split in made]
         if SUM in found and eqn.primitive == "scatter-add":
@@ -459,7 +469,7 @@ class Follower:
         return found
 
     def _sums(self, eqn: Equation, given: list[Split]) -> list[Split]:
-        """Finds the classes if at least one operand is a sum over the microbatches."""
+        """Finds the classes of results if an operand is a sum over the microbatches."""
         sums = [k for k, c in enumerate(given) if c.kind is Kind.SUM]
         rows = any(c.kind is Kind.ROWS for c in given)
         settled = rows or any(self.pair.has_rows(v) for v in eqn.outputs)
@@ -486,7 +496,7 @@ class Follower:
         return [LOCAL if Kind.LOCAL in kinds else SAME] * len(eqn.outputs)
 
     def settle(self, eqn: Equation, slot: int) -> Split:
-        """The class of a sum that is needed before all microbatches have run."""
+        """The class of a sum over microbatches that one of the microbatches needs."""
         value = eqn.inputs[slot]
         assert isinstance(value, int)
         origin = self.known.outer.get(value)
@@ -507,7 +517,8 @@ class Follower:
         if self.facts.given.issuperset(eqn.outputs):
             return self.known.hoist(eqn.outputs)
         self._wait_or_accept(eqn, None, why)
-        # The sum of a microbatch, times the count, estimates the sum of the batch.
+        # The sum of one microbatch times the number of microbatches estimates the
+        # batch's sum.
         if eqn.primitive == "cumsum":
             self.known.edits.scaled[eqn.index, 0] = float(self.pair.count)
         return [
@@ -515,7 +526,7 @@ class Follower:
         ]
 
     def _wait_or_accept(self, eqn: Equation, value: int | None, why: str) -> None:
-        """Lets an equation wait for the batch, or accepts the microbatch's value."""
+        """Makes an equation run once, later, or accepts the microbatch's own value."""
         assert self._top is not None
         if self._top.index not in self.facts.back:
             raise _Late

@@ -1,8 +1,8 @@
 """Decides from a kernel's body whether the kernel keeps rows of a batch independent.
 
-A kernel runs as it was traced for a microbatch; nothing inside it can be changed. Its
-body is followed like a step, with the arrays that each point of its grid sees. The same
-facts are needed as for a step: which results have rows, which results are sums over the
+A kernel runs as it was traced for a microbatch: its body cannot be edited. Its body is
+followed like a step, with the arrays that each point of its grid sees. The same facts
+are needed as for a step: which results have rows, which results are sums over the
 batch, and that no row depends on another row.
 """
 
@@ -43,16 +43,16 @@ from autopar_passes.rules import manual, pallas_grid
 T = TypeVar("T")
 
 PARTITIONED = "custom_partitioning"
-# Primitives whose refusal says that their rows may depend on each other.
+# Primitives that, if the analysis refuses them, may make a row depend on other rows.
 _OPAQUE = frozenset({PARTITIONED, manual.PRIMITIVE, pallas_grid.PRIMITIVE, "ffi_call"})
-# Primitives that only state the type of a value in a shard.
+# Primitives that only change the type that a value has inside a ``shard_map``.
 _SAME_IN_SHARDS = frozenset({"pvary", "pbroadcast", "pcast"})
 # A function from the classes of a body's inputs to the classes of its results.
 Follow = Callable[[Pair, Facts, Sequence[Split]], tuple[list[Split], Edits]]
 
 
 class CoupledError(MicrobatchError):
-    """The loss of one row depends on other rows, or may depend on them.
+    """The loss of one row of the batch depends, or may depend, on other rows.
 
     Attributes:
       why: the operator that couples the rows, and how.
@@ -106,7 +106,10 @@ class _Body:
 
 
 def is_followed(pair: Pair, eqn: Equation) -> bool:
-    """Whether a kernel's body, not its grid, shows how it treats rows."""
+    """Whether a kernel's body must show how the kernel treats rows.
+
+    Otherwise the result is its grid does.
+    """
     if eqn.primitive != pallas_grid.PRIMITIVE:
         return eqn.primitive in (PARTITIONED, manual.PRIMITIVE)
     whole = pair.sources[eqn.index].params
@@ -172,12 +175,12 @@ def _classes(
 def _try(follow: Callable[[], T]) -> T:
     try:
         return follow()
-    except Exception as error:  # whatever a kernel does
+    except Exception as error:  # a kernel can raise anything
         raise MicrobatchError("something is done that cannot be followed") from error
 
 
 def _ratio(whole: Program, micro: Program) -> int:
-    """The factor by which a body sees more rows for the whole batch."""
+    """How many times more rows a body sees for the batch than for a microbatch."""
     pairs = zip(whole.body.inputs, micro.body.inputs, strict=False)
     shapes = [(whole.values[a].shape, micro.values[b].shape) for a, b in pairs]
     sizes = (x for a, b in shapes for x in zip(a, b, strict=False))
@@ -236,10 +239,10 @@ def _index_maps(eqn: Equation) -> tuple[str, ...]:
 def _of_shards(pair: Pair, eqn: Equation, inner: int) -> _Body:
     """The computation of a `jax.shard_map` on shards, some of which may be rows.
 
-    Rows are dealt out in turn, so a shard of a microbatch's rows is a part of the same
-    shard of all rows. A value that differs between shards is therefore the same for
-    each row as in the whole batch. If rows are dealt out in groups, a shard could end
-    inside a group.
+    Microbatches take their rows from all along the batch, so a shard of a microbatch's
+    rows is a part of the same shard of the batch's rows. A value that differs between
+    shards is therefore the same for each row as in the whole batch. If rows are dealt
+    out in groups, a shard could end inside a group.
     """
     params = eqn.params
     arrays = (*eqn.inputs, *eqn.outputs)
@@ -282,7 +285,7 @@ def _axes_of(eqn: Equation) -> set[str]:
 
 
 def _replace(program: Program, same: Mapping[int, Atom]) -> Program:
-    """Returns a program that reads atoms in place of values it no longer makes."""
+    """Returns a program in which given atoms replace values that no equation makes."""
 
     def atoms(found: Sequence[Atom]) -> tuple[Atom, ...]:
         return tuple(same.get(a, a) if isinstance(a, int) else a for a in found)
@@ -328,6 +331,6 @@ def _check_kept(pair: Pair, edits: Edits) -> None:
 
 
 def _alike(whole: Sequence[Any], micro: Sequence[Any]) -> bool:
-    """Whether the scalars among the atoms are equal."""
+    """Whether the scalar constants of two lists of atoms are equal."""
     pairs = [(a, b) for a, b in zip(whole, micro, strict=True) if isinstance(a, Scalar)]
     return all(np.array_equal(a.value, b.value, equal_nan=True) for a, b in pairs)

@@ -36,7 +36,7 @@ SCATTERS = frozenset(
     }
 )  # fmt: skip
 
-# Operators whose integer results are row numbers within a microbatch.
+# Operators that return row numbers of a microbatch.
 _RANKING = frozenset({"argmax", "argmin", "iota", "sort", "top_k"})
 
 
@@ -63,7 +63,7 @@ def indexes_rows(pair: Pair, eqn: Equation) -> bool:
 def taken_from_others(pair: Pair, eqn: Equation, value: int | None) -> Equation | None:
     """Finds an operator that takes rows of other microbatches.
 
-    If there is such an operator, a microbatch's value cannot replace the batch's value.
+    Then the value of a microbatch cannot stand for the value of the batch.
 
     Args:
       pair: the programs of the whole batch and of one microbatch.
@@ -71,7 +71,8 @@ def taken_from_others(pair: Pair, eqn: Equation, value: int | None) -> Equation 
       value: the sum over the batch that the operator needs; None if it needs rows.
 
     Returns:
-      An operator that selects or sums rows by given row numbers; None if there is none.
+      An operator that selects or sums rows by row numbers that the step is given; None
+      if there is none.
     """
     found = [eqn] if value is None else []
     left, seen = [value], set[int | None]()
@@ -192,7 +193,7 @@ def _scatters_in_rows(pair: Pair, eqn: Equation) -> bool:
         return numbers.scatter_indices_batching_dims[at] == _dim(pair, indices)
     if dim in numbers.inserted_window_dims or _dim(pair, updates) < 0:
         return False
-    # The window of the updates must cover this whole dimension.
+    # The window of each update must cover this whole dimension.
     kept = [
         d
         for d in range(len(pair.micro.values[operand].shape))
@@ -202,7 +203,7 @@ def _scatters_in_rows(pair: Pair, eqn: Equation) -> bool:
 
 
 class Grouped(Exception):  # not an error: it restarts the division into rows
-    """This number of groups of rows must stay together."""
+    """The division must start over: this many neighbouring rows must stay together."""
 
 
 Look = Callable[[Equation], list[Split]]
@@ -215,7 +216,7 @@ KEYED = frozenset(
         "random_split", "random_unwrap", "random_wrap",
     }
 )  # fmt: skip
-# Operators whose first operand is a key that can be folded.
+# Operators whose first operand is a key, which `jax.random.fold_in` can change.
 FOLDED = frozenset({"random_bits", "random_split", "random_gamma"})
 # Operators that make equal rows from values without rows.
 SPREADING = frozenset({"broadcast_in_dim", "empty"})
@@ -255,8 +256,8 @@ class Linearity:
 
     Attributes:
       sums: the operands that may be sums over the microbatches.
-      parts: the operands that the operator adds. Operands among them that are no sums
-        must count only once over all microbatches.
+      parts: the operands that the operator adds. Those that all microbatches share must
+        count only once in their sum.
     """
 
     sums: tuple[int, ...]
@@ -327,7 +328,10 @@ def rows(
 def _in_their_way(
     pair: Pair, eqn: Equation, given: Sequence[Split], inner: int
 ) -> list[Split] | str | None:
-    """The classes for operators whose rules are not enough; None if the rule is."""
+    """The classes for operators that their sharding rules do not describe.
+
+    Otherwise the result is None.
+    """
     dim = max(pair.dims[a] for a in eqn.inputs if isinstance(a, int))
     match eqn.primitive:
         case "ffi_call":
@@ -351,7 +355,7 @@ def _in_their_way(
 
 
 def _solves_apart(pair: Pair, eqn: Equation) -> bool:
-    """Whether rows are right-hand sides of one system, each solved independently."""
+    """Whether the rows are right-hand sides of one linear system, solved one by one."""
     system, sides = eqn.inputs
     if not isinstance(sides, int) or _has_rows(pair, system):
         return False
@@ -375,7 +379,7 @@ def _follow_keys(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
 def _by_rule(
     pair: Pair, eqn: Equation, rule: FactorRule, inner: int
 ) -> list[Split] | str:
-    """The classes that follow from the rule's factor of the rows."""
+    """The classes that follow from the rule's factor for the rows of the batch."""
     factors: set[int] = set()
     for atom, dims in zip(eqn.inputs, rule.operands, strict=True):
         if isinstance(atom, int) and pair.has_rows(atom):
@@ -423,7 +427,7 @@ def _by_blocks(
 
 
 def _adds_up(eqn: Equation, rule: FactorRule, factor: int) -> bool:
-    """Whether an operator sums over a factor all that it reads of the rows."""
+    """Whether an operator sums, over the factor of the rows, all that it reads."""
     return (
         eqn.primitive in CONTRACTIONS
         and rule.kinds[factor] is FactorKind.REDUCE
@@ -482,7 +486,7 @@ def _follow_slice(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
 
 
 def is_moved(pair: Pair, eqn: Equation) -> bool:
-    """Whether the slice or padding of the whole array differs from a microbatch's."""
+    """Whether a slice or padding cuts the whole array otherwise than a microbatch's."""
     whole = pair.sources[eqn.index].params
     if eqn.primitive == "slice":
         return whole["start_indices"] != eqn.params["start_indices"]
@@ -533,7 +537,7 @@ def _follow_concatenate(
 
 
 def positions(pair: Pair, eqn: Equation, given: Sequence[Split]) -> Split | None:
-    """The class of a result that is computed from row numbers; None if it is coupled.
+    """The class of a result computed from row numbers; None if it couples the rows.
 
     The function recognises the operators of ``x[arange(rows), column]``. They number
     the rows, wrap negative indices, join index columns, and gather or scatter row by
@@ -577,7 +581,7 @@ def _size(pair: Pair, atom: Atom) -> int:
 
 
 def _columns(pair: Pair, eqn: Equation, given: Sequence[Split]) -> Split | None:
-    """The class of index columns for several dimensions, some of them row numbers."""
+    """The class of index columns for several dimensions, some being row numbers."""
     shape = pair.micro.values[eqn.outputs[0]].shape
     if eqn.params["dimension"] != len(shape) - 1:
         return None

@@ -1,8 +1,9 @@
-"""A call of a step: its arguments as flat arrays, and the form that stays fixed.
+"""A call of a step: its flat arrays, and its fixed form.
 
-Two calls with the same form and with arrays of the same shapes run the same program.
-The form contains the names of the arguments, the structure of their trees, the
-definitions of NNX objects, and every static leaf.
+The *form* of a call is everything but its arrays. Two calls with the same form and with
+arrays of the same shapes run the same program. The form contains the names of the
+arguments, the structure of their trees, the definitions of NNX objects, and every
+static leaf.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ BatchNames: TypeAlias = str | Sequence[str] | Mapping[str, int | None] | None
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedRoles:
-    """The user's roles for the arguments that a step does not return with new values.
+    """The roles that the user gives to arguments that a step does not return.
 
     Each name is the name of an argument, or a pattern of paths such as ``batch/*``.
 
@@ -80,7 +81,7 @@ class NamedRoles:
         return any(name == given for given, _ in self.batch or ())
 
     def is_frozen(self, path: str) -> bool:
-        """Whether the user names an array as frozen, or a batch without the array."""
+        """Whether the user names an array frozen, or names another batch."""
         if any(_names(name, path) for name in self.frozen):
             return True
         return self.batch is not None and not self.is_batch(path)
@@ -202,13 +203,13 @@ class Parameters:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallForm:
-    """A call without its arrays; hashable.
+    """A call without its arrays; a hashable key of the program.
 
     Attributes:
       names: names of the arguments; the positional ones come first.
       keywords: names of the arguments that are given by keyword; they stand last in
         ``names``.
-      fixed: the tuple of the arguments without their arrays.
+      fixed: the tuple of the arguments, with a placeholder for each array.
       objects: whether an argument contains NNX objects.
       mesh: the mesh of ``jax.set_mesh`` around the call, which the step may read.
       roles: the roles of arguments, as the user names them.
@@ -249,8 +250,8 @@ class ResultForm:
     """The result of a step without its arrays.
 
     Attributes:
-      fixed: the pair of the arguments' NNX objects (None for other arguments) and the
-        step's result, without their arrays.
+      fixed: a pair, without its arrays: the arguments with NNX objects (None for other
+        arguments), and the step's result.
       objects: whether one of the pair contains NNX objects.
     """
 
@@ -321,8 +322,8 @@ def flat_function(
 
     Call it within `static_leaves.updating`.
 
-    Also returns a list. Tracing the function appends the form of the result to the
-    list.
+    Also returns an empty list, to which each trace of the function appends the form of
+    the result.
     """
     results: list[ResultForm] = []
 

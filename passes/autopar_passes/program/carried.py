@@ -43,7 +43,7 @@ class _Leaf:
     kind: tuple[Any, ...]
 
 
-# The pairs, and the arguments that come back with another shape or dtype.
+# The carried pairs, and paths of arguments that come back with another shape or dtype.
 _Found = tuple[dict[int, int], set[int]]
 # Path and array of every leaf of NNX objects.
 _ObjectArrays = Iterator[tuple[Any, _Leaf]]
@@ -139,7 +139,7 @@ class _PairSearch:
             self._parts[part.structure].append(part)
 
     def objects(self, before: _ObjectArrays, after: _ObjectArrays) -> None:
-        """Matches the arrays of the NNX objects of an argument, by their paths."""
+        """Matches the NNX arrays of an argument with the result's, by their paths."""
         new = dict(after)
         for path, leaf in before:
             other = new.get(path)
@@ -160,8 +160,8 @@ class _PairSearch:
         inner = [x for x in children if not x.is_array]
         matched = [self.match(x) for x in inner]
         if any(matched):
-            # An array beside matched state may be state too, if an array of the result
-            # has the same name.
+            # An array in the same container as matched state may be state too, if an
+            # array of the result has the same name.
             for x in children:
                 if x.is_array:
                     self.match(x)
@@ -178,9 +178,9 @@ class _PairSearch:
     def _may_be(self, part: _Part, other: _Part) -> bool:
         """Whether a single array of the result may be the argument's next value.
 
-        Many arrays have the same shape. If the argument itself is an array, the match
-        may be the result or an element of a tuple. In all other cases the names must be
-        equal.
+        Many arrays have the same shape. The names must therefore be equal, with one
+        exception: an argument that is itself an array may match the result itself, or
+        an element of a tuple.
         """
         if part.depth == 0 and other.depth <= 1 and not other.name:
             (own,), (new,) = part.arrays, other.arrays
@@ -188,7 +188,7 @@ class _PairSearch:
         return bool(part.name) and other.name == part.name
 
     def _alike(self, part: _Part) -> _Part | None:
-        """A part of the result in which most arrays have the argument's types."""
+        """A part of the result, most of whose arrays have the argument's types."""
         for other in self._free(part):
             equal = sum(
                 a == b for a, b in zip(_kinds(part), _kinds(other), strict=True)

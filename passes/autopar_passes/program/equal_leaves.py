@@ -34,8 +34,8 @@ from autopar_passes.program.flatten import Builder, flatten, renumber_equation
 # The smallest number of equations to combine. Compilers need about 5 ms per kernel, so
 # fewer equations cost only a few seconds.
 LEAST = 256
-# The largest array that is stacked, in bytes. Copying an array of this size takes less
-# time than starting one kernel.
+# The largest array that is stacked, in bytes. Copying such an array takes less time
+# than starting a kernel.
 MOST_BYTES = 1 << 16
 # fmt: off
 ELEMENTWISE = frozenset({
@@ -86,7 +86,7 @@ class EqualEquations:
 
 
 class EqualGroups:
-    """Finds equal equations, from the end of a program to its beginning.
+    """Finds groups of equal equations, from the end of a program to its beginning.
 
     Two equations are equal if they compute the same function and their results are read
     by equal equations. The longest paths from both equations to the end of the program
@@ -102,9 +102,9 @@ class EqualGroups:
         self.readers = self._readers()
         self.sums = self._sums()
         self.linked = {k: s for s in self.sums for k in (*s.links, s.root)}
-        # A value that equals an earlier value -> the earlier value.
+        # A value that duplicates an earlier value -> the earlier value.
         self.same: dict[int, int] = {}
-        # Positions of equations that only compute values equal to earlier values.
+        # Positions of equations all of whose results duplicate earlier values.
         self.repeated: set[int] = set()
         # Result of an equation in a group -> the group, the equation's row, and the
         # result's position among the equation's results.
@@ -114,7 +114,7 @@ class EqualGroups:
             self._take(members)
 
     def _readers(self) -> dict[int, list[tuple[int, int]]]:
-        """Value -> its readers as (position, slot); the program's results are at -1."""
+        """Value -> its readers, as (position, slot); the caller's position is -1."""
         found: dict[int, list[tuple[int, int]]] = {}
         for k, eqn in enumerate(self.equations):
             for slot, atom in enumerate(eqn.inputs):
@@ -148,7 +148,7 @@ class EqualGroups:
         return found
 
     def _link(self, atom: Atom, root: int) -> int | None:
-        """The addition that makes a term, if only this sum reads the term."""
+        """The addition that makes a term of a sum, if nothing else reads the term."""
         if isinstance(atom, Scalar) or len(self.readers[atom]) > 1:
             return None
         at = self.maker.get(atom)
@@ -173,7 +173,7 @@ class EqualGroups:
         )
 
     def _alike(self) -> Iterable[list[int]]:
-        """Positions of equal equations; a group precedes its readers."""
+        """Groups of positions of equal equations; a group comes before its readers."""
         kinds: dict[Any, int] = {}
         forms: dict[Any, int] = {}
         form = [forms.setdefault((v.shape, v.dtype), len(forms)) for v in self.values]
@@ -261,9 +261,9 @@ class EqualGroups:
                 self.row_of[value] = (group, row, number)
 
     def _home(self, column: Sequence[Any]) -> EqualEquations | bool | None:
-        """The group that computes a whole column; False if all values are arguments.
+        """The group whose rows compute a column; False if all its values are arguments.
 
-        None for any other column.
+        The result is None for any other column.
         """
         if all(v in self.inputs for v in column):
             return False
@@ -281,9 +281,9 @@ def _parameters(eqn: Equation) -> Any:
 
 
 def _blocks(rows: int) -> list[range]:
-    """Divides rows into blocks, of equal size if a divisor is near the best size.
+    """Divides rows into blocks, all of one size if a divisor is near the best size.
 
-    Compilers generate one kernel for all equal blocks, but one kernel for each row that
+    Compilers generate one kernel for all equal blocks, and one kernel for each row that
     is taken out of a block. The number of kernels is smallest if the size of a block is
     about the number of blocks.
     """
@@ -325,13 +325,13 @@ class _BlockRewriter:
         self.old = program
         self.found = found
         self.builder = Builder(program.values, 0)
-        # Value of the old program -> the value that holds it now.
+        # Value of the old program -> the value of the new program.
         self.held: dict[int, Atom] = {v: v for v in program.body.inputs}
         # Pair of a group and a block's number -> the stacked results of the block.
         self.stacks: dict[tuple[int, int], list[Atom]] = {}
         self.stacked: dict[tuple[int, ...], int] = {}
         self.templates: dict[Any, Program] = {}
-        # Last addition of a sum -> the groups whose rows are all terms of the sum.
+        # Last addition of a sum -> the groups whose rows are all terms of this sum.
         self.whole = {s.root: self._groups_of(s) for s in found.sums}
 
     def program(self) -> Program:
@@ -345,7 +345,7 @@ class _BlockRewriter:
         return _compact(Program(tuple(self.builder.values), body, self.old.constants))
 
     def _ordered_writes(self) -> list[Callable[[], None]]:
-        """The functions that write equations, in the old order as far as possible."""
+        """Functions that each write equations, in the old order as far as possible."""
         nodes: list[tuple[int, Callable[[], None], Sequence[Any], Iterable[int]]] = []
         equations, found = self.old.body.equations, self.found
         grouped = {k for group in found.groups for k in group.members}
@@ -377,7 +377,7 @@ class _BlockRewriter:
         return _topological(nodes, found.same)
 
     def _groups_of(self, found: AdditionTree) -> set[int]:
-        """The ids of the groups whose every row is exactly one term of a sum."""
+        """The ids of the groups with exactly one term of a sum in every row."""
         counts = collections.Counter[int](a for a in found.terms if isinstance(a, int))
         homes = [self.found.row_of[v] for v in counts if v in self.found.row_of]
         rows = collections.Counter((id(group), number) for group, _, number in homes)
@@ -390,7 +390,10 @@ class _BlockRewriter:
         }
 
     def _now(self, atom: Atom) -> Atom:
-        """The current value of an atom; its block is unstacked if necessary."""
+        """The new program's value of an atom.
+
+        Takes it out of its block if necessary.
+        """
         if isinstance(atom, Scalar):
             return atom
         atom = self.found.same.get(atom, atom)
@@ -523,7 +526,7 @@ class _BlockRewriter:
         atoms: Sequence[int],
         name_stack: str,
     ) -> list[Any]:
-        """Adds the equations of a function, traced once for each type of operands."""
+        """Adds the equations of a function, traced once per type of operands."""
         forms = [self.builder.values[a] for a in atoms]
         key = (*key, tuple((v.shape, v.dtype) for v in forms))
         if key not in self.templates:
@@ -571,7 +574,7 @@ def _topological(
     nodes: Sequence[tuple[int, Callable[[], None], Sequence[Any], Iterable[int]]],
     same: dict[int, int],
 ) -> list[Callable[[], None]]:
-    """Orders the nodes' functions so that each value is made before it is read."""
+    """Orders functions that write equations: values are made before they are read."""
     maker = {v: n for n, (_, _, _, made) in enumerate(nodes) for v in made}
     waiting: list[int] = []
     readers: list[list[int]] = [[] for _ in nodes]

@@ -47,7 +47,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scalar:
-    """A scalar literal in the program (JAX's ``Literal``)."""
+    """A scalar constant in the program (JAX's ``Literal``)."""
 
     value: Any
     aval: Any

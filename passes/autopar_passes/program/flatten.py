@@ -36,7 +36,7 @@ _REDUCTIONS = {
 
 
 def is_reduction(eqn: Any) -> bool:
-    """Whether an equation is a collective over dimensions only."""
+    """Whether an equation is a collective over dims, not over mesh axes."""
     if eqn.primitive.name not in _REDUCTIONS:
         return False
     axes, groups = eqn.params["axes"], eqn.params.get("axis_index_groups")
@@ -78,10 +78,11 @@ INLINED = frozenset(
     }
 )
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
-# Identity primitives that are dropped. Placements only tell where a value is stored,
-# which the plan decides. The others matter only for differentiation, which is complete.
-# If these primitives stayed, the compiler would see a second name of the same array,
-# and the planner would price a second resharding.
+# Primitives that return their operand unchanged, and that the flat program drops.
+# Placements only tell where a value is stored, which the plan decides. The others
+# matter only for differentiation, which is complete. If these primitives stayed, the
+# compiler would see a second name of the same array, and the planner would price a
+# second resharding.
 _DROPPED = PLACEMENTS | {"stop_gradient", "name"}
 
 
@@ -189,7 +190,7 @@ class _Builder:
     def alone(
         self, eqn: Any, inputs: list[Atom], env: dict[Any, Atom], stack: str
     ) -> None:
-        """Replaces a collective of one replica by its reshaped operands."""
+        """Replaces a collective over one replica by its operands, reshaped."""
         for given, var, out in zip(inputs, eqn.invars, eqn.outvars, strict=True):
             if var.aval.shape == out.aval.shape:
                 env[out] = given
@@ -234,7 +235,7 @@ class _Builder:
         env.update(zip(eqn.outvars, outputs, strict=True))
 
     def barrier(self, eqn: Any, inputs: list[Atom], stack: str) -> list[Atom]:
-        """Adds a barrier that keeps recomputed equations apart from the first ones.
+        """Adds a barrier, so that the compiler keeps equations that are recomputed.
 
         JAX's own lowering of ``checkpoint`` also puts an ``optimization_barrier``
         around the inputs if ``prevent_cse`` is set. Inlining must keep this barrier.

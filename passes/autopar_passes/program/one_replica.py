@@ -19,7 +19,8 @@ from autopar_passes import jax_compat
 
 R = TypeVar("R")
 
-# Collectives of `jax.lax` whose result equals the operand up to dims of size one.
+# Collectives of `jax.lax` whose result over one replica is the operand, up to dims of
+# size one.
 _COLLECTIVES = frozenset(
     {
         "psum",
@@ -72,9 +73,9 @@ def on_one_replica(
 ) -> Callable[..., list[Any]]:
     """Returns a function of arrays with a one-replica axis for each name.
 
-    The planner does not rewrite such a function: JAX compiles it as it is. Values that
-    depend on the replica's number get a leading dim of size one, which is removed again
-    at the end.
+    The planner does not rewrite such a function: JAX compiles it as it is. Inside,
+    values that depend on the replica's index have a leading dim of size one. It is
+    removed at the end.
     """
 
     def run(*arrays: Any) -> list[Any]:

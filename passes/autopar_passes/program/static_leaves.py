@@ -1,4 +1,4 @@
-"""Splits a tree into the leaves that a program takes and the leaves that stay fixed.
+"""Splits a tree into leaves that are a program's arguments and leaves that are fixed.
 
 A leaf is an element of a tree of arguments. A leaf that JAX can trace is an argument of
 the program. All other leaves are part of the program: for example a function, a flag of
@@ -70,7 +70,7 @@ class Fixed:
         return jax.tree.unflatten(self.tree, leaves)
 
     def read(self, arrays: Sequence[Any], what: Callable[[Any], T]) -> T:
-        """Applies a function to the tree, with a tracer in place of each array.
+        """Applies a function to the tree, where a tracer stands for each array.
 
         Classes that check their contents then see the same objects as under
         ``jax.jit``.
@@ -154,7 +154,7 @@ def _is_static(leaf: Any, filtered: bool) -> bool:
 
 
 def _refusal(leaf: Any, filtered: bool, static: bool) -> str | None:
-    """The reason why a leaf can be neither traced nor fixed; None if it can be."""
+    """The reason why a leaf can be neither traced nor static; None if it can."""
     if isinstance(leaf, (jax.Array, Tracer)):
         return None
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in _NO_TYPE:
@@ -248,13 +248,13 @@ def _add_scope(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_in_scope
 
 
-# The tag under which Flax connects the caller's objects with those inside a program.
+# Flax finds the caller's objects under this tag when it updates them.
 _TAG = "autopar"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectKey:
-    """A key without a name: in a path, it stands between an object and its state."""
+    """A key without text: it stands in a path between an object and its state."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -312,7 +312,7 @@ def _is_object_or_state(x: Any) -> bool:
 
 @contextlib.contextmanager
 def updating() -> Generator[None]:
-    """Lets `put_back` outside a program find the objects of `taken_out`."""
+    """Lets `put_back` find the caller's objects that `taken_out` has replaced."""
     with nnx.update_context(_TAG):
         yield
 
@@ -334,7 +334,7 @@ def put_back(tree: Any, *, inner: bool) -> Any:
 
 
 def split_objects(tree: Any) -> Any:
-    """Like `taken_out`, for objects without other references, outside of `updating`."""
+    """Like `taken_out`, outside of `updating`, for objects with no other reference."""
     return _to_tree(tree)
 
 
@@ -346,8 +346,7 @@ def merge_objects(tree: Any) -> Any:
 def _to_tree(tree: Any, tag: str | None = None) -> Any:
     """Replaces each object of a tree by an `ObjectState`.
 
-    If there is a tag, Flax stores the objects, and `_from_tree` with the same tag finds
-    them.
+    With a tag, Flax stores the objects under it for `_from_tree` to find.
     """
     return nnx.to_tree(
         tree,

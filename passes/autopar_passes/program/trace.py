@@ -61,8 +61,8 @@ class TracedStep:
       carried: flat argument -> flat result that is its next value.
       changed: paths of the arrays of carried arguments that come back with another
         shape or dtype.
-      replicas: names of the axes over which the step has collectives, as for
-        ``jax.pmap``. Each axis has one replica, which sees the whole batch.
+      replicas: names of the axes over which the step has collectives, as under
+        ``jax.pmap``. Each axis has size one in the program, which sees the whole batch.
       loop: index of the equation that loops over microbatches
         (`autopar_passes.microbatches.accumulate`); None if the program has no such
         equation.
@@ -231,11 +231,11 @@ def _trace_step(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> 
         except (ValueError, NotImplementedError) as error:
             if form.mesh is None and not any(explicit):
                 raise
-            # Some operators, such as ``ragged_dot``, have no rule for types that
-            # contain a sharding. The plan decides where arrays are placed, so the
-            # shardings in the types are not needed. A step that names no placements can
-            # therefore be traced without the mesh. If no mesh is set, a shard_map can
-            # be traced only because of the shardings in the types.
+            # JAX cannot trace some operators, such as ``ragged_dot``, on types that
+            # contain a sharding. The plan places arrays, so these shardings are not
+            # needed, and a step that names no mesh is traced without one. A shard_map
+            # without ``jax.set_mesh`` is an exception: only the shardings in the types
+            # name its mesh.
             other = inputs
             if form.mesh is not None:
                 other = [jax_meshes.on_mesh(x, None) for x in inputs]

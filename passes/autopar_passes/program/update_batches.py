@@ -9,11 +9,10 @@ all-to-all before the computation collects the shards of each matrix, and one al
 after it distributes the results. Megatron-LM distributes the matrices of Muon over
 data-parallel ranks in the same way.
 
-A stack has the same number of matrices for each device. Matrices that do not fill the
-last round of devices form a separate stack. If matrices are small, each device gets
-several, because one small product leaves most of a device idle. If matrices are large,
-each device gets one, so that the device's memory holds the temporaries of only one
-matrix.
+A stack has the same number of matrices for each device. The matrices that remain after
+this division form a separate stack. If matrices are small, each device gets several,
+because one small product leaves most of a device idle. If matrices are large, each
+device gets one, so that the device's memory holds the temporaries of only one matrix.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from autopar_passes.program.flatten import Builder, flatten, next_index
 
 # Only computations with these primitives are stacked. Stacking the operands of any
 # other primitive takes about as long as the primitive itself. Factorisations are
-# excluded, because compilers run them whole on each device.
+# excluded, because compilers do not partition them: each device runs all of them.
 _PRODUCTS = frozenset({"dot_general"})
-# Primitives that ``jax.vmap`` computes row by row without extra work. A ``cond`` with a
-# predicate per row would compute both branches. Random bits could change. The behaviour
-# of kernels and of external calls is unknown.
+# Primitives that ``jax.vmap`` maps over a stack without extra work. Missing are a
+# ``cond`` with one predicate per row, which would compute both branches; random bits,
+# which could change; and kernels and external calls, whose behaviour is unknown.
 _SAFE = (
     _PRODUCTS
     | ELEMENTWISE
@@ -77,7 +76,7 @@ class _Computation:
       equations: the equations in the order of the program.
       inputs: the values that the equations read from others, in order of first use.
       outputs: the values that other equations read.
-      form: a key that is equal for two computations of the same function.
+      form: a key that two computations of the same function share.
     """
 
     equations: tuple[Equation, ...]
@@ -86,9 +85,9 @@ class _Computation:
     form: object
 
 
-# If a device computes several matrices of a batch, the largest arrays of all of them
-# together have at most this many bytes. A product with a result of this size takes a
-# GPU milliseconds.
+# If a device computes several matrices of a batch, their largest arrays together have
+# at most this many bytes. A GPU needs milliseconds for a product with a result of this
+# size.
 MOST_BYTES = 1 << 26
 
 
@@ -129,7 +128,8 @@ def batch_updates(
         _write(builder, program, batch)
     gone = {eqn.index for batch in batches for one in batch for eqn in one.equations}
     made = {v for batch in batches for one in batch for v in one.outputs}
-    # No computation depends on another one, so all batches can be placed together.
+    # No batch depends on another one, so all of them can be placed at the same
+    # position.
     ahead: list[Equation] = []
     behind: list[Equation] = []
     for eqn in program.body.equations:
@@ -147,7 +147,7 @@ def batch_updates(
 
 
 def _at_a_time(program: Program, one: _Computation) -> int:
-    """The number of computations like this one that a device runs in one batch."""
+    """The number of computations like this one that one device runs in a batch."""
     made = (program.values[v].nbytes for eqn in one.equations for v in eqn.outputs)
     return max(1, MOST_BYTES // max(1, *made))
 
@@ -235,7 +235,7 @@ def _is_safe(eqn: Equation) -> bool:
     return all(e.primitive in _SAFE for e in (eqn, *inner))
 
 
-# Stands for the caller among the readers of a value, if the program returns the value.
+# Stands for the caller among the readers of a value that the program returns.
 _OUTSIDE = -1
 
 
@@ -267,12 +267,12 @@ def _preparation(
     part: Collection[int],
     readers: Mapping[int, set[int]],
 ) -> set[int]:
-    """Finds reductions to add to a part, because they reduce the bytes that it reads.
+    """Finds reductions to move into a part, because the part then reads fewer bytes.
 
-    Only the part reads such a reduction.
+    Only the part reads the result of such a reduction.
 
-    An example is the norm of a matrix, if the part divides the matrix by it. If a
-    device holds the whole matrix, the norm needs no all-reduce.
+    An example is the norm by which the part divides a matrix. A device that holds the
+    whole matrix computes the norm without an all-reduce.
 
     Args:
       program: a flat program.
@@ -314,7 +314,7 @@ def _preparation(
 
 
 def _between(own: Sequence[Equation]) -> list[Equation]:
-    """The equations with products, and the equations on paths between them."""
+    """The equations with matrix products, and the equations on paths between them."""
     worth = {eqn.index for eqn in own if _products(eqn)}
     made: set[int] = set()
     behind: set[int] = set()

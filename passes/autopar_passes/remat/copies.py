@@ -295,7 +295,7 @@ def merge_repeats(program: Program) -> Program:
       RematError: a checkpoint repeats a product or a loop that the forward pass lacks.
     """
     first: dict[Any, Equation] = {}
-    # Value -> the value that is read instead, and value -> the first equal value.
+    # Value -> the equal value that is read instead, and value -> the first equal value.
     instead: dict[int, int] = {}
     equal: dict[int, int] = {}
     out: list[Equation] = []
@@ -322,7 +322,7 @@ def merge_repeats(program: Program) -> Program:
 
 
 def _read(eqn: Equation, equal: Mapping[int, int]) -> tuple[int | None, ...]:
-    """The operands that are values. The signature of the equation holds the scalars."""
+    """The operands that are values; scalars are part of the equation's signature."""
     return tuple(equal.get(a, a) if isinstance(a, int) else None for a in eqn.inputs)
 
 

@@ -46,9 +46,8 @@ def iterations(
       layers: numbers of the layers to recompute.
 
     Raises:
-      RematError: an index in ``starts`` is not a loop, or stands there more or less
-        often than the loop has iterations, or the chosen iterations are not the first
-        ones.
+      RematError: an index in ``starts`` is not a loop, or does not occur once per
+        iteration of the loop, or the chosen iterations are not the first ones.
     """
     by_index = {eqn.index: eqn for eqn in program.body.equations}
     out: dict[int, int] = {}
@@ -105,7 +104,7 @@ def _first_stack(eqn: Equation) -> int:
 
 
 def loops_through(program: Program, eqn: Equation) -> list[int]:
-    """Indices of the other loops that read the stacked results of a loop by slices."""
+    """Indices of the other loops that read a loop's stacked results slice by slice."""
     made = set(eqn.outputs[eqn.params["num_carry"] :])
     return [
         other.index
@@ -117,7 +116,7 @@ def loops_through(program: Program, eqn: Equation) -> list[int]:
 
 
 def _readers(program: Program, loop: int, backward: Collection[int]) -> tuple[int, ...]:
-    """The backward loops that read the stacked results of a forward loop by slices."""
+    """The backward loops that read a forward loop's stacked results slice by slice."""
     eqn = _top(program)[loop]
     found = tuple(k for k in loops_through(program, eqn) if k in backward)
     if not found:
@@ -181,7 +180,7 @@ def _cuts(
 
 
 def _with_results(splitter: Splitter, values: Collection[int]) -> Program:
-    """The program of a splitter, where the results of split loops get new numbers.
+    """The program of a splitter, with new value numbers for the results of split loops.
 
     Args:
       splitter: a splitter that has processed all equations of its program.
@@ -207,7 +206,7 @@ def _with_results(splitter: Splitter, values: Collection[int]) -> Program:
 
 
 class _Loop:
-    """Rewrites one forward loop and the backward loops that read its stacks."""
+    """Rewrites one forward loop and the backward loops that read its stacked values."""
 
     def __init__(
         self, program: Program, loop: int, readers: Sequence[int], level: str
@@ -221,7 +220,7 @@ class _Loop:
         self.body = self.forward.regions[0]
         self.maker = {v: e for e in self.body.equations for v in e.outputs}
         carries = self.forward.params["num_carry"]
-        # Stack -> the iteration's value that is stacked.
+        # Stacked value -> the value of one iteration that is stacked.
         self.stacks: dict[int, Atom] = dict(
             zip(
                 self.forward.outputs[carries:], self.body.outputs[carries:], strict=True
@@ -252,7 +251,7 @@ class _Loop:
         return keeps(self.level, maker, like.name, self.names)
 
     def dropped_stacks(self) -> dict[int, int]:
-        """Finds the stacks that nothing needs any more.
+        """Finds the stacks that no equation needs after the rewrite.
 
         Maps each stack to the value of one iteration that the loop stacks.
         """
@@ -274,7 +273,7 @@ class _Loop:
         }
 
     def source(self, value: int) -> tuple[Atom, bool]:
-        """The operand that gives a backward loop a value; whether it is a stack."""
+        """The operand that gives a backward loop a value, and whether it is a stack."""
         if value in self.body.inputs:
             place = self.body.inputs.index(value)
             if place < self.forward.params["num_consts"]:
@@ -369,11 +368,11 @@ class _Loop:
           eqn: the backward loop.
           equations: the equations of the forward loop to copy.
           inside: value that the copies read -> the backward loop's input that holds it.
-          gates: incoming gradients that the iteration waits for.
+          gates: gradients that must arrive before an iteration starts to recompute.
 
         Returns:
-          The barrier and the copies, and a map from each value to its copy. A gate maps
-          to its value after the barrier.
+          The barrier and the copies, and a map from each value to its copy. Each
+          gradient of ``gates`` maps to its value after the barrier.
         """
         through = [*dict.fromkeys((*inside.values(), *gates))]
         types = [self.numbers.values[v] for v in through]
@@ -417,7 +416,7 @@ def _reading(
 
 
 def _gates(body: Region, gone: Collection[int], carries: Sequence[int]) -> list[int]:
-    """The carries that the first equation with a dropped value as operand reads."""
+    """The carried gradients read by the first equation that reads a dropped value."""
     for eqn in body.equations:
         found = reads(eqn)
         if not set(gone).isdisjoint(found):

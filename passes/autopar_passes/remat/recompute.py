@@ -105,8 +105,8 @@ class _LayerAgain:
     """The recomputation of one layer.
 
     Attributes:
-      place: the position of the first backward equation that reads a recomputed value;
-          the recomputation is inserted there.
+      place: the position in the program where the recomputation is inserted: that of
+          the first backward equation that reads a recomputed value.
       values: the recomputed values that are read.
       equations: the equations that compute them, in order.
       given: the values that these equations read.
@@ -177,7 +177,8 @@ class _Rewriter:
         if not users:
             return None
         place = self.position[users[0].index]
-        # Values of a later, second forward pass are not available at this place.
+        # Values of a second forward pass, later in the program, are not available at
+        # this place.
         wanted = {
             v
             for eqn in users
@@ -198,12 +199,12 @@ class _Rewriter:
     def gates(self, users: Sequence[Equation], place: int) -> tuple[int, ...]:
         """The incoming gradients that a recomputation waits for.
 
-        These are the early gradients that the first of ``users`` with an early gradient
-        reads.
+        These are gradients made before ``place``: those that the first of ``users``
+        with any such operand reads.
 
         Args:
           users: equations of the backward pass that read a recomputed value, in order.
-          place: a position in the program; a gradient is early if it is made before.
+          place: a position in the program.
         """
         for eqn in users:
             found = [
@@ -242,7 +243,7 @@ class _Rewriter:
         return [barrier, *made]
 
     def reading(self, eqn: Equation, renamed: dict[int, int]) -> Equation:
-        """Returns the equation, which reads recomputed values if it is backward."""
+        """Returns an equation; in the backward pass it reads the recomputed values."""
         if not self.backward(eqn) or renamed.keys().isdisjoint(reads(eqn)):
             return eqn
         return renumber_equation(eqn, lambda v: renamed.get(v, v), lambda index: index)

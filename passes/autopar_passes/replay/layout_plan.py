@@ -1,4 +1,9 @@
-"""The interface of a plan for the replay of a program."""
+"""The interface of a plan for the replay of a program.
+
+A *reader* is an operator that has a value as operand. A value is *partial* if each
+device holds a term of a sum (`autopar_passes.sums.stacked`). A reader in the backward
+pass may use an array of its own, called the backward copy.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +24,9 @@ class LayoutRoute:
     Attributes:
       layouts: the layouts to state one after another; the last layout is the reader's.
         Readers whose routes begin with the same layouts share these arrays.
-      fresh: whether the route starts from a new copy, so that it shares no arrays with
-        other routes, and the compiler merges none with them.
+      fresh: whether the route starts from a new copy of the array. The readers then
+        share no arrays with readers of other routes, and the compiler does not merge
+        them.
     """
 
     layouts: tuple[Layout, ...]
@@ -28,7 +34,7 @@ class LayoutRoute:
 
 
 class LayoutPlan(Protocol):
-    """The questions about layouts that the replay asks a plan."""
+    """The questions that the replay asks a plan about layouts."""
 
     def operand(self, op: Operator, slot: int) -> Layout | None:
         """Returns the layout that an operand must have; None for any layout."""
@@ -39,7 +45,7 @@ class LayoutPlan(Protocol):
         ...
 
     def floating(self, value: int) -> bool:
-        """Returns whether each reader computes the value itself, in its own layout."""
+        """Returns whether each reader recomputes the value, in its own layout."""
         ...
 
     def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
@@ -47,7 +53,7 @@ class LayoutPlan(Protocol):
         ...
 
     def is_backward(self, op: Operator) -> bool:
-        """Returns whether an operator reads the copies for the backward pass."""
+        """Returns whether an operator reads the backward copies of its operands."""
         ...
 
     def output(self, position: int) -> Layout | None:
@@ -59,9 +65,9 @@ class LayoutPlan(Protocol):
         ...
 
     def due(self, value: int) -> tuple[Layout, ...] | None:
-        """Returns the layouts to state after the sum of a partial value is computed.
+        """Returns the layouts to state, in order, after a partial value is summed.
 
-        The result is None if the sum is not computed here.
+        The result is None if the plan defers the sum to a later reader.
         """
         ...
 
@@ -74,7 +80,8 @@ class LayoutPlan(Protocol):
 
         Args:
           value: the value.
-          handed: whether the value is also read outside, in its own layout.
+          handed: whether the value also leaves its region or program, in its own
+            layout.
         """
         ...
 
@@ -84,10 +91,10 @@ Read = Callable[[int], Any]
 
 
 class Watch(Protocol):
-    """Observes the values of a step, in loops and at its end."""
+    """Observes values of a step: in iterations of loops, and at the step's end."""
 
     def inside(self, equation: int, read: Read, mesh: Any) -> Any:
-        """Returns the values that an iteration adds to the loop's own results.
+        """Returns values of one iteration, which the loop stacks and gives to `after`.
 
         Args:
           equation: the loop.
@@ -97,7 +104,7 @@ class Watch(Protocol):
         ...
 
     def after(self, equation: int, seen: Any) -> None:
-        """Receives the added values of all iterations of a loop, stacked.
+        """Receives what `inside` returned in each iteration of a loop, stacked.
 
         If replicas run the iterations, arrays ``(devices, ...)`` of an iteration are
         zero for the devices of other replicas.
@@ -105,12 +112,12 @@ class Watch(Protocol):
         ...
 
     def end(self, read: Read) -> None:
-        """Reads values of the step after all of them are computed."""
+        """Reads values of the step after the step has computed all its values."""
         ...
 
 
 class Synchroniser(Protocol):
-    """Computes sums over devices in its own way."""
+    """Computes the sums of partial values over devices, for example with a codec."""
 
     def takes(self, value: int) -> frozenset[int]:
         """Returns the values that are summed together with this one; empty for none."""

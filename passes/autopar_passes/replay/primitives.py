@@ -1,4 +1,4 @@
-"""Runs equations without regions, with values in the layouts of a plan."""
+"""Runs equations other than loops and branches, in the layouts of a plan."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from autopar_passes.sums import stacked
 from autopar_passes.sums.finish import BY_SHARDS, Sum, behind, run_and_sum
 from autopar_passes.sums.stacked import Stacked, stack_partials, sum_partials
 
-# Hand-written kernels run shard by shard, because no compiler can partition them.
+# Hand-written kernels, such as Pallas kernels, run shard by shard, because no compiler
+# can partition them.
 #
 # Every device runs the kernel on its own shards. A Pallas kernel gets the grid of the
 # shards; its blocks and its body are unchanged. A result that a kernel sums over its
 # shards (`FactorRule.sums`) is also summed over devices before it is used.
 
 
-# The body of a step's own `jax.shard_map` runs over the planned mesh.
+# The body of a step's own `jax.shard_map` runs over the mesh of the plan.
 #
 # The types inside a jaxpr name the mesh that the jaxpr was traced on. The body is
 # therefore run equation by equation, with calls inlined and loops traced anew. Every
@@ -39,8 +40,8 @@ from autopar_passes.sums.stacked import Stacked, stack_partials, sum_partials
 def run_body(params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """Runs the body of a ``shard_map`` on one device's shards.
 
-    The function binds the axes of size one of the body's own mesh, which the
-    surrounding mesh may lack.
+    The mesh of the ``shard_map`` may have axes of size one that the plan's mesh lacks.
+    The function binds these axis names.
 
     Args:
       params: parameters of the ``shard_map``.
@@ -58,7 +59,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
     def read(atom: Any) -> Any:
         if isinstance(atom, jax_compat.Literal):
-            return np.asarray(atom.val)  # removes the mesh from the type
+            return np.asarray(atom.val)  # removes the mesh from the constant's type
         return env[atom]
 
     for eqn in jaxpr.eqns:
@@ -170,7 +171,7 @@ def _manual(
     operands: Sequence[Any],
     mesh: Any,
 ) -> list[Any]:
-    """Runs a step's own ``shard_map`` with its axis names, over the planned mesh."""
+    """Runs a step's own ``shard_map`` over the plan's mesh, under its own names."""
     names = [f"_{name}" for name in mesh.axis_names]
     for f, own in enumerate(manual.manual_axes(eqn.params)):
         (axis,) = axes[f]
@@ -194,7 +195,7 @@ def _manual(
 
 
 def _without_small_axes(entry: Any, names: set[str]) -> Any:
-    """An entry of a spec without axes of size one, which the mesh may lack."""
+    """An entry of a partition spec without axes of size one absent from the mesh."""
     if not isinstance(entry, tuple):
         return entry if entry in names else None
     return tuple(n for n in entry if n in names) or None
@@ -211,7 +212,7 @@ def _kernel_shards_bind(eqn: Equation, shards: Sequence[Any]) -> list[Any]:
 def _ring(
     eqn: Equation, rule: FactorRule, axes: dict[int, tuple[int, ...]], mesh: Any
 ) -> Ring | None:
-    """The devices over which an attention's sequence is sharded; None if it is not."""
+    """The ring of devices that shard an attention's sequence; None without any."""
     factors = {e.factor for e in rule.exchanges}
     split = tuple(mesh.axis_names[a] for f in factors for a in axes.get(f, ()))
     size = math.prod(mesh.shape[name] for name in split)
@@ -226,7 +227,7 @@ def _ring(
 
 
 def _around_ring(eqn: Equation, ring: Ring, shards: Sequence[Any]) -> list[Any]:
-    """Runs cuDNN's attention on blocks of a sharded sequence."""
+    """Runs cuDNN's attention with its sequence sharded over the devices of a ring."""
     query, key, value, *unused = shards[: kernels.OPERANDS]
 
     def bind(arrays: Sequence[Any], causal: bool, **given: Any) -> list[Any]:
@@ -253,10 +254,10 @@ def _around_ring(eqn: Equation, ring: Ring, shards: Sequence[Any]) -> list[Any]:
 def _axes_of_factors(
     rule: FactorRule, layouts: Sequence[Layout]
 ) -> dict[int, tuple[int, ...]]:
-    """The mesh axes that shard each factor.
+    """The mesh axes that shard each factor of an operator's rule.
 
-    At most one of the factors of a dimension may be sharded, or each of them is sharded
-    over one axis (`FactorRule.whole`).
+    At most one factor of a dimension may be sharded, unless its factors are in
+    `FactorRule.whole`: then each of them is sharded over one axis.
     """
     found: dict[int, tuple[int, ...]] = {}
     for dims, layout in zip(rule.operands, layouts, strict=True):
@@ -269,7 +270,7 @@ def _axes_of_factors(
     return found
 
 
-# Grouped convolutions run shard by shard, because the compiler's partitioner fails.
+# Grouped convolutions run shard by shard, because XLA's partitioner fails on them.
 
 
 def grouped_convolution(
@@ -281,8 +282,8 @@ def grouped_convolution(
 ) -> Any:
     """Runs a grouped convolution shard by shard and sums the partial results.
 
-    Each shard's partial result is one slice of a leading dimension, which is sharded
-    over the axes of the reduction. Summing over this dimension is the reduction.
+    The partial results are stacked along a new leading dimension, which is sharded over
+    the mesh axes that shard a contracted factor. They are summed over this dimension.
 
     Args:
       params: parameters of the primitive.
@@ -325,7 +326,7 @@ def _group_split(rule: FactorRule, result: Layout, sizes: Sequence[int]) -> int:
 
 
 def run_primitive(values: Values, eqn: Equation, op: Operator) -> list[Any]:
-    """Runs an equation without regions; returns its results."""
+    """Runs an equation that is no loop or branch; returns its results."""
     if len(eqn.outputs) == 1 and values.plan.floating(eqn.outputs[0]):
         return [None]
     if eqn.outputs and values.plan.partial_layout(eqn.outputs[0]) is not None:
@@ -338,7 +339,7 @@ def run_primitive(values: Values, eqn: Equation, op: Operator) -> list[Any]:
 
 
 def _partial(values: Values, eqn: Equation, op: Operator) -> list[Any]:
-    """Runs an operator whose results stay partial."""
+    """Runs an operator whose results stay partial, as stacked arrays."""
     found = values.plan.partial_layout(eqn.outputs[0])
     assert found is not None
     axes, layout = found
@@ -375,7 +376,7 @@ def _contract(
 
 
 def run_barrier(values: Values, eqn: Equation, ops: list[Operator]) -> list[Any]:
-    """Runs a barrier: one equation, with one operator for each of its values."""
+    """Runs an optimization barrier: one equation, with one operator per value."""
     args = [values.operand(op, 0, a) for op, a in zip(ops, eqn.inputs, strict=True)]
     out = jax_compat.bind(eqn.source, *args)
     return [

@@ -1,11 +1,11 @@
-"""Distributes the microbatches of a step over replicas, with a number for each.
+"""Distributes a step's microbatches over replicas, which may get unequal numbers.
 
 A replica is one position of the mesh's first axis, and holds the whole state. The loop
 over microbatches runs inside a ``shard_map`` that is manual over the first axis only.
 The plan's layouts therefore hold inside each replica as in a step without replicas.
 Every replica has its own number of iterations. Collectives of an iteration stay within
-a replica, so different replicas may be in different iterations. After the loop the sums
-of all replicas are added.
+a replica, so replicas need not be in the same iteration. After the loop the sums of all
+replicas are added.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from autopar_passes.layouts import constrain
 from autopar_passes.replay.values import Values
 from autopar_passes.sums.stacked import sum_partials
 
-# Constants, carry and slices of one iteration -> new carry and stacked values.
+# A function from the constants, carry and slices of one iteration to its new carry and
+# the values that it stacks.
 Turn = Callable[[Any, Any, Any], tuple[Any, Any]]
-# The position of a replica and the number of a microbatch -> the same number.
+# A function from the position of a replica and the number of an iteration to the same
+# number. A simulation of slower devices waits in it.
 Wait = Callable[[Any, Any], Any]
 # The mesh axis of the replicas.
 AXIS = 0
@@ -43,11 +45,11 @@ class Replicas:
       loop: index of the equation that loops over the microbatches.
       counts: the number of microbatches of each replica; the first replica has the
         first microbatches.
-      wait: called at the beginning of each iteration, where a simulation of slower
-        devices waits; None for no call.
-      turns: a common number of iterations for all replicas; None for each replica's own
-        number. Audits count the messages of one replica, and need a number that is
-        known before the program runs.
+      wait: called at the beginning of each iteration, to simulate slower devices; None
+        for no call.
+      turns: a number of iterations that every replica runs instead of its own number in
+        ``counts``; None for its own. Audits count the messages of one replica, and need
+        a number that is known before the program runs.
     """
 
     loop: int
@@ -110,8 +112,8 @@ class Replicas:
             if self.wait is not None:
                 number = self.wait(position, number)
             # JAX makes constants part of the carry. Without the barrier, Shardy would
-            # reshard the constants in each iteration, to the last layout that the body
-            # states.
+            # reshard the constants in each iteration to the last layout that the body
+            # states for them.
             held = [jax.lax.optimization_barrier(x) for x in constants]
             carried, made = turn(held, carried, [_entry(x, number) for x in slices])
             made = jax.tree.map(_raw, made)
@@ -136,8 +138,8 @@ class Replicas:
     def add_up(self, values: Values, op: Operator, array: Any, dtype: Any) -> Any:
         """Adds one result of `run` over the replicas, in the layouts of the plan.
 
-        A result that the plan holds as partial over the replicas is a stacked array
-        from here on, like any partial value.
+        If the plan defers the sum over the replicas, the result stays a stacked array,
+        like any partial value.
 
         Args:
           values: the values of the program, outside of the loop.
@@ -171,7 +173,7 @@ class Replicas:
 
 @contextlib.contextmanager
 def _inside(values: Values) -> Generator[None]:
-    """Uses the mesh of a ``shard_map`` as the mesh of values inside the context."""
+    """Makes the mesh of the surrounding ``shard_map`` the mesh of ``values``."""
     mesh, values.mesh = values.mesh, jax.sharding.get_abstract_mesh()
     try:
         yield
@@ -180,7 +182,7 @@ def _inside(values: Values) -> Generator[None]:
 
 
 def side_by_side(stacks: Any) -> Any:
-    """Stacked arrays of all replicas, ``(count, devices of all replicas, ...)``.
+    """Joins the replicas of stacked arrays: ``(count, devices of all replicas, ...)``.
 
     Args:
       stacks: a tree of stacked arrays ``(replicas, count, devices of a replica, ...)``.
@@ -206,7 +208,7 @@ def _stacked_shapes(turn: Turn, constants: Any, carry: Any, slices: Any) -> Any:
 
 
 def _total(array: Any) -> Any:
-    """The sum over replicas; numbers with less than 32 bits are summed in 32 bits."""
+    """The sum over replicas. Numbers with less than 32 bits are summed in 32 bits."""
     if array.dtype.itemsize >= np.dtype(np.float32).itemsize:
         return sum_partials(array)
     floating = jnp.issubdtype(array.dtype, jnp.floating)

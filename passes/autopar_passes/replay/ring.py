@@ -5,17 +5,17 @@ its neighbour, runs the kernel on this block, and merges the result into its own
 merge uses the log-sum-exp of each row (Liu, Zaharia, Abbeel, "Ring Attention with
 Blockwise Transformers for Near-Infinite Context", arXiv 2310.01889; the merge is that
 of Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1). The backward pass needs
-only the same numbers of the whole row. The kernel computes the gradients of a block.
-The gradients of keys and values travel around the ring with the keys and values. The
-gradients of a device's own block stay on the device and are added at the end.
+only the log-sum-exp of each whole row: with it, the kernel computes the gradients of a
+block. Gradients of keys and values travel around the ring with them. The gradients of a
+device's own block stay on the device and are added at the end.
 
 Under a causal mask, a device with later rows has more work. The sequence is therefore
-cut into two chunks per device, and device ``i`` of ``n`` works on chunks ``i`` and
-``2n - 1 - i`` (Brandon et al., "Striped Attention", arXiv 2311.09431, show the problem;
-the order is that of https://github.com/zhuzilin/ring-flash-attention). With this order,
-every device computes two unmasked blocks of chunks in every round. Inputs and outputs
-are exchanged between the plain order and this order, so the surrounding program sees
-only the plain order.
+cut into two chunks per device, and device ``i`` of ``n`` has the queries of chunks
+``i`` and ``2n - 1 - i`` (Brandon et al., "Striped Attention", arXiv 2311.09431, show
+the problem; the order is that of https://github.com/zhuzilin/ring-flash-attention).
+With this order, every device computes two unmasked blocks of chunks in every round.
+Inputs and outputs are exchanged between the plain order and this order, so the
+surrounding program sees only the plain order.
 
 Sums over rounds are computed in float32.
 """
@@ -32,13 +32,13 @@ import jax.numpy as jnp
 from autopar_passes.rules.factor_rule import worker
 
 Array = Any
-# The first round in which a device has keys and values of another device.
+# The first round in which a device works on keys and values of another device.
 _FIRST = 1
-# A function from blocks of queries, keys and values, and whether the mask is causal, to
-# the output and the log-sum-exp of each row.
+# The kernel of the forward pass: from blocks of queries, keys and values, and whether
+# the mask is causal, to the output and the log-sum-exp of each row.
 Forward = Callable[[Array, Array, Array, bool], tuple[Array, Array]]
-# A function from the same blocks, and the output, the log-sum-exp and the output's
-# gradient of the whole rows, to the gradients of queries, keys and values.
+# The kernel of the backward pass: from the same blocks, and the output, the log-sum-exp
+# and the output's gradient of whole rows, to the gradients of queries, keys and values.
 Backward = Callable[
     [Array, Array, Array, Array, Array, Array, bool], tuple[Array, Array, Array]
 ]
@@ -121,7 +121,7 @@ class Ring:
         """
         dealt = self._is_dealt(query)
         parts = 1 + dealt
-        # Without the barrier a compiler would keep received shards from the forward
+        # Without the barrier a compiler would keep the shards received in the forward
         # pass.
         given = jax.lax.optimization_barrier((gradient, query, key, value, out, rows))
         gradient, q, k, v, out, rows = given
@@ -173,7 +173,7 @@ class Ring:
         return of_query, of_key, of_value
 
     def _around(self, turn: Any, moved: tuple[Array, Array], held: Any) -> Any:
-        """Runs all rounds except the first, in which each device has its own block.
+        """Runs all rounds after the first, in which each device uses its own block.
 
         The keys and values of the next round are sent while the current round computes.
         """
@@ -213,7 +213,7 @@ class Ring:
         return out.at[own].set(new), rows.at[own].set(merged)
 
     def _by_row(self, rows: Array) -> Array:
-        """Numbers per row, reshaped to broadcast over the elements of a head."""
+        """Reshapes one number per row to broadcast over the elements of a head."""
         return (rows if self.seq == 2 else rows.swapaxes(1, 2))[..., None]
 
     def _send(self, x: Array) -> Array:
@@ -222,7 +222,7 @@ class Ring:
         return jax.lax.ppermute(x, self.axes, [(i, (i + 1) % n) for i in range(n)])
 
     def _is_dealt(self, query: Array) -> bool:
-        """Whether each device works on an early and a late chunk."""
+        """Whether each device works on an early and a late chunk of the sequence."""
         return self.causal and query.shape[self.seq] % 2 == 0
 
     def _deal(self, x: Array, dim: int, dealt: bool) -> Array:
@@ -255,7 +255,7 @@ class Ring:
         return jnp.concatenate(halves, dim)
 
     def _workers(self, odd: int) -> list[tuple[int, int]]:
-        """Pairs of each device and the device that uses its even or odd chunk.
+        """Pairs of a device and the device that works on its even (or odd) chunk.
 
         Args:
           odd: 1 for the chunks with odd numbers, 0 for the chunks with even numbers.

@@ -1,7 +1,7 @@
 """Replays a flat program with the layouts of a plan stated in it.
 
 The layout of every value is stated where the value is computed. If a reader needs
-another layout, every step of the resharding is stated too. The compiler's partitioner
+another layout, every layout on the way to it is stated too. The compiler's partitioner
 therefore has no choice left.
 """
 
@@ -30,7 +30,7 @@ from autopar_passes.replay.values import Values
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
 
-# Runs loops and branches, and states the layouts of a plan inside their regions.
+# Runs a loop or a branch and states the layouts of a plan inside their regions.
 
 # Runs one equation and adds its results to the values.
 Run = Callable[[Equation], None]
@@ -46,14 +46,14 @@ class ControlFlow:
         run: Run,
         replicas: Replicas | None = None,
     ) -> None:
-        """Starts outside of all regions.
+        """Starts with no region entered.
 
         Args:
           values: the values of the program.
           types: shape and dtype of each value.
           run: runs one equation of a region.
-          replicas: distribute the iterations of one scan over devices; None if every
-            device runs all iterations.
+          replicas: distributes the iterations of one scan over groups of devices; None
+            if every device runs all iterations.
         """
         self._values = values
         self._types = types
@@ -106,7 +106,7 @@ class ControlFlow:
         return self._hand_out(carries, 1, end) + self._hand_out(stacks, 0, ys)
 
     def _watch(self, eqn: Equation) -> Any:
-        """Returns what the watch observes in an iteration; () without a watch."""
+        """Returns what the `Watch` observes in an iteration; () without one."""
         watch = self._values.watch
         if watch is None:
             return ()
@@ -118,7 +118,8 @@ class ControlFlow:
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         outer = self._hand_in(ops, eqn.inputs)
         carries = ops[n_cond + n_body :]
-        # Under `jax.vmap`, each element of a loop ends independently.
+        # Under `jax.vmap`, each element of the batch leaves the loop at its own
+        # iteration.
         mapped = bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
         def goes_on(carried: Any) -> Any:
@@ -171,7 +172,7 @@ class ControlFlow:
         ]
 
     def _turn(self, eqn: Equation) -> tuple[Any, ...]:
-        """The token that callbacks in regions wait for; () if they are unordered."""
+        """The token that a region's callbacks wait for; () if they are not ordered."""
         inner = (e for region in eqn.regions for e in walk(region))
         ordered = any(jax_effects.is_ordered(e.source) for e in inner)
         return (self._values.turn,) if ordered else ()
@@ -179,7 +180,7 @@ class ControlFlow:
     def _in_turn(
         self, turn: tuple[Any, ...], run: Callable[..., Any], *args: Any
     ) -> tuple[tuple[Any, ...], Any]:
-        """Runs a region after a callback; returns the next token and the result."""
+        """Runs a region after earlier callbacks; returns the next token and results."""
         before, values = self._values.turn, self._values
         values.turn = turn[0] if turn else before
         made = run(*args)
@@ -209,11 +210,12 @@ class ControlFlow:
     def _inside(
         self, region: Region, ops: Sequence[Operator], args: Sequence[Any]
     ) -> Generator[None]:
-        """Runs the equations of a region, whose values are known within the context.
+        """Opens the scope of a region, in which the region's inputs are known.
 
         Args:
           region: the body.
-          ops: the boundary operators that hand values into the region.
+          ops: the operators that stand in the graph for the loop's operands and
+            results. They give values to the region.
           args: the arrays of the region's inputs.
         """
         with self._values.inside(self._region_inputs(ops, region.inputs, args)):
@@ -224,7 +226,7 @@ class ControlFlow:
     def _region_inputs(
         self, ops: Sequence[Operator], inputs: Sequence[int], args: Sequence[Any]
     ) -> dict[int, Any]:
-        """Returns a region's inputs, in the layouts of their boundary operators."""
+        """A region's inputs, in the layouts that the loop or branch gives them."""
         plan, mesh = self._values.plan, self._values.mesh
         found = dict(zip(inputs, args, strict=True))
         for op in ops:
@@ -247,7 +249,10 @@ class ControlFlow:
         ]
 
     def _hand_in(self, ops: Sequence[Operator], atoms: Sequence[Atom]) -> list[Any]:
-        """Returns the inputs of a loop; a carry that stays partial is lifted first."""
+        """Returns a loop's inputs.
+
+        A carry that stays partial becomes a stacked array.
+        """
         return [self._first_carry(op, a) for op, a in zip(ops, atoms, strict=True)]
 
     def _first_carry(self, op: Operator, atom: Atom) -> Any:
@@ -280,7 +285,11 @@ class ControlFlow:
         ]
 
     def _loop_result(self, op: Operator, slot: int, array: Any) -> Any:
-        """Returns one result of a loop; moves a stacked dimension before iterations."""
+        """Returns one result of a loop.
+
+        In a result with an entry per iteration, the dimension of partial sums is moved
+        before the dimension of iterations.
+        """
         value, plan = op.outputs[slot], self._values.plan
         if plan.partial_layout(value) is None:
             return self._values.pin(array, plan.results(op, slot))
@@ -300,7 +309,7 @@ def _behind_barrier(constants: Sequence[Any]) -> list[Any]:
 
 
 def _where(test: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """New arrays where a test holds for the elements of their first dimensions."""
+    """Selects new arrays where a test of their first dimensions holds."""
     return [
         jax.numpy.where(jax.numpy.expand_dims(test, range(test.ndim, x.ndim)), x, y)
         for x, y in zip(new, old, strict=True)
@@ -315,7 +324,7 @@ def _as_arrays(ends: Sequence[Any], types: Sequence[Any]) -> list[Any]:
     ]
 
 
-# A function from a value's number and its array to the array that is used instead.
+# A function from a value's number and its array to the array that replaces it.
 Made = Callable[[int, Any], Any]
 
 
@@ -329,17 +338,17 @@ def replay(
     """Returns a function of the flat arguments that states the plan's layouts.
 
     Args:
-      program: the flat step.
+      program: the step, with its calls inlined.
       graph: its operator graph.
       plan: the layouts.
       mesh: a `jax.sharding.Mesh` or ``AbstractMesh`` with automatic axes.
       replicas: distribute the microbatches over the mesh's first axis; None if every
         device runs all microbatches.
 
-    The function's keyword ``synchroniser`` computes the deferred sums; without one
-    they are plain reductions. Its keyword ``made`` is called with each value that is
-    computed outside of loops, and returns the array that is used instead. Its keyword
-    ``watch`` observes values.
+    The function's keyword ``synchroniser`` computes the deferred sums; without one they
+    are plain reductions. Its keyword ``made`` is called with each value that is
+    computed outside of loops, and returns the array that replaces the value. Its
+    keyword ``watch`` observes values.
     """
     operators = operators_of(graph)
     made_by, sources = producers(graph.operators), program.by_index()
@@ -363,7 +372,10 @@ def replay(
 
 
 def operators_of(graph: OperatorGraph) -> dict[int, list[Operator]]:
-    """Returns the operators of each equation; -1 is for inputs and results."""
+    """Returns the operators of each equation.
+
+    Key -1 has those of inputs and results.
+    """
     found: dict[int, list[Operator]] = {}
     for op in graph.operators:
         found.setdefault(op.equation, []).append(op)
@@ -400,7 +412,7 @@ class Replayer:
         self.control_flow = ControlFlow(values, program.values, self.equation, replicas)
 
     def step(self, made: Made) -> list[Any]:
-        """Runs the program; the new state has the layout of the state before."""
+        """Runs the program; each new state gets the layout of the old state."""
         body, values = self.program.body, self.values
         self.run(body.equations, made)
         if values.watch is not None:
@@ -412,13 +424,16 @@ class Replayer:
         ]
 
     def run(self, equations: Iterable[Equation], made: Made) -> None:
-        """Runs equations in order, and replaces their results by those of ``made``."""
+        """Runs equations in order.
+
+        ``made`` may replace their results (see `replay`).
+        """
         for eqn in equations:
             self.equation(eqn)
             self.replace(eqn, made)
 
     def replace(self, eqn: Equation, made: Made) -> None:
-        """Replaces an equation's results by those of ``made``; see `replay`."""
+        """Replaces an equation's results by what ``made`` returns for them."""
         arrays = self.values.scope.values
         for value in eqn.outputs:
             array = arrays[value]

@@ -1,8 +1,8 @@
 """Replays a part of a program: some of its equations, with input and output values.
 
-A segment states the layouts of the whole program's plan. Values therefore leave one
-segment in the layout in which another segment reads them. If the plan computes a sum
-over devices later, the segment returns stacked partial values, and a later segment sums
+A segment states the layouts of the plan of the whole program, so another segment reads
+a value in the layout in which it left its segment. If the plan computes a sum over
+devices later, the segment returns stacked partial values, and a later segment sums
 them.
 """
 
@@ -26,7 +26,7 @@ class PlainSums:
     """Computes the sums of partial values with plain reductions."""
 
     def __init__(self, plan: LayoutPlan, mesh: Any) -> None:
-        """Stores the plan, whose layouts the sums get."""
+        """Stores the plan, which gives the layouts of the sums."""
         self._plan = plan
         self._mesh = mesh
 
@@ -53,7 +53,7 @@ class Later(PlainSums):
     """
 
     def __init__(self, plan: LayoutPlan, mesh: Any) -> None:
-        """Stores the plan, whose layouts the computed sums get."""
+        """Stores the plan, which gives the layouts of the computed sums."""
         super().__init__(plan, mesh)
         self.held: dict[int, Stacked] = {}
 
@@ -64,7 +64,7 @@ class Later(PlainSums):
 
 
 class _Within:
-    """A plan within a segment; its inputs are arrays that readers never compute."""
+    """A plan for one segment, whose readers never recompute an input for themselves."""
 
     def __init__(
         self, plan: LayoutPlan, inputs: Collection[int], outputs: Collection[int]
@@ -125,15 +125,15 @@ def replay_segment(
       graph: the operator graph of the program.
       plan: the layouts of the program.
       mesh: see `autopar_passes.replay.run.replay`.
-      equations: the equations of the segment, in program order.
+      equations: the equations of the segment, in their order in the program.
       inputs: the values that the function is called with. Constants of the program
         are available without being passed.
       outputs: the values that the function returns.
       whole: the outputs whose sums are computed before they are returned.
 
-    Partial inputs and outputs have a leading dimension of partial sums. The
-    function's keyword ``synchroniser`` computes sums; without it, values stay
-    partial. For the keyword ``made`` see `replay`.
+    Partial inputs and outputs are stacked arrays, with one partial sum per entry of
+    their leading dimension. The function's keyword ``synchroniser`` computes sums;
+    without it, values stay partial. For the keyword ``made`` see `replay`.
     """
     operators, made_by = operators_of(graph), producers(graph.operators)
     sources, within = program.by_index(), _Within(plan, inputs, outputs)
@@ -154,7 +154,7 @@ def replay_segment(
 def _state_inputs(
     plan: LayoutPlan, mesh: Any, inputs: Sequence[int], arguments: Sequence[Any]
 ) -> dict[int, Any]:
-    """The inputs of a segment, with partial inputs as partial values."""
+    """The inputs of a segment, with stacked arrays for partial inputs."""
     out: dict[int, Any] = {}
     for value, array in zip(inputs, arguments, strict=True):
         partial = plan.partial_layout(value)

@@ -1,4 +1,10 @@
-"""Values in the layouts that their readers need, scope by scope."""
+"""The values of a replay, in the layouts that readers need, scope by scope.
+
+A *scope* holds the values of one region: the program itself, or the body of a loop or
+of a branch. A *partial* value is held as a stacked array
+(`autopar_passes.sums.stacked`). A *floating* value has no layout of its own: each
+reader recomputes it in the layout that the reader needs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ class Forms:
 
     Attributes:
       values: the arrays by value number.
-      forms: the resharded arrays, so that readers can share them.
+      forms: the arrays in other layouts; readers with the same layout share them.
       outer: the scope around this one.
     """
 
@@ -137,7 +143,10 @@ class Values:
         return values[value]
 
     def read(self, atom: Atom, layout: Layout | None, backward: bool) -> Any:
-        """Returns a value in a reader's layout, as forward or backward copy."""
+        """Returns a value in a reader's layout.
+
+        The backward pass may use its own copy.
+        """
         if isinstance(atom, Scalar):
             return atom.value
         if self.plan.floating(atom):
@@ -184,7 +193,7 @@ class Values:
         return self.read(atom, layout, self.plan.is_backward(op))
 
     def partial_operand(self, op: Operator, slot: int, atom: Atom) -> Any:
-        """Returns a partial operand unchanged, and any other operand like `operand`."""
+        """An operand that stays partial as it is, and any other like `operand`."""
         if (
             isinstance(atom, int)
             and self.plan.partial_layout(atom) is not None
@@ -196,7 +205,10 @@ class Values:
         return self.operand(op, slot, atom)
 
     def defer(self, value: int, array: Any) -> Any:
-        """Pins a stacked array; computes its sum here unless the plan defers it."""
+        """Makes a stacked array a partial value.
+
+        Sums it unless the plan defers this.
+        """
         found = self.plan.partial_layout(value)
         assert found is not None
         partial = stacked.stack(array, *found, self.mesh)
@@ -216,7 +228,7 @@ class Values:
 
 
 def _operand_layouts(op: Operator, layout: Layout | None) -> list[Layout | None]:
-    """Returns the operands' layouts of a floating operator for its result's layout."""
+    """The layouts of a floating operator's operands, from its result's layout."""
     if layout is None:
         return [None] * len(op.inputs)
     given = {

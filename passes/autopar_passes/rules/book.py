@@ -31,7 +31,7 @@ from autopar_passes.rules.kernels import (
 )
 from autopar_passes.rules.shardy import LoweredEquation, read_rules
 
-# Platforms for which an equation is lowered, in this order, on any host.
+# Platforms whose lowerings are tried in this order, on any host.
 PLATFORMS = ("cpu", "cuda", "tpu")
 # JAX's errors if a platform has no lowering of a primitive. The first is the base class
 # of the most frequent error.
@@ -117,7 +117,7 @@ class _Kernels:
         self.works: dict[Any, KernelWork] = {}
 
     def key(self, eqn: Equation, sig: Any) -> Any:
-        """A key that is equal for equations with the same rule.
+        """A key that is equal for equations with the same rule and kernel work.
 
         For a kernel, the key also has the constant operands and which results are read.
         """

@@ -1,4 +1,4 @@
-"""Sharding rules of equations: which dimensions are the same factor.
+"""Sharding rules of equations: which dimensions must be sharded alike.
 
 A `FactorRule` lists the *factors* of an equation, as an einsum does: dimensions of
 operands and results that must be sharded in the same way are one factor. The rules are
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class FactorKind(enum.Enum):
-    """What happens when a mesh axis is assigned to a factor."""
+    """The effect of sharding a factor over a mesh axis."""
 
     PASS = "parallel: each shard is computed alone"
     EXCHANGED = "parallel: shards send each other what they need"
@@ -23,19 +23,20 @@ class FactorKind(enum.Enum):
     BLOCKED = "must be replicated"
 
 
-# `FactorRule.reduction` of an equation that changes values after it has reduced them.
-# An example is a gather that fills in elements which are out of bounds. The partial
-# results of such an equation must be all-reduced to every device.
+# Kind of reduction (`FactorRule.reduction`) of an equation that changes values after it
+# has reduced them. An example is a gather that fills in elements which are out of
+# bounds. Partial results of such an equation can only be all-reduced, never
+# reduce-scattered.
 INNER = "inner"
 
-# By dimension, the factors that make it up, major to minor. A dimension of size one has
-# no factors: ().
+# For each dimension of an array, the factors that make it up, major to minor. A
+# dimension of size one has no factors: ().
 Dims = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exchange:
-    """An array that the shards of an operator send to each other.
+    """An array that devices send to each other within an operator they share.
 
     If the factor is not sharded, nothing is sent.
 
@@ -46,7 +47,7 @@ class Exchange:
       around: whether the devices pass the shards of the array around a ring while the
         operator computes. If not, each half of a shard goes to the device that works on
         that half (`worker`), and the computation waits for both halves.
-      widened: bytes of a sent element divided by the bytes of an element of the array.
+      widened: bytes per element as sent, divided by bytes per element of the array.
     """
 
     factor: int
@@ -95,8 +96,8 @@ class FactorRule:
       sums: for each result, the factors of kind ``PASS`` over which the operator itself
         sums the result if they are sharded; () if there are none.
       whole: factors that must be sharded over exactly one mesh axis, which has as many
-        devices as the factor has elements. Otherwise the operator would compute
-        something else.
+        devices as the factor has elements. With other shardings the operator would
+        compute something else.
       exchanges: the arrays that shards send to each other (`FactorKind.EXCHANGED`).
     """
 
@@ -124,7 +125,7 @@ class FactorRule:
 
     @property
     def halved_factors(self) -> tuple[int, ...]:
-        """Factors whose shards are halved; the halves go to different devices."""
+        """Factors whose devices exchange half shards (`worker`)."""
         return tuple({e.factor for e in self.exchanges if not e.around})
 
     @property
@@ -154,7 +155,7 @@ def separate_rule(
     results: Sequence[tuple[int, ...]],
     kind: FactorKind,
 ) -> FactorRule:
-    """Returns the rule in which no two dimensions are the same factor.
+    """Returns the rule in which every dimension is a factor of its own.
 
     Args:
       operands: shape of each operand.
@@ -191,7 +192,7 @@ def elementwise_rule(
     )
 
 
-# Share of the peak rate of matrix units that fused attention kernels reach.
+# Share of the matrix units' peak FLOP rate that fused attention kernels reach.
 # FlashAttention-3 and cuDNN 9 reach 0.6 to 0.75 of an H100's bfloat16 peak at sequences
 # of 2,048 and more; their backward passes reach 0.5 to 0.6 (arXiv 2407.08608, figures 5
 # and 6).
@@ -219,10 +220,11 @@ class KernelWork:
       efficiency: share of the peak rate that the kernel reaches, 0 to 1.
       platforms: kinds of devices that can run the kernel; empty for any device.
       assumed: the assumption behind the FLOPs; empty if there is none.
-      own_model_flops: FLOPs of the model's own matrix products, if they differ from the
-        FLOPs that the kernel runs. For attention they ignore the mask and the
+      own_model_flops: FLOPs of the model's own matrix products, if they differ from
+        ``flops``. For attention they count masked pairs, and do not count
         recomputation.
-      causal_flops: the part of the model FLOPs that is attention with a causal mask.
+      causal_flops: the part of the model FLOPs that belongs to attention with a causal
+        mask.
     """
 
     name: str
@@ -282,7 +284,7 @@ def registered_rule(
 def _barrier(
     operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]
 ) -> FactorRule:
-    """Gives each result the factors of its operand, which the barrier copies."""
+    """Gives each result of a barrier the factors of the operand that it copies."""
     del results, params
     rule = separate_rule([o.shape for o in operands], [], FactorKind.PASS)
     return dataclasses.replace(rule, results=rule.operands)

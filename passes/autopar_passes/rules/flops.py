@@ -31,8 +31,8 @@ from autopar_passes.rules import pallas_grid
 # FLOPs of element-wise functions that need more than one instruction. Each number is
 # the measured time per element on one CPU core under XLA (benchmarks/elementwise.py),
 # multiplied by the 11 GFLOP/s of vector work that `autopar profile` measured on the
-# same core, and roughly rounded. The number of a function that was not measured is
-# estimated from the functions that it is computed with.
+# same core, and roughly rounded. For a function that was not measured, the number
+# follows from the functions that compute it.
 _ELEMENT_FLOPS = {
     "acos": 15.0, "acosh": 10.0, "asin": 15.0, "asinh": 10.0, "atan2": 15.0,
     "cbrt": 40.0, "cos": 15.0, "cosh": 10.0, "digamma": 15.0, "div": 2.0,
@@ -118,7 +118,7 @@ def _convolution(
 def _ragged_product(
     operands: Sequence[Value], results: Sequence[Value], params: dict[str, Any]
 ) -> float:
-    """Each row is multiplied only by its own group's matrix, as in a grouped kernel."""
+    """Counts one matrix per row, that of the row's group, as a grouped kernel does."""
     del results
     numbers = params["ragged_dot_dimension_numbers"]
     (_, contracting), (_, batch) = numbers.dot_dimension_numbers
@@ -237,14 +237,14 @@ def count_kernel_flops(params: dict[str, Any], operands: Sequence[Any]) -> Count
 
 
 def count_body(jaxpr: Any) -> Count:
-    """Counts the FLOPs of a body without a grid, for the shapes in the body."""
+    """Counts the FLOPs of a function's body that has no grid, for the shapes in it."""
     return _Walk({}, {}, {}).body(jaxpr, {})[0]
 
 
 def product_flops(eqn: Any) -> float:
     """FLOPs of an equation if it is a matrix product; 0 for any other equation.
 
-    Products that consist only of inner products of rows count 0.
+    A product that only computes inner products of rows counts 0.
     """
     numbers = eqn.params.get("dimension_numbers")
     if eqn.primitive.name != "dot_general" or numbers is None:
@@ -319,7 +319,7 @@ class _Walk:
         return found
 
     def alias(self, inner: Sequence[Any], outer: Sequence[Any]) -> None:
-        """Lets a body look up elements of the arrays that it receives as operands."""
+        """Makes a body's references lead to the arrays that are its operands."""
         for mine, theirs in zip(inner, outer, strict=True):
             if not isinstance(theirs, jax_compat.Literal) and theirs in self.refs:
                 self.refs[mine] = self.refs[theirs]
@@ -343,7 +343,10 @@ class _Walk:
         return dataclasses.replace(most, exact=most.exact and same)
 
     def loop(self, eqn: Any, given: list[Any]) -> Count:
-        """Counts a ``fori_loop`` with known ends; other loops have `UNKNOWN_TRIPS`."""
+        """Counts a loop.
+
+        One without known ends is taken to run `UNKNOWN_TRIPS` times.
+        """
         params = eqn.params
         cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         skipped = params["cond_nconsts"] + params["body_nconsts"]
@@ -421,7 +424,7 @@ def _flops(eqn: Any) -> Count:
     if len(known) < len(operands) + len(results):
         return Count()
     if not any(v.shape for v in known):
-        return Count()  # scalars that only control loops
+        return Count()  # scalars that only control loops cost nothing
     name = "dot_general" if eqn.primitive.name in _DOTS else eqn.primitive.name
     flops = equation_flops(
         name,

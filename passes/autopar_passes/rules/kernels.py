@@ -12,9 +12,9 @@ Model FLOPs of attention kernels that are written in Pallas:
 The first operands of an attention kernel are queries, keys and values, and its body has
 both matrix products and an exponential. The FLOPs that a kernel runs depend on its
 block sizes, on the pairs that its mask skips, and on the values that it recomputes. The
-model's FLOPs depend on none of these. Queries and keys have ``d`` elements, and values
-have ``e`` elements. For each pair of a query and a key, masked or not, the model's
-FLOPs are::
+*model FLOPs* depend on none of these. Queries and keys have ``d`` elements, and values
+have ``e`` elements. For each pair of a query and a key, masked or not, the model FLOPs
+are::
 
     forward                 scores 2 d, output 2 e
     gradient of queries     2 d
@@ -73,7 +73,7 @@ from autopar_passes.rules.factor_rule import (
 EXPONENTIALS = frozenset({"exp", "exp2"})
 ORDERINGS = frozenset({"ge", "gt", "le", "lt"})
 _DOTS = frozenset({"dot_general", "dot"})
-# A causal mask leaves at most this share of the FLOPs of all pairs.
+# A causal mask leaves at most this share of the FLOPs of all pairs of query and key.
 _LEAST_MASKED = 0.95
 
 
@@ -128,7 +128,7 @@ def _integer(array: Any) -> bool:
 
 
 def _is_like(result: Any, of: Sequence[Any]) -> bool:
-    """Whether a result has the shape of one of the arrays, perhaps behind more dims."""
+    """Whether a result has the shape of an array, perhaps after leading dims."""
     return any(
         len(result.shape) >= len(array.shape)
         and tuple(result.shape[-len(array.shape) :]) == tuple(array.shape)
@@ -269,7 +269,7 @@ class _Call:
         return (*batch, *heads)
 
     def rows(self, shape: Sequence[int]) -> Dims:
-        """Dims of lengths and offsets, which have one row for each example."""
+        """Dims of sequence lengths and offsets, with one entry for each example."""
         if not math.prod(shape) or shape[0] != self.batch:
             return self.factors.whole(shape)
         return (self.factors.dim("batch"), *self.factors.whole(shape[1:]))
@@ -328,7 +328,7 @@ def attention_rule(
 
 
 def _goes_around(operands: Sequence[Any], params: dict[str, Any]) -> bool:
-    """Whether the call can be computed block by block of queries, keys and values."""
+    """Whether a ring can compute the call, one block of queries and keys at a time."""
     plain = not params["dropout_rate"] and not params.get("sliding_window_length")
     masked = getattr(params["mask_type"], "name", "") in ("NO_MASK", "CAUSAL")
     return plain and masked and not any(math.prod(o.shape) for o in operands[3:10])
@@ -428,7 +428,7 @@ def is_kernel(primitive: str) -> bool:
 
 
 def kernel_name(eqn: Equation) -> str:
-    """Returns the name of an equation's kernel, as messages and reports show it."""
+    """Returns the name of an equation's kernel for messages and reports."""
     if eqn.primitive != pallas_grid.PRIMITIVE:
         return eqn.primitive
     return pallas_grid.kernel_name(eqn.params)
@@ -440,7 +440,7 @@ def kernel_rule(
     results: Sequence[Any],
     read: Sequence[bool],
 ) -> FactorRule | None:
-    """Returns the rule of a kernel; None if no rule proves that it may be sharded.
+    """Returns the rule of a kernel; None if nothing proves that it may be sharded.
 
     Args:
       eqn: an equation whose primitive `is_kernel`.

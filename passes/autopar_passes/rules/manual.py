@@ -24,7 +24,8 @@ from autopar_passes.rules.factor_rule import (
 )
 
 PRIMITIVE = "shard_map"
-# Assumed efficiency of matrix products in the body, which XLA compiles as usual.
+# Assumed share of the peak FLOP rate for matrix products in the body, which XLA
+# compiles as usual.
 BODY_EFFICIENCY = 0.7
 _COLLECTIVES = (
     "psum",
@@ -86,7 +87,7 @@ class _ShardMapFactors:
         self.kinds = [FactorKind.PASS] * len(axes)
 
     def dims(self, shape: Sequence[int], spec: Any) -> Dims:
-        """The factors of each dimension of an array with this spec."""
+        """The factors of each dimension of an array with this partition spec."""
         out: list[tuple[int, ...]] = []
         for d, size in enumerate(shape):
             names = _names(spec, d, self.axes)

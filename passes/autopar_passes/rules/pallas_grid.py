@@ -4,9 +4,9 @@ A kernel runs once for each point of a grid. Index maps tell which block of each
 point reads or writes. A dimension of the grid may be sharded over devices if the
 kernel's results cannot depend on this sharding. The conditions are:
 
-* Each index map either ignores the dimension or returns it unchanged. An index map may
-  also return the dimension's index divided by an integer and rounded down. Key heads
-  that several query heads share need such a map.
+* Each index map either ignores the dimension or returns it unchanged. It may also
+  return the index divided by an integer and rounded down. Key heads that several query
+  heads share need such a map.
 * The blocks tile the arrays, and every result that is read has a separate block for
   each point.
 * The kernel reads neither the index of the point nor the size of the dimension.
@@ -29,7 +29,7 @@ from autopar_passes import jax_compat
 from autopar_passes.rules.factor_rule import Dims, FactorKind, FactorRule
 
 PRIMITIVE = "pallas_call"
-# Kernels that are known to initialise their scratch memory for each head.
+# Kernels that are known to initialise their scratch memory for each attention head.
 _FRESH_SCRATCH = ("splash_mha", "splash_mqa")
 
 
@@ -41,7 +41,8 @@ class _Index:
       reads: the dimensions of the grid that the value depends on.
       along: g if the value is the index in grid dimension g, divided by ``repeat`` and
           rounded down; -1 if there is no such dimension.
-      repeat: the number of consecutive points with the same block.
+      repeat: the number of consecutive points of the grid dimension that use the same
+        block.
     """
 
     reads: frozenset[int] = frozenset()
@@ -58,7 +59,7 @@ class _Block:
     indices: tuple[_Index, ...]
 
     def along(self, dim: int) -> list[int]:
-        """The dimensions of the array whose blocks a dimension of the grid selects."""
+        """The dimensions of the array whose blocks a grid dimension selects."""
         return [d for d, i in enumerate(self.indices) if i.along == dim]
 
     def covers_exactly(self, d: int, grid: Sequence[int]) -> bool:
@@ -128,7 +129,8 @@ def check_rule(params: dict[str, Any], rule: FactorRule, name: str) -> FactorRul
     """Returns a registered rule after checking that its shards can run.
 
     Raises:
-      InputError: the rule shards a dimension that no dimension of the grid follows.
+      InputError: the rule shards a dimension of an array that follows no dimension of
+        the grid.
     """
     found = _blocks(params)
     blocks = () if found is None else (*found.operands, *found.results)
@@ -215,7 +217,7 @@ class _Grid:
     scratch: bool
 
     def independent(self, g: int, read: Sequence[bool]) -> bool:
-        """Whether the points along one dimension of the grid are independent."""
+        """Whether the points along one grid dimension may run on different devices."""
         arrays = (*self.operands, *self.results)
         for block in arrays:
             along = block.along(g)
@@ -237,7 +239,7 @@ class _Grid:
         return self.starts_anew(g)
 
     def starts_anew(self, g: int) -> bool:
-        """Whether no point along a dimension reads data that an earlier point left."""
+        """Whether no point along a grid dimension reads what an earlier point left."""
         if g in self.vmapped or g in self.parallel:
             return True
         kept = self.scratch or any(not block.along(g) for block in self.results)
@@ -270,8 +272,8 @@ class _Grid:
         major: dict[int, tuple[int, ...]] = {}
         minor: dict[int, tuple[int, ...]] = {}
         for g in free:
-            # If all points of a grid dimension read the same blocks, the dimension
-            # shards no array.
+            # If all points of a grid dimension read the same blocks, no array is
+            # sharded with this dimension.
             repeats = (b.indices[d].repeat for b in arrays for d in b.along(g))
             repeat = max(repeats, default=self.grid[g])
             major[g] = new(self.grid[g] // repeat, FactorKind.PASS)

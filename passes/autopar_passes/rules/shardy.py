@@ -1,4 +1,4 @@
-"""Reads sharding rules from the compiler's own partitioner (Shardy).
+"""Reads sharding rules from XLA's own partitioner, Shardy.
 
 The pass ``sdy-populate-op-sharding-rules`` adds a rule to every operation of a
 StableHLO module. If an equation lowers to several operations, its rule is the
@@ -34,7 +34,7 @@ PRIMITIVE = "conv_general_dilated"
 
 
 def whole_windows(rule: FactorRule, params: Mapping[str, Any]) -> FactorRule:
-    """Returns the rule of a convolution with its window dimensions replicated."""
+    """Returns the rule of a convolution with its window dimensions kept unsharded."""
     numbers = params["dimension_numbers"]
     specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
     arrays = (*rule.operands, *rule.results)
@@ -70,7 +70,7 @@ class _FactorNode:
 
 
 class FactorForest:
-    """Disjoint sets of factors, where a factor may be split into smaller ones.
+    """A union-find of factors, in which a factor may be split into smaller ones.
 
     A reshape of ``[32]`` to ``[4, 8]`` splits the factor of size 32 into a major factor
     of 4 and a minor factor of 8, for every value that has the factor.
@@ -86,7 +86,7 @@ class FactorForest:
         return len(self._nodes) - 1
 
     def find(self, factor: int) -> int:
-        """Returns the representative of a factor's set."""
+        """Returns the factor that represents all factors united with this one."""
         nodes = self._nodes
         while nodes[factor].parent != factor:
             nodes[factor].parent = nodes[nodes[factor].parent].parent
@@ -106,7 +106,7 @@ class FactorForest:
         return self._nodes[self.find(factor)].size
 
     def is_blocked(self, factor: int) -> bool:
-        """Returns whether a factor must be replicated."""
+        """Returns whether a factor may not be sharded."""
         return self._nodes[self.find(factor)].blocked
 
     def reduction(self, factor: int) -> str:
@@ -114,14 +114,14 @@ class FactorForest:
         return self._nodes[self.find(factor)].reduced
 
     def block(self, factor: int) -> None:
-        """Marks a factor as replicated."""
+        """Marks a factor as one that may not be sharded."""
         for leaf in self.leaves(factor):
             self._nodes[leaf].blocked = True
 
     def reduce(self, factor: int, kind: str) -> None:
         """Marks a factor as reduced by ``kind``.
 
-        If the factor is already reduced by another kind, it must be replicated.
+        A factor that is reduced in two different ways may not be sharded.
         """
         for leaf in self.leaves(factor):
             node = self._nodes[leaf]
@@ -184,7 +184,8 @@ _SUMMING = frozenset(
     {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"}
 )
 _COMBINING = frozenset({"stablehlo.reduce", "stablehlo.scatter"})
-# Operations that create values without operands. Any sharding of these values is free.
+# Operations that create values without operands. They can be created in any sharding
+# without communication.
 _GENERATORS = frozenset(
     {"stablehlo.constant", "stablehlo.iota", "stablehlo.partition_id"}
 )
@@ -327,7 +328,7 @@ class _RuleReader:
             self.unsupported.add(eqn)
 
     def call(self, op: Any, eqn: int | None) -> None:
-        """Visits the callee for each call, because its factors belong to the caller."""
+        """Visits the called function anew for each call, which has its own factors."""
         function = self.functions[op.attributes["callee"].value]
         block = function.regions[0].blocks[0]
         outer = self.dims
@@ -382,7 +383,10 @@ class _RuleReader:
             self.forest.block(factors[i])
 
     def unite_whole(self, factor: int, real: list[int]) -> None:
-        """Unites factors; replicates them if the rule covers only a part of the dim."""
+        """Unites factors.
+
+        Forbids sharding if the rule covers only a part of the dim.
+        """
         sizes = 1
         for f in real:
             sizes *= self.forest.size(f)
@@ -437,8 +441,8 @@ class _RuleReader:
         if self.forest.is_blocked(leaf):
             return FactorKind.BLOCKED
         reduced = bool(self.forest.reduction(leaf))
-        # The factor is reduced but still in the result, or missing from the result
-        # without a reduction.
+        # The factor is reduced but still in the result, or it is missing from the
+        # result although no reduction removed it.
         if reduced == produced:
             return FactorKind.BLOCKED
         return FactorKind.REDUCE if reduced else FactorKind.PASS

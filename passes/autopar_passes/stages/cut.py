@@ -1,9 +1,11 @@
 """Cuts a microbatch's program into the tasks of pipeline stages.
 
-A task is a set of equations of one stage that runs as a unit. A task is the forward
-pass of a part, the backward pass of a part, or one level of the update. A backward pass
-may be two tasks: the gradients of inputs and the gradients of weights. Tasks read
-values of other tasks. Values that cross stages are sent.
+A task is a set of equations of one stage that runs as a unit. A *part* is a run of
+layers, and a stage has one or more parts. A task is the forward pass of a part, the
+backward pass of a part, or one level of the update: equations that run once, after all
+microbatches, and read only earlier levels. A backward pass may be two tasks: the
+gradients of inputs and the gradients of weights. Tasks read values of other tasks.
+Values that cross stages are sent.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Phase(enum.Enum):
     UPDATE = "update"
 
 
-# Free equations whose results are kept for the backward pass, instead of recomputed.
+# Free equations (`autopar_passes.stages.flow`) with these operators keep their results
+# for the backward pass; others are recomputed there.
 _COSTLY = frozenset({"random_bits", "dot_general", "conv_general_dilated", "sort"})
 
 
@@ -69,8 +72,8 @@ class Cut:
     Attributes:
       parts: the part of each equation.
       stage_of: part -> stage.
-      crossings: the values that go from the microbatches to the equations that run
-        once.
+      crossings: the values that microbatches make and that equations which run once
+        read.
       tasks: all tasks: forward tasks in the order of parts, backward tasks in the
         reverse order, update tasks by level.
     """
@@ -96,7 +99,7 @@ class Cut:
 
     @functools.cached_property
     def owners(self) -> dict[int, int]:
-        """Input of the program -> the stage that keeps it between steps.
+        """Maps each input of the program to the stage that keeps it between steps.
 
         State that several stages read, and small state, also has exactly one owner. An
         input that is not state belongs to the first stage that reads it.
@@ -169,7 +172,7 @@ class _Cutter:
         self.order = {index: k for k, index in enumerate(self.flow.equations)}
         # Equation -> the task that runs it; free equations have no entry.
         self.owner: dict[int, TaskKey] = {}
-        # Free equation -> the forward tasks that hand its results to other tasks.
+        # Free equation -> the forward tasks that give its results to other tasks.
         self.kept: dict[int, set[TaskKey]] = defaultdict(set)
 
     def tasks(self, split_backward: bool) -> dict[TaskKey, Task]:
@@ -203,7 +206,7 @@ class _Cutter:
         return TaskKey(Phase.FORWARD, self.stage_of[part], part)
 
     def groups(self, split_backward: bool) -> dict[TaskKey, list[int]]:
-        """The equations of each task that run in no other task."""
+        """The equations of each task, without those that several tasks may run."""
         flow, parts = self.flow, self.parts
         by_part: dict[tuple[Role, int], list[int]] = defaultdict(list)
         for index in flow.equations:
@@ -250,7 +253,7 @@ class _Cutter:
     def updates(
         self, by_part: dict[tuple[Role, int], list[int]]
     ) -> Iterator[tuple[TaskKey, list[int]]]:
-        """The equations that run once, by stage and level; levels read earlier ones."""
+        """The equations that run once, by stage and level."""
         flow, part = self.flow, self.parts.part
         level: dict[int, int] = {}
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -272,7 +275,7 @@ class _Cutter:
             yield key, groups[number, stage]
 
     def makers_behind(self, index: int) -> Iterator[int]:
-        """The placed equations that an equation reads, directly or by free ones."""
+        """The equations with a fixed part that an equation reads, also by free ones."""
         for value in reads(self.flow.equations[index]):
             maker = self.flow.maker.get(value)
             if maker in self.parts.part:
@@ -317,7 +320,7 @@ class _Cutter:
         return sorted(found, key=self.order.__getitem__)
 
     def runs_here(self, key: TaskKey, maker: int) -> bool:
-        """Whether a task computes the results of another task's equation itself."""
+        """Whether a task recomputes the results of an equation of another task."""
         if maker in self.parts.part:
             again = key.phase in _BACKWARD and maker in self.recomputed
             return again and self.parts.part[maker] == key.number
@@ -330,7 +333,7 @@ class _Cutter:
         return not (self.costly(maker) and forward in self.kept.get(maker, ()))
 
     def costly(self, index: int) -> bool:
-        """Whether a free equation is too expensive to recompute."""
+        """Whether a free equation costs too much to be recomputed."""
         eqn = self.flow.equations[index]
         inner = any(r.equations for r in eqn.regions)
         return index in self.flow.free and (inner or eqn.primitive in _COSTLY)

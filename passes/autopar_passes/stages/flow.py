@@ -1,8 +1,8 @@
 """The dependencies of the top-level equations of a microbatch's program.
 
 An equation that depends on both state and batch runs in one part of a pipeline. An
-equation that depends on at most one of them is *free*: it runs in every part that reads
-its results. Cast weights and masks are therefore never sent.
+equation that depends on at most one of them is *free*: it runs in every pipeline part
+that reads its results. Cast weights and masks are therefore never sent.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from autopar_passes.graph.operators import GraphInput, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Equation, Program, Region, Value
 
-# Arrays with at most this many elements are sent to every reader: counters, keys,
-# learning rates and loss scales.
+# Arrays with at most this many elements are sent to every part that reads them:
+# counters, keys, learning rates and loss scales.
 SMALL = 16
-# If a free equation's results have at most this share of the bytes that it reads, it
-# runs where its state is. For example, a sum of squares is sent, but its weights are
-# not.
+# A free equation runs only in the part that holds its state if its results have at most
+# this share of the bytes of that state. For example, a sum of squares is sent, but its
+# weights are not.
 REDUCING = 1 / 8
 
 
@@ -64,13 +64,12 @@ class Flow:
     def roles(self) -> dict[int, Role]:
         """Equation -> its role: the role of the operator that makes its first result.
 
-        The following equations have other roles. An equation that runs once belongs to
-        the update. An equation that each microbatch runs on its rows never belongs to
-        the update, even if the graph gives it this role. An example is a gradient times
-        a loss scale. A gradient that the loss depends on belongs to the forward pass,
-        as in the steps of an inner optimizer. An equation whose result a microbatch
-        reads is run for the microbatch, for example a part of the state that the
-        microbatch adds to.
+        There are four exceptions. An equation that runs once belongs to the update. An
+        equation that each microbatch runs on its rows never belongs to the update, even
+        if the graph gives it this role. An example is a gradient times a loss scale. A
+        gradient that the loss depends on belongs to the forward pass, as in the steps
+        of an inner optimizer. An equation whose result a microbatch reads is run for
+        the microbatch, for example a part of the state that the microbatch adds to.
         """
         made = {v: op.role for op in self.graph.operators for v in op.outputs}
         roles = {op.equation: op.role for op in self.graph.operators}
@@ -110,7 +109,7 @@ class Flow:
 
     @functools.cached_property
     def state(self) -> frozenset[int]:
-        """The inputs that one part holds: parameters, their moments, and large inputs.
+        """The inputs that only one part holds: parameters, moments, and large inputs.
 
         Counters, keys, learning rates and loss scales are sent to all parts that read
         them.

@@ -19,8 +19,8 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Equation, Program, walk
 from autopar_passes.stages.flow import Flow
 
-# Cuts a chain of units into stretches of about equal work, at boundaries that few bytes
-# cross.
+# Cuts a chain of units, such as operators, into stretches of about equal work, at
+# boundaries that few bytes cross. The cost that is minimised is
 #
 # The stretches minimise
 #
@@ -32,8 +32,8 @@ from autopar_passes.stages.flow import Flow
 # all stretches have the same work. A boundary with fewer crossing bytes may be worth
 # some imbalance of work.
 
-# With 0, only the work counts. With 2, two stretches may be merged to save a typical
-# boundary.
+# The WEIGHT of the formula above. With 0, only the work counts. With 2, two stretches
+# may be merged to save a typical boundary.
 WEIGHT = 0.5
 
 
@@ -55,7 +55,7 @@ def boundary_cost(crossing: np.ndarray) -> np.ndarray:
 
 
 def chain_cost(work: np.ndarray, crossing: np.ndarray, starts: Sequence[int]) -> float:
-    """The minimised sum, for given stretches.
+    """The cost of given stretches, which `cut_chain` minimises.
 
     Args:
       work: float64 ``[units]``, the work of each unit.
@@ -120,10 +120,11 @@ def cut_chain(
     return (0, *reversed(starts))
 
 
-# Boundaries that are tried per layer. Among boundaries with about the same work before
-# them, the boundary with the fewest crossing bytes is tried.
+# Number of boundaries per layer that are tried. Among boundaries with about the same
+# work before them, the one that the fewest bytes cross is tried.
 _TRIED = 8
-# A repeated part sets the number of layers if it has this share of the FLOPs.
+# A repeated part of the program sets the number of layers if it has this share of the
+# FLOPs.
 _REPEATED = 0.5
 # Number of layers of a program without repeats.
 _DEFAULT = 16
@@ -303,8 +304,8 @@ def _phase(chain: ForwardChain, repeats: _Repeats) -> np.ndarray:
     """The cuts between repeats, at the same place of each repeat.
 
     The place is the one with the fewest crossing bytes. If several places are equal,
-    the first is taken, so that no repeat is divided. The equations after the last
-    repeat may begin like a repeat.
+    the first is taken: the equations after the last repeat may begin like a repeat, and
+    a later place would divide the last repeat.
     """
     places: dict[int, list[int]] = {}
     for k, found in enumerate(chain.classes):

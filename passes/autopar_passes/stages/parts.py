@@ -1,10 +1,10 @@
 """Assigns every top-level equation of a microbatch's program to a pipeline part.
 
-Forward equations are cut where the parts start. A backward equation may run in a part
-that is not later than the parts of the gradients that it reads. Among these parts it
-runs in the latest part that holds the forward values it reads. An update runs where its
-state is. Scalars of several parts, such as the norm of all gradients, are summed in the
-first part.
+Forward equations are cut where the parts start. The backward pass goes through the
+parts in reverse. A backward equation may run in no later part than the gradients that
+it reads; of these parts it runs in the latest one that holds the forward values that it
+reads. An update runs in the part that holds its state. Scalars of several parts, such
+as the norm of all gradients, are summed in the first part.
 
 The module also moves sums of gradients over stages out of the microbatches. If layers
 of several stages use a parameter, such as a tied embedding, the parameter's gradient is
@@ -41,8 +41,8 @@ class Parts:
       count: the number of parts.
       part: equation -> its part, for all equations that run in one part.
       homes: state input -> the part that holds it between steps.
-      gathered: input with rows of all microbatches -> the value of each microbatch that
-        it is put together from.
+      gathered: maps an input that holds the rows of all microbatches to the value of
+        one microbatch from which it is put together.
     """
 
     flow: Flow
@@ -107,8 +107,8 @@ class _Placer:
         self.place_at_state()
         self.backward()
         self.homes.update({v: min(parts) for v, parts in self.held.items()})
-        # Rows are put together in the part that makes them; free values use the last
-        # part.
+        # Rows of all microbatches are put together in the part that makes them. Values
+        # of free equations are put together in the last part.
         for value, crossing in self.gathered.items():
             maker = self.flow.maker[crossing]
             self.homes[value] = self.part.get(maker, len(self.starts) - 1)
@@ -141,7 +141,7 @@ class _Placer:
                     self.held[given].add(part)
 
     def state_behind(self, value: int) -> frozenset[int]:
-        """The state that a reader of a value needs to compute the value itself."""
+        """The state from which the reader of a free value can recompute the value."""
         flow = self.flow
         maker = flow.maker.get(value)
         if maker is None or (maker in flow.free and maker not in flow.reducing):
@@ -149,7 +149,7 @@ class _Placer:
         return frozenset()
 
     def place_at_state(self) -> None:
-        """Assigns free equations that reduce much state to the part with the state."""
+        """Assigns free equations that reduce state much to the part with the state."""
         flow = self.flow
         for index in flow.equations:
             if index not in flow.reducing or flow.roles[index] is Role.UPDATE:
@@ -172,7 +172,7 @@ class _Placer:
                 self.held[value].add(part)
 
     def available(self, value: int) -> set[int] | None:
-        """The parts that have a forward value; None if every part can have it."""
+        """The parts that have a forward value; None if every part can compute it."""
         flow = self.flow
         if flow.small(value):
             return None
@@ -215,10 +215,10 @@ class _Placer:
         return [m for m in found if m is not None]
 
     def choices(self, values: Iterable[int], bound: int) -> set[int]:
-        """The parts up to a bound that have given forward values; never empty.
+        """The parts, at most ``bound``, that have all given forward values; not empty.
 
-        If no part has all values, the result follows the largest values, and the others
-        are sent.
+        If no part has all values, the result is the parts that have the largest values;
+        the other values are sent there.
         """
         everywhere = set(range(bound + 1))
         found = [(self.flow.value(v).nbytes, self.available(v)) for v in values]
@@ -277,7 +277,7 @@ class _Placer:
         return min(found) if found else None
 
     def by_operands(self, index: int) -> None:
-        """Assigns an update to the part with most of the bytes that it reads."""
+        """Assigns an update to the part that has most of the bytes that it reads."""
         if index in self.part:
             return
         nbytes: Counter[int] = Counter()
@@ -290,7 +290,7 @@ class _Placer:
             self.part[index] = min(p for p, n in nbytes.items() if n == most)
 
     def by_readers(self, index: int) -> None:
-        """Assigns an equation without large placed operands to its readers' part."""
+        """Assigns an equation whose operands are small or free to its readers' part."""
         flow = self.flow
         eqn = flow.equations[index]
         large = any(flow.value(v).size > 1 for v in (*reads(eqn), *eqn.outputs))
@@ -320,7 +320,7 @@ class _Placer:
             self.homes[value] = part
 
     def by_small(self, index: int) -> int:
-        """Assigns an equation on scalars; one of several parts goes to the first."""
+        """The part of an equation on scalars: the first if they are of several."""
         found = {
             part
             for v in reads(self.flow.equations[index])
@@ -335,7 +335,7 @@ _ADDED = (Combine.SUM, Combine.MEAN)
 def hoist_sums(
     found: Microbatched, parts: Parts, stage_of: Sequence[int]
 ) -> Microbatched:
-    """Returns the split in which sums over stages are computed once per step.
+    """Returns the program in which sums over stages are computed once per step.
 
     Args:
       found: the split of the step into microbatches.
@@ -379,7 +379,7 @@ class _Hoister:
         self.once: set[int] = set()
 
     def hoist(self, value: int) -> list[int]:
-        """Moves out a value's sums over stages; returns the values that they add."""
+        """Moves sums over stages out of the microbatches; returns their summands."""
         eqn = self.maker(value)
         if eqn is None or not self.spans(eqn):
             return [value]
@@ -398,7 +398,7 @@ class _Hoister:
         return flow.equations[index] if late else None
 
     def spans(self, eqn: Equation) -> bool:
-        """Whether an equation sums values of several stages, or passes on their sum."""
+        """Whether an equation adds values of several stages, or forwards such a sum."""
         made = [self.behind(a) for a in eqn.inputs if isinstance(a, int)]
         if any(m is None for m in made):
             return False

@@ -28,8 +28,8 @@ def verify_deferrals(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Non
 
     * Contributions are contractions of the backward pass. Members are floating-point
       values that some operator makes.
-    * A path leads from each contribution through members, each with a single reader, to
-      the ends that ``reach`` lists for the contribution, and to no other value.
+    * From each contribution a path leads through members, each with a single reader. It
+      leads exactly to the ends that ``reach`` lists for the contribution.
     * All members outside of these paths are in loops, between the carry and the
       addition of a sum that is moved out of the loop.
     * ``ends`` lists exactly the ends of these paths, in program order. Gradients are
@@ -97,7 +97,7 @@ class _View:
     def check_path(
         self, deferral: Deferral, position: int, ends: tuple[int, ...]
     ) -> set[int]:
-        """Follows a contribution to its ends; returns the values that it meets."""
+        """Follows a contribution to its ends; returns the values on the path."""
         if not 0 <= position < len(self.graph.operators):
             raise GraphError(f"there is no operator {position} to contribute")
         maker = self.graph.operators[position]
@@ -121,7 +121,7 @@ class _View:
         return met
 
     def following(self, value: int) -> tuple[int, ...]:
-        """Returns the values that the only reader of a partial value makes."""
+        """Returns the results of a partial value's only reader."""
         reader = self.only_reader(value)
         return reader.outputs[-1:] if reader.kind == "carry" else reader.outputs
 
@@ -164,7 +164,7 @@ def find_deferrals(program: Program, graph: OperatorGraph) -> tuple[Deferral, ..
 
 
 class _Path(NamedTuple):
-    """The values that the partial result of one operator flows into."""
+    """The values on the path of one operator's partial result, and its ends."""
 
     maker: int
     members: set[int]
@@ -201,8 +201,8 @@ class _Finder:
         # Products of two partial values. Such a product is not linear, so its operands
         # must be summed first.
         self.products: set[int] = set()
-        # Operators of the update that only add gradients, or scale gradients to be
-        # added.
+        # Operators of the update that only add gradients, or scale gradients before
+        # they are added.
         self.joins: frozenset[int] = frozenset()
         self.outputs = frozenset(graph.outputs)
         self.readers = readers(graph.operators)
@@ -249,7 +249,7 @@ class _Finder:
         return op.index, op.outputs.index(value)
 
     def is_gradient(self, value: int) -> bool:
-        """Returns whether a backward value is read by only the update or the caller."""
+        """Returns whether only the update or the caller reads a backward value."""
         if self.is_nested(self.producer[value]):
             return False
         readers = [op for op, _ in self.readers.get(value, [])]
@@ -300,7 +300,10 @@ class _Finder:
         return _Path(maker.index, members, ends)
 
     def next(self, value: int) -> tuple[int, ...]:
-        """Returns the values that become partial too; () if a value must be summed."""
+        """Returns the values that become partial with a value.
+
+        The result is () if it must be summed.
+        """
         readers = self.readers.get(value, [])
         if len(readers) != 1:
             return ()
@@ -312,7 +315,7 @@ class _Finder:
         return op.outputs if self.passes(op, slot) else ()
 
     def passes(self, op: Operator, slot: int) -> bool:
-        """Returns whether an operator before the update is linear in an operand."""
+        """Returns whether a forward or backward operator is linear in an operand."""
         joins = op.role is Role.BACKWARD or op.index in self.joins
         if not self.is_nested(op) and not joins:
             return False
@@ -334,8 +337,8 @@ class _Finder:
     def leaves(self, value: int) -> bool:
         """Returns whether the program returns a value that must not be partial.
 
-        A sum over microbatches leaves the program as a running sum, which may be
-        partial.
+        Only a sum over microbatches may be partial: it leaves the program as a running
+        sum.
         """
         return value in self.outputs and value not in self.graph.accumulated
 
@@ -356,7 +359,8 @@ class _Finder:
                 continue
             known = [v for v in op.inputs if v is not None]
             if op.kind in ADDITIONS:
-                # A value with other readers is summed before this operator.
+                # If a value has other readers, its sum is computed before this
+                # operator.
                 alone = {v for v in known if v in linear and len(self.readers[v]) == 1}
                 if alone and all(v in alone or self.is_zero(v) for v in known):
                     linear.add(op.outputs[0])
@@ -394,9 +398,9 @@ class _Finder:
         return True
 
     def carried_in(self, members: set[int]) -> Iterator[int]:
-        """Yields the values of an iteration from the carry to the addition of a sum.
+        """Yields the values of an iteration from a carry to the addition to this carry.
 
-        The deferral moves this sum out of the loop.
+        A deferral moves this sum out of the loop.
         """
         for value in list(members):
             op = self.producer[value]

@@ -74,7 +74,7 @@ def _kept_slice(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
 
 
 def in_front(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
-    """Reduce-scatters an array whose parts along ``dim`` form a new first dimension."""
+    """Reduce-scatters an array, after making its parts a new first dimension."""
     parts = jax.lax.axis_size(names)
     before, behind = shard.shape[:dim], shard.shape[dim + 1 :]
     cut = shard.reshape(*before, parts, shard.shape[dim] // parts, *behind)
@@ -122,7 +122,7 @@ def _order(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _room(shape: Sequence[int], lanes: int, rows: int) -> float:
-    """The room of the tiles in elements, divided by the elements that they hold."""
+    """The elements that the tiles have room for, per element that they hold."""
     units = ((shape[lanes], _LANES), (shape[rows], _ROWS))
     return math.prod(-(-size // unit) * unit / max(size, 1) for size, unit in units)
 
@@ -141,7 +141,7 @@ class Sum:
     Attributes:
       axes: the mesh axes that the collective sums over.
       dim: the dimension that the collective shards over ``axes``, in addition to the
-        axes that shard it already; None if every device gets the sum of the whole
+        axes that shard it already. None if every device gets the sum of its whole
         shard.
       layout: the layout of the array after the collective.
     """
@@ -196,7 +196,7 @@ def _run_collective(shard: Any, step: Sum, mesh: Any) -> Any:
 
 
 def behind(layouts: Sequence[Layout], sums: Sequence[Sum]) -> tuple[Layout, ...]:
-    """The layouts that a value takes after its sum, which the program must state.
+    """The layouts that the program must state for a value after its sum.
 
     The result is empty if the last collective already gives the layout that readers
     use.

@@ -1,4 +1,6 @@
-"""Finds the results of a step that a non-finite gradient corrupts or only influences.
+"""Finds the results of a step that a non-finite gradient can make non-finite.
+
+Other results only depend on a comparison of the gradient.
 
 A NaN or an infinity passes through arithmetic. It does not pass through a comparison or
 through ``is_finite``, which return a boolean. A step may use such a boolean, for
@@ -16,7 +18,8 @@ from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Atom, Equation, Program, walk
 
-# Atoms and values: if any of the atoms is marked, all of the values are marked.
+# Two lists of atoms and of values: if any of the atoms depends on a gradient, all of
+# the values do.
 Link = tuple[Iterable[Atom], Iterable[int]]
 
 
@@ -25,7 +28,7 @@ class Poisoned:
     """The effect of a non-finite gradient on carried state.
 
     Attributes:
-      results: flat outputs that are computed from gradients.
+      results: flat outputs that non-finite gradients can make non-finite.
       guarded: whether the step itself checks its gradients. A step does so if another
         carried output, such as a loss scale, depends on a comparison of gradients.
     """
@@ -42,7 +45,7 @@ def find_poisoned(
 ) -> Poisoned:
     """Follows the gradients of a step to its results.
 
-    All floating-point results of the backward pass count as gradients.
+    All floating-point results of the backward pass count as gradients, too.
 
     Args:
       program: the flat step.
@@ -77,7 +80,7 @@ def _backward(
 def _reachable(
     equations: Iterable[Equation], starts: set[int], keeps: Callable[[int], bool]
 ) -> set[int]:
-    """Returns the values that depend on ``starts`` through values with ``keeps``.
+    """Returns the values that depend on ``starts``, through values with ``keeps`` true.
 
     A loop's body may come before values that its next iteration reads, so the search
     needs several rounds.
@@ -119,7 +122,7 @@ def _scan_links(eqn: Equation) -> Iterator[Link]:
     yield from _pairs(eqn.inputs, body.inputs)
     yield from _pairs(body.outputs[:carry], body.inputs[consts : consts + carry])
     yield from _pairs(body.outputs, eqn.outputs)
-    # A loop without iterations returns its initial values.
+    # A loop that runs no iteration returns its initial values.
     yield from _pairs(eqn.inputs[consts : consts + carry], eqn.outputs[:carry])
 
 

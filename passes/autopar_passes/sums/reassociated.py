@@ -1,11 +1,11 @@
-"""Finds additions of partial results whose sums a compiler combines into one.
+"""Finds additions of partial results whose two all-reduces XLA combines into one.
 
 XLA turns the sum of two all-reduces into the all-reduce of a sum
 (``xla/service/all_reduce_reassociate.cc``, ``reduce_scatter_reassociate.cc`` in
 openxla/xla). For example, queries, keys and values give three gradients of the same
-input, and only the sum of the three crosses the links. The two all-reduces must be over
-the same devices, and each must have only one reader. XLA moves operations between an
-all-reduce and the addition if they only change a shape.
+input, and only the sum of the three crosses the links between devices. The two
+all-reduces must be over the same devices, and each must have only one reader. XLA moves
+operations between an all-reduce and the addition if they only change a shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Reassociation(NamedTuple):
       operator: the addition.
       summed: the two values that would be all-reduced: results of contractions, or of
         earlier additions of this kind.
-      between: every value from ``summed`` to the operands of the addition.
+      between: every value from ``summed`` (inclusive) to the operands of the addition.
     """
 
     operator: int
@@ -40,7 +40,10 @@ def reassociations(graph: OperatorGraph) -> tuple[Reassociation, ...]:
     joined: set[int] = set()
 
     def way(value: int | None) -> tuple[int, ...]:
-        """The values from an operand back to the value that is all-reduced; else ()."""
+        """The values from an operand back to the value that is all-reduced.
+
+        The result is () if none.
+        """
         out: list[int] = []
         while value is not None and value not in outputs:
             if len(read_by.get(value, ())) != 1:

@@ -162,7 +162,8 @@ def linear(
       axes: the mesh axes over which the stacked operands are partial.
       mesh: the mesh of the layouts.
     """
-    # The selector of a ``select_n`` is a whole value: it is the same for every slice.
+    # The selector of a ``select_n`` is no stacked array: it is the same for every
+    # slice.
     whole = 1 if eqn.primitive == "select_n" else 0
     if eqn.primitive in ADDITIVE or whole:
         operands = [
@@ -196,12 +197,13 @@ class Deferral:
 
     Attributes:
       ends: the values at which the sums must be computed, in program order.
-      reach: the operators that make the partial results, each with the ends that its
-        result flows into.
+      reach: the operators that make the partial results, each with the ends of its
+        path.
       members: every value on a path, including the ends.
       hoisted: whether the deferral moves a sum over devices out of a loop that
         accumulates the partial results.
-      gradients: the ends that the update reads from the backward pass, once per step.
+      gradients: the ends that the backward pass makes and the update reads, once per
+        step.
     """
 
     ends: tuple[int, ...]
