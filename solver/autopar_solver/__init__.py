@@ -156,6 +156,6 @@ __all__ = [
     "write_contest_solution",
 ]
 
-# The names of the previous release.
+# Names of the previous release, which still work.
 Evaluation = ChoiceEvaluation
 Task = ScheduleTask

@@ -1,4 +1,4 @@
-"""A clock that measures the time that a solve has left, or the work it has done."""
+"""A clock of the time that a solve has left, or of the work that it has done."""
 
 import copy
 import math
@@ -9,10 +9,10 @@ Timer = Callable[[], float]
 
 
 class Clock:
-    """The time that is left.
+    """The time that a solve has left.
 
-    Without a limit the clock reads no timer: `tick` adds the estimated seconds of each
-    piece of work. The same problem then always takes the same steps.
+    Without a time limit the clock reads no timer. It adds the estimated seconds that
+    `tick` gets for each piece of work, so the same problem always takes the same steps.
     """
 
     def __init__(
@@ -41,7 +41,10 @@ class Clock:
 
     @property
     def now(self) -> float:
-        """The current time, or the work counted so far."""
+        """The timer's current time.
+
+        Without a limit, the seconds of work counted so far.
+        """
         return self._ticks[0] if self.counted else self._read()
 
     @property
@@ -51,7 +54,7 @@ class Clock:
 
     @property
     def out(self) -> bool:
-        """Whether the time limit has passed; never if time is only counted."""
+        """Whether the time limit has passed; always false without a limit."""
         return not self.counted and self.now > self.end
 
     @property

@@ -121,7 +121,7 @@ class Allocated:
 
     @property
     def gap(self) -> float:
-        """The bound minus the value, divided by the bound."""
+        """The difference of bound and value, divided by the bound."""
         least = max(abs(self.bound), 1e-300)
         return max(self.bound - self.value, 0.0) / least
 

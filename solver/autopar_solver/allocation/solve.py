@@ -1,11 +1,12 @@
 """Solves allocations by prices per device, and by an integer program for some jobs.
 
-Each kind of devices gets a price. If the prices are well chosen, almost every job has
-one option whose value minus price is clearly the highest. The linear relaxation lets a
-job take fractions of several options. With K kinds of devices, at most about K jobs do
-so. A small integer program decides the jobs whose best and second best options are
-closest; all other jobs are fixed to their best options. Jobs are added to the integer
-program until its value is close enough to the relaxation's upper bound.
+Each kind of devices gets a price per device. If the prices are well chosen, then for
+almost every job one option clearly has the highest value minus the price of its
+devices. The linear relaxation lets a job take fractions of several options. In its
+solution, about as many jobs do so as there are kinds of devices. A small integer
+program decides the jobs whose best and second best options are closest; all other jobs
+are fixed to their best options. Jobs are added to the integer program until its value
+is close enough to the relaxation's upper bound.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from autopar_solver.status import Status
 # The linear relaxation of an allocation, solved through prices of the kinds of devices.
 #
 # At given prices per device of each kind, every job takes the option with the largest
-# value after prices. The best value of the linear relaxation is the minimum, over all
-# prices, of ``budgets @ prices + sum of values after prices``. There is one price per
-# kind of devices. The kinds are few, so cutting planes find the minimum quickly.
+# value after prices. A *value after prices* is an option's value minus the price of its
+# devices. The best value of the linear relaxation is the minimum, over all prices, of
+# ``budgets @ prices + sum of the jobs' largest values after prices``. There are few
+# prices, so cutting planes find the minimum quickly.
 
 _MOST_PLANES = 200
 _NEAR = 2e-6
@@ -63,7 +65,7 @@ class Segments:
         self.present, self.starts = np.unique(problem.jobs, return_index=True)
 
     def at_prices(self, prices: np.ndarray) -> tuple[PricedJobs, np.ndarray]:
-        """Computes values after prices, and how many devices of each kind jobs take."""
+        """Computes values after prices, and the devices that the best options take."""
         problem = self.problem
         left = problem.values - prices[problem.kinds] * problem.counts
         best = np.where(problem.required, -np.inf, 0.0)
@@ -89,8 +91,8 @@ def relax(segments: Segments) -> PricedJobs:
     highest = np.zeros(kinds)
     worth = problem.values / problem.counts
     np.maximum.at(highest, problem.kinds, np.maximum(worth, 0.0))
-    # A required job may displace other jobs, so a price may exceed every value per
-    # device.
+    # A required job may displace other jobs, so a price may exceed the value per device
+    # of every option.
     highest *= (
         1.0 if not problem.required.any() else 1.0 + problem.counts.max(initial=1)
     )
@@ -113,7 +115,7 @@ def relax(segments: Segments) -> PricedJobs:
 def _lowest(
     slopes: np.ndarray, heights: np.ndarray, highest: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """The prices at which the maximum over all planes is least, and this maximum."""
+    """The prices at which the maximum of several planes is least, and this maximum."""
     planes, kinds = slopes.shape
     scale = highest + (highest == 0)
     shift = float(heights.min() - np.abs(slopes * scale).sum(axis=1).max() - 1.0)
@@ -144,8 +146,8 @@ def _lowest(
 def solve_table(problem: AllocationProblem) -> tuple[int, ...] | None:
     """The best options for one kind of devices; None if required jobs do not fit.
 
-    The table holds, job by job, the best value of the first jobs for each number of
-    devices.
+    The table is filled job by job: for each number of devices, the best value of the
+    jobs so far.
     """
     budget = int(problem.budgets[0])
     best = np.zeros(budget + 1)
@@ -233,10 +235,10 @@ def solve_core(
 
 
 _CORE_JOBS = 40
-# With at most this many options, one integer program over all options is as fast as
-# prices.
+# With at most this many options, an integer program over all options takes no longer
+# than finding prices.
 _WHOLE = 200
-# A table with more cells than this is slower than the prices.
+# If a table would have more cells than this, finding prices is faster.
 _MOST_CELLS = 300_000
 
 
@@ -300,8 +302,8 @@ class _Rounds:
     The *loss* of an option is the largest value after prices of its job's options,
     minus the option's own value after prices. The value of an allocation is the
     relaxation's bound minus the losses of its options and minus the prices of its
-    unused devices. If the loss of one option exceeds a threshold, the value is
-    therefore below the bound minus the threshold.
+    unused devices. An allocation with an option whose loss exceeds a threshold
+    therefore has a value below the bound minus the threshold.
     """
 
     problem: AllocationProblem
@@ -311,7 +313,9 @@ class _Rounds:
     seconds: float | None
 
     def run(self) -> Allocated:
-        """Solves programs with a rising threshold of loss.
+        """Solves programs over options with at most a threshold's loss.
+
+        Raises the threshold.
 
         The method stops when the gap is reached or all options are included.
         """
@@ -344,9 +348,9 @@ class _Rounds:
         self, threshold: float, found: Allocated, ceiling: float, lost: np.ndarray
     ) -> float:
         if found.choices and threshold < ceiling - found.value:
-            # The two ends are thresholds. No choice with an option above the first
-            # threshold is better than the choice found. No choice with an option above
-            # the second threshold is better by more than the gap allows.
+            # Two thresholds. No choice with an option whose loss is above the first is
+            # better than the choice found. No choice with an option above the second is
+            # better by more than the allowed gap.
             ends = ceiling - found.value, ceiling - found.value * (1 + 0.9 * self.gap)
             raised = max(4 * threshold, 1e-9 * abs(ceiling))
             return min(raised, *(end for end in ends if end > threshold))
@@ -354,7 +358,7 @@ class _Rounds:
         return np.inf if found.choices or raised > lost.max() else raised
 
     def _regrets(self, lost: np.ndarray) -> np.ndarray:
-        """The losses of the jobs' second best options, ascending.
+        """The losses of the jobs' second best options, in ascending order.
 
         For a job that is not required, taking no option also counts as an option.
         """
@@ -373,11 +377,12 @@ class _Rounds:
     def _with_open(
         self, lost: np.ndarray, threshold: float, found: Allocated
     ) -> tuple[tuple[int, ...] | None, float]:
-        """The best choice of options with losses up to the threshold; its bound."""
+        """The best choice of options with losses up to the threshold, and its bound."""
         problem = self.problem
         options = np.flatnonzero(lost <= threshold)
         ways = np.bincount(problem.jobs[options], minlength=problem.num_jobs)
-        # A job with a single choice is fixed. Taking no option also counts as a choice.
+        # A job with only one option left is fixed. Taking no option also counts as an
+        # option.
         sure = ways == 1
         sure &= problem.required | (self.priced.best > threshold)
         fixed = options[sure[problem.jobs[options]]]

@@ -1,7 +1,7 @@
 """Solves mixed-integer and linear programs with HiGHS.
 
-HiGHS takes the arrays directly. Building a PuLP model would take longer than solving
-most programs.
+HiGHS takes the arrays directly. For most programs, building a PuLP model would take
+longer than solving them.
 
 The module also solves one linear program (`highest_minimum`). Several planes are linear
 functions of weights ``w`` between 0 and 1. The program finds the weights at which the
@@ -29,9 +29,8 @@ class IntegerProgram:
     The first ``num_binary`` variables are binary. All variables are between 0 and
     ``most``, which is 0 for a forbidden variable. ``A`` is stored by rows: row ``r``
     has the entries ``starts[r]:starts[r + 1]`` of ``columns`` and ``values``. ``names``
-    are the names of the last rows; all earlier rows are equalities. ``reduced`` says
-    that no further presolve is worth its time. A backend then skips its own presolve,
-    if it can.
+    are the names of the last rows; all earlier rows are equalities. ``reduced`` tells a
+    backend to skip its presolve, if it can, because the program is already reduced.
     """
 
     costs: np.ndarray
@@ -225,7 +224,7 @@ def _answer(highs: highspy.Highs, stop: StopCriteria) -> ProgramAnswer:
     bound = float(info.mip_dual_bound)
     finished = status == kinds.kOptimal
     if finished:
-        # With a cutoff, HiGHS may stop without reporting a bound.
+        # With a cutoff, HiGHS may stop without a bound.
         proved = min(float(info.objective_function_value), stop.cutoff)
         bound = max(bound, proved - stop.gap)
     return ProgramAnswer(values, bound, finished)

@@ -1,4 +1,4 @@
-"""Recomputes cost, budgets and link weights of chosen codecs without the solver."""
+"""Computes the cost of choices by simulating the link that sends gradients."""
 
 import dataclasses
 import math
@@ -55,16 +55,17 @@ def fits_budgets(problem: CodecSelection, cost: SelectionCost) -> bool:
 
 
 def wire_weights(problem: CodecSelection, choices: Sequence[int]) -> tuple[float, ...]:
-    """How much longer a step takes if a gradient is one second longer on the link.
+    """The seconds by which a step grows per added second of a gradient on the link.
 
     The result has one weight for each gradient.
 
-    The weights are the right-hand derivative of ``exposed``. If the link finishes
-    before the backward pass, all weights are 0. Otherwise, consider the last period in
-    which the link is busy without a pause. The weight is 1 for the gradients of this
-    period, and 0 for all gradients before it. If the link starts a gradient exactly
-    when the previous gradient ends, both gradients belong to the same period, because
-    more time for either delays the end.
+    The weights are the right-hand derivatives of ``exposed``, the seconds for which the
+    step waits for the link. If the link finishes before the backward pass, all weights
+    are 0. Otherwise, consider the last period in which the link is busy without a
+    pause. The weight is 1 for the gradients of this period, and 0 for all gradients
+    before it. If the link starts a gradient exactly when the previous gradient ends,
+    both gradients belong to the same period, because more time for either delays the
+    end.
     """
     _check_choices(problem, choices)
     finishes = _finishes(problem, choices)
@@ -118,7 +119,7 @@ def _finishes(problem: CodecSelection, choices: Sequence[int]) -> list[float]:
 
 
 def entries_of(rows: Sequence[np.ndarray], choices: Sequence[int]) -> list[float]:
-    """The chosen entry of each row."""
+    """The chosen entry of each row, as a list."""
     return [float(row[choice]) for row, choice in zip(rows, choices, strict=True)]
 
 

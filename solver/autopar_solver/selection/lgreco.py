@@ -28,7 +28,7 @@ L`` unless all errors are
 
 The first line holds for ``L < buckets``, the second for ``L <= buckets``. The published
 code (github.com/LGrCo/L-GreCo, ``lgreco_hook.py``) is the first case: its first layer
-asks for strictly more than ``q`` buckets, so one bucket is never used. Two more facts
+requires strictly more than ``q`` buckets, so one bucket is never used. Two more facts
 about the published code follow. First, clipping ``q`` never admits a layer whose error
 alone exceeds the budget: such a layer takes all buckets, but the code requires ``S <
 buckets``. Second, the programme may not find the reference parameters themselves,
@@ -137,8 +137,8 @@ class LGreCoResult:
 def solve_lgreco(problem: LGreCoProblem, *, whole_budget: bool = False) -> LGreCoResult:
     """Runs the dynamic programme.
 
-    As in the published code, among equally good parameters of a layer the first is
-    taken, and among results of equal size the one with the least rounded error. If no
+    Ties are broken as in the published code: the first of equally good parameters of a
+    layer, and the result with the least rounded error among those of equal size. If no
     choice fits, the published code reads its tables at index -1. Here the status is
     ``INFEASIBLE`` instead. A budget of 0 admits only parameters without error.
 

@@ -15,8 +15,8 @@ inserted, and as a program::
     subject to  sum_l error[l][x[l]]  <= error_budget
                 sum_l memory[l][x[l]] <= memory_budget
 
-Encoding and decoding (``local``) use the device, and nothing hides their time. The rest
-of the backward pass hides sending (``wire``).
+Encoding and decoding (``local``) run on the device, so the step takes all of their
+time. Sending (``wire``) overlaps the rest of the backward pass.
 
 The module also builds the table of the options that can be part of a best choice. The
 table lists gradients in the link's order. Options that fit in no choice within the
@@ -48,8 +48,8 @@ class CodecSelection:
             the link. In this and the next arguments, ``inf`` forbids an option.
         local_s: for each gradient and option, seconds of encoding and decoding on the
             device.
-        error: for each gradient and option, the weighted squared error, in the unit of
-            ``error_budget``.
+        error: for each gradient and option, the squared error that the codec causes,
+            weighted by gradient; its sum is limited by ``error_budget``.
         ready_s: when each gradient is complete, in seconds from the start of the
             backward pass.
         backward_s: when the backward pass ends, in seconds from its start.
@@ -175,7 +175,7 @@ class SelectionCost:
             pass.
         local_s: seconds of encoding and decoding, for all gradients together.
         wire_s: seconds for which the link is busy, hidden or not.
-        error: the sum of the weighted squared errors.
+        error: the sum of the chosen options' weighted squared errors.
         memory_bytes: the bytes that all codecs keep between steps.
     """
 
@@ -230,8 +230,8 @@ class OptionTable:
 
     Attributes:
         starts: gradient ``l`` has the options ``starts[l]:starts[l + 1]``.
-        gradient: the place in the link's order of each option's gradient.
-        codec: the option's number in the problem.
+        gradient: for each option, the position of its gradient in the link's order.
+        codec: for each option, its number among the gradient's options in the problem.
         wire, local, error, memory: seconds, error and bytes as in the problem.
     """
 
@@ -268,7 +268,7 @@ class OptionTable:
     def prices_at(
         self, weights: np.ndarray, error_price: float, memory_price: float
     ) -> np.ndarray:
-        """The cost of each option at given prices; one weight for each gradient."""
+        """The cost of each option at prices of the link, of error and of memory."""
         priced = weights[self.gradient] * self.wire + self.local
         return priced + error_price * self.error + memory_price * self.memory
 
@@ -316,7 +316,7 @@ def options_of(problem: CodecSelection) -> OptionTable | None:
 
 
 def _affordable(options: OptionTable, values: np.ndarray, budget: float) -> np.ndarray:
-    """Marks the options that fit if all other gradients take their least values."""
+    """Marks the options that fit if the other gradients take their least values."""
     if budget == math.inf:
         return np.ones(len(values), bool)
     room = budget - math.fsum(options.least(values))
@@ -352,7 +352,7 @@ def _drop_dominated(problem: CodecSelection, options: OptionTable) -> np.ndarray
         index = np.arange(end - start)
         replaces = better & (~better.T | (index[:, None] < index[None, :]))
         for k in index:
-            # Only an option that is itself kept may dominate another. Otherwise
-            # rounding could make options remove each other in a circle.
+            # Only an option that is kept may dominate another. Otherwise two options
+            # that rounding makes equal could remove each other.
             kept[start + k] = not (replaces[:, k] & kept[own]).any()
     return kept

@@ -1,9 +1,9 @@
 """Builds the integer program of a codec selection.
 
 Gradients are numbered in the link's order. A *block* is a list of successive gradients
-that the link sends without a pause, whatever options are chosen: even if all gradients
-use their fastest options, the link is still busy when the next gradient of the block is
-ready. Let ``x[l, k]`` be binary (gradient ``l`` uses option ``k``), ``W[b]`` the wire
+that the link sends without a pause, whatever options are chosen: the link is still busy
+when the next gradient of the block is ready, even if all gradients use their fastest
+options. Let ``x[l, k]`` be binary (gradient ``l`` uses option ``k``), ``W[b]`` the wire
 time of block ``b``, and ``f[b]`` the time at which the link finishes block ``b``::
 
     minimise    t + sum local[l, k] x[l, k]
@@ -16,11 +16,12 @@ time of block ``b``, and ``f[b]`` the time at which the link finishes block ``b`
 
 ``queue_b`` is left out if block ``b - 1`` always finishes before block ``b`` is ready.
 A budget is left out if no choice can exceed it. Every quantity is stored as its
-difference from its least value, in units that bring the numbers near 1. The reason is
-that the backends' tolerances are absolute.
+difference from its least value, in units that bring the numbers near 1, because the
+backends' tolerances are absolute.
 
-The module also computes three prices: of one second on the link (a weight for each
-gradient), of one unit of error, and of one byte of memory.
+The module also computes three kinds of prices, in seconds of the step: of one second on
+the link (one price, called weight, for each gradient), of one unit of error, and of one
+byte of memory.
 
 Suppose the weights do not decrease along the link's order and lie between 0 and 1, and
 the prices are not negative. Then every choice within the budgets costs at least
@@ -113,9 +114,10 @@ class SelectionProgram:
         options: the options that the first variables choose.
         blocks: the blocks that the variables ``f`` belong to.
         unit_s: seconds per unit of cost and time.
-        constant_s: the least cost of every choice, which the program leaves out.
-        scales: name of a budget's row -> the budget's amount that is one unit of the
-            row.
+        constant_s: the least cost that every choice has; the program's objective leaves
+          it out.
+        scales: name of a budget's row -> the amount of error or memory that is one unit
+            of the row.
     """
 
     program: IntegerProgram
@@ -205,7 +207,7 @@ def _budget_rows(
 ) -> dict[str, float]:
     """The rows ``error`` and ``memory``.
 
-    Their unit is the budget minus the least sum that any choice has.
+    The unit of a row is its budget minus the least sum that any choice has.
     """
     scales: dict[str, float] = {}
     for name, values, budget in (
@@ -342,8 +344,8 @@ class Relaxed:
         weights: by gradient in the link's order, the price of a second on the link.
         error_price, memory_price: seconds per unit.
         bound_s: the bound that the prices prove; it may be negative.
-        rises: for each option, how much more than ``bound_s`` every choice with the
-            option costs at least, in seconds.
+        rises: for each option, the seconds above ``bound_s`` that every choice with the
+            option costs at least.
     """
 
     shares: np.ndarray
@@ -365,8 +367,8 @@ def relax(problem: CodecSelection, built: SelectionProgram) -> Relaxed | None:
     weights = np.array(
         [named[f"start_{b}"] + named.get(f"queue_{b}", 0.0) for b in range(count)]
     )
-    # Any weights that do not decrease prove a bound, so rounding errors of the solver
-    # do no harm.
+    # All weights that do not decrease prove a bound, so rounding them into this order
+    # keeps the bound valid.
     weights = np.maximum.accumulate(weights.clip(0.0, 1.0))[built.blocks.block]
     prices = {
         name: max(0.0, float(named[name])) * built.unit_s / scale
@@ -408,5 +410,5 @@ def _lower_bound(
 
 
 def _times(price: float, values: np.ndarray) -> np.ndarray:
-    """Multiplies, and keeps forbidden options infinite even at a price of 0."""
+    """Multiplies; an infinite value stays infinite even at a price of 0."""
     return np.where(np.isfinite(values), values * price if price else 0.0, np.inf)

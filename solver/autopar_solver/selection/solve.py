@@ -2,10 +2,10 @@
 
 First the relaxed program is solved. Its solution gives a lower bound. Rounding and
 local search turn the solution into a feasible choice of codecs, the incumbent. An
-option is dropped if the prices prove that every choice with it costs more than the
-incumbent. A label search then improves the incumbent and the bound, and solves small or
-repetitive problems completely. If cost and bound still differ, an integer program
-decides between the remaining options.
+option is dropped if the prices of the relaxed program prove that every choice with it
+costs more than the incumbent. A label search then improves the incumbent and the bound,
+and solves small or repetitive problems completely. If cost and bound still differ, an
+integer program decides between the remaining options.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ class _Labels:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Outlook:
-    """Quantities of the gradients that follow each gradient in the link's order.
+    """Quantities of all gradients that follow a gradient in the link's order.
 
     Attributes:
         ready: by gradient, the second at which the gradient is ready.
-        early: by gradient, see the comment at the top of the module.
-        late: by gradient, see the comment at the top of the module.
+        early: by gradient, a finish time: see the comment on label search above.
+        late: by gradient, a finish time: see the comment on label search above.
         error: for each gradient, the least error that the later gradients add.
         memory: for each gradient, the least memory that the later gradients add.
         rest: a lower bound, in seconds, of the cost that the later gradients add,
@@ -254,8 +254,10 @@ def _promise(
 ) -> np.ndarray:
     """For each label, a lower bound of the cost of all choices that begin with it.
 
-    The bound follows from the prices. A finish time below ``early`` is raised to
-    ``early``. This changes no cost, so the bound still holds.
+    It follows from the prices of the relaxed program.
+
+    A finish time below ``early`` is raised to ``early``. This changes no cost, so the
+    bound still holds.
     """
     charged = labels.local + relaxed.weights[place] * labels.finish
     charged = charged + relaxed.error_price * labels.error
@@ -264,7 +266,7 @@ def _promise(
 
 
 def _drop_dominated_labels(problem: CodecSelection, labels: _Labels) -> np.ndarray:
-    """The labels that no other label of the same or a later bin dominates.
+    """The labels that no label with the same or a later finish time dominates.
 
     Suppose that a label has no larger ``f + local`` than a second label, and no smaller
     ``f``. Then its ``local`` is no larger either. The function therefore visits labels
@@ -299,8 +301,8 @@ def _bins(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     Every value of a bin is below every value of the next bin.
     """
     edges = np.unique(np.quantile(values, np.linspace(0, 1, count + 1), method="lower"))
-    # Each edge has a bin for the values equal to it. Other values lie between two
-    # edges.
+    # Each edge between bins has a bin of its own, for the values equal to it. The other
+    # values lie between two edges.
     bins = np.searchsorted(edges, values, side="left") + np.searchsorted(
         edges, values, side="right"
     )
@@ -405,7 +407,8 @@ def _changes(
         (options.memory, problem.memory_limit),
     ):
         fitting &= values[chosen].sum() + values - values[old] <= budget
-    # A saving below the rounding error counts as zero, so that a descent ends.
+    # A saving below the rounding error counts as zero: otherwise a descent might not
+    # end.
     added[np.abs(added) <= 1e-12 * now] = 0.0
     return added, fitting
 
@@ -418,7 +421,7 @@ def _pair(
     added: np.ndarray,
     fitting: np.ndarray,
 ) -> np.ndarray | None:
-    """The best pair of a change that exceeds a budget and one that compensates."""
+    """The best pair of changes: one exceeds a budget, the other compensates for it."""
     tempting = np.flatnonzero(~fitting & (added < 0))
     tempting = tempting[np.argsort(added[tempting], kind="stable")[:PAIRED]]
     best, least = None, 0.0
@@ -532,7 +535,7 @@ def _allowance_s(
     gap: float,
     incumbent: SelectionIncumbent,
 ) -> float:
-    """The seconds by which an optimal cost may exceed the bound."""
+    """The seconds by which a cost that counts as optimal may exceed the bound."""
     step = problem.backward_s + max(0.0, incumbent.bound_s)
     return max(gap * step, ROUNDING_UNITS * built.unit_s)
 
@@ -562,8 +565,8 @@ def _search(
     width: int,
 ) -> SelectionIncumbent:
     """Searches with labels for choices that save more than ``allowed`` seconds."""
-    # With the factor 0.9, rounding cannot leave a difference just above the allowed
-    # gap.
+    # The factor 0.9 leaves room for rounding: without it, the gap could end just above
+    # what is allowed.
     cutoff = incumbent.cost_s - 0.9 * allowed
     answer = search_labels(
         problem, options, relaxed, cutoff_s=cutoff, width=width, clock=clock
@@ -634,7 +637,7 @@ def _values(
 
 
 def _without(program: IntegerProgram, chosen: np.ndarray) -> IntegerProgram:
-    """Excludes a choice that is above a budget by less than the backend's tolerance."""
+    """Adds a row that excludes a choice which exceeds a budget within the tolerance."""
     return dataclasses.replace(
         program,
         starts=np.append(program.starts, program.starts[-1] + len(chosen)),

@@ -1,5 +1,8 @@
 """Solves a field as an integer program with few memory rows, and adds rows as needed.
 
+A *field* is the problem left after reductions (`autopar_solver.sharding.field`). A
+*memory row* limits the memory at one time.
+
 Let ``x[k, a]`` be binary (node ``k`` uses strategy ``a``), and ``y[e, a, b] >= 0``
 continuous (edge ``e = (k, m)`` uses the pair). The integer program is::
 
@@ -28,7 +31,7 @@ from autopar_solver.sharding.field import Field
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CutRow:
-    """One row ``sum values x[columns] <= upper`` over flat strategies."""
+    """One row ``sum values x[columns] <= upper`` over all nodes' strategies."""
 
     name: str
     columns: np.ndarray
@@ -137,9 +140,10 @@ class FieldAnswer:
         cost: the cost of the choices, including the field's constant.
         bound: the bound, including the field's constant; at least the cutoff if nothing
             better exists.
-        finished: whether the cost is within the gap of the bound, or the bound has
+        finished: whether cost and bound differ by at most the gap, or the bound has
             reached the cutoff.
-        rows: memory rows that answers exceeded, for the next solve.
+        rows: the memory rows that answers exceeded so far, to begin the next solve
+          with.
     """
 
     choices: np.ndarray | None
@@ -191,7 +195,7 @@ def solve_field(
 
 
 def broken_rows(field: Field, choices: np.ndarray) -> tuple[int, ...]:
-    """Among each run of consecutive exceeded rows, the row with the largest excess.
+    """The memory rows that choices exceed most: one for each run of exceeded rows.
 
     The rows with the largest excess come first.
     """

@@ -1,5 +1,8 @@
 """The problem left after reductions, as flat arrays for bounds and searches.
 
+A *memory row* is a time at which the memory limit could be exceeded
+(`autopar_solver.sharding.memory`).
+
 The strategies of all nodes are numbered consecutively, node after node. These numbers
 are called flat strategies. ``offsets[k]`` is the first flat strategy of node ``k``.
 Nodes are numbered by position, in the problem's order.
@@ -24,13 +27,14 @@ class FlatMemory:
 
     Attributes:
         node: int64 ``[K]``, position of the term's node.
-        starts: int64 ``[K]``, first row.
-        ends: int64 ``[K]``, the row after the last row.
+        starts: int64 ``[K]``, the first memory row in which the term is live.
+        ends: int64 ``[K]``, the row after the last row in which the term is live.
         usage: float64, the usages of all terms one after another.
         first: int64 ``[K]``, the index at which a term starts in ``usage``.
         strategy: int64, the flat strategy of each entry of ``usage``.
         term: int64, the term of each entry of ``usage``.
-        room: float64 ``[R]``, the memory that the choices may use at each row.
+        room: float64 ``[R]``, the memory that is left for the nodes' choices at each
+          row.
         slack: a bound of the rounding error of sums of memory; 0 if all usages are
             whole numbers.
     """
@@ -81,7 +85,7 @@ class FlatMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Field:
-    """A problem with costs of nodes and of pairs, all finite, and with memory rows.
+    """Nodes with strategies, pairs of nodes with costs, all finite, and memory rows.
 
     Attributes:
         nodes: the graph's number of the node at each position.

@@ -1,8 +1,8 @@
-"""A graph of a problem's nodes that reductions shrink, with a trail to undo them.
+"""A graph of a problem's nodes that reductions shrink, with a trail that undoes them.
 
 Nodes keep their original numbers while strategies, links and whole nodes are removed.
-Every change is made by a method of this module or recorded as a step of the trail.
-Choices for the reduced graph can therefore be mapped back to choices for the problem.
+The *trail* records each change that affects choices. Going back along it turns choices
+for the reduced graph into choices for the problem.
 """
 
 import dataclasses
@@ -14,7 +14,10 @@ from autopar_solver.sharding.memory import NodeMemory
 
 
 class GraphChange(Protocol):
-    """One recorded change. Choices contain a strategy for every node of the problem."""
+    """One recorded change of the graph.
+
+    Choices name a strategy for every node of the problem.
+    """
 
     def undo(self, choices: np.ndarray) -> None:
         """Turns choices after the change into choices before the change, in place."""
@@ -29,7 +32,7 @@ class GraphChange(Protocol):
 class Restrict:
     """A node kept only some of its strategies.
 
-    ``kept`` maps the new index of a strategy to its old index.
+    ``kept`` maps the new number of a strategy to its old number.
 
     ``instead`` maps every old strategy to the old strategy that replaces it.
     """
@@ -39,11 +42,11 @@ class Restrict:
     instead: np.ndarray | None = None
 
     def undo(self, choices: np.ndarray) -> None:
-        """Looks up the strategy's old index."""
+        """Replaces the strategy's new number by its old number."""
         choices[self.node] = self.kept[choices[self.node]]
 
     def redo(self, choices: np.ndarray) -> None:
-        """Looks up the new index of the strategy, or of the one that replaces it."""
+        """Replaces a strategy by its new number, or by that of its replacement."""
         old = choices[self.node]
         if self.instead is not None:
             old = self.instead[old]
@@ -52,7 +55,7 @@ class Restrict:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Follow:
-    """A node follows another node, its leader.
+    """A node whose strategy follows from that of another node, its leader.
 
     ``strategy`` maps each strategy of the leader to the strategy of the node.
     """
@@ -94,7 +97,7 @@ class ContradictionError(Exception):
 
 
 class Graph:
-    """Costs of nodes and links, and memory by node, that reductions change in place.
+    """Costs of nodes and links, and memory by node; reductions change it in place.
 
     Attributes:
         costs: node -> ``[S_i]``.
@@ -102,7 +105,7 @@ class Graph:
         memory: node -> the memory of its strategies, for nodes with memory.
         constant: cost of the nodes whose strategies are decided.
         rows: numbers of the problem's memory rows that can still exceed the limit.
-        room: the memory available to this graph's nodes at each row; see `LimitRows`.
+        room: the memory that this graph's nodes may use at each row; see `LimitRows`.
         slack: a bound of the rounding error of sums of memory.
     """
 
@@ -148,7 +151,10 @@ class Graph:
         del self.links[j][i]
 
     def drop_node(self, node: int, step: GraphChange) -> None:
-        """Removes a node; the step describes how to recover its choice."""
+        """Removes a node.
+
+        The trail's new step tells how to choose its strategy later.
+        """
         for j in self.links.pop(node):
             del self.links[j][node]
         del self.costs[node]
@@ -180,7 +186,7 @@ class Graph:
         self.trail.append(Restrict(node, kept, instead))
 
     def expand(self, choices: np.ndarray) -> np.ndarray:
-        """Turns choices of the remaining nodes into choices of all original nodes."""
+        """Turns choices of the remaining nodes into choices of the problem's nodes."""
         choices = choices.copy()
         for step in reversed(self.trail):
             step.undo(choices)

@@ -1,14 +1,16 @@
 """Memory at the few times at which the memory limit could be exceeded.
 
 A *row* is one time at which some choice could exceed the limit. A time is dropped if
-even the choices with the most memory fit, or if all terms that are live at this time
-are also live at a kept time. A time is also dropped if, because of repeated layers, its
-memory is at most the mean of the memory at two kept times.
+even the choices with the most memory fit, or if all terms (a node's memory over an
+interval) that are live at this time are also live at a kept time. A time is also
+dropped if, because of repeated layers, its memory is at most the mean of the memory at
+two kept times.
 
 Rows that repeated layers make unnecessary:
 
-From one layer to the next, the memory of corresponding rows grows or shrinks by the
-memory of one layer. Such a sequence is convex, so its maximum is at one of its ends::
+Take one row of each layer, at the same place of the layer. From layer to layer, their
+memory changes by the memory of one layer. Such a sequence is convex, so its maximum is
+at one of its ends::
 
     held[i] <= (held[i - p] + held[i + p]) / 2   for all i between a and b, p apart
     =>  held[i] <= max(held[a], held[b])         for every choice
@@ -40,7 +42,7 @@ MIN_ROWS = 64
 def implied_rows(
     kinds: np.ndarray, first: np.ndarray, last: np.ndarray, least: np.ndarray
 ) -> np.ndarray:
-    """Marks rows that exceed the limit only if an unmarked row exceeds it too.
+    """Marks rows that exceed the limit only if a row that is not marked exceeds it too.
 
     Args:
         kinds: int64 ``[M]``, the kind of each term: its node and usage.
@@ -82,10 +84,12 @@ def held_by_kind(
 
 
 def change_periods(held: np.ndarray) -> Sequence[int]:
-    """Returns the distances at which the same change repeats, most frequent first.
+    """Returns the numbers of rows after which the same change of memory repeats.
 
-    Two different changes may have the same hash by chance. Then a distance is tried
-    that marks no row.
+    The most frequent comes first.
+
+    Two different changes may have the same hash by chance. This is harmless: such a
+    distance marks no row.
     """
     rng = np.random.default_rng(0)
     marks = np.zeros(held.shape[1] - 1, np.int64)
@@ -100,7 +104,7 @@ def change_periods(held: np.ndarray) -> Sequence[int]:
 
 
 def mark_convex(held: np.ndarray, least: np.ndarray, period: int) -> np.ndarray:
-    """Marks rows that hold at most the mean of the rows one period before and after.
+    """Marks rows with at most the mean memory of the rows one period before and after.
 
     Every row in a run of marked rows holds at most as much as one of the two unmarked
     rows next to the run.
@@ -120,7 +124,9 @@ ROUNDING = 1e-12
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NodeMemory:
-    """The memory of a node's strategies: term ``k`` is live in rows ``[start, end)``.
+    """The memory of a node's strategies.
+
+    Term ``k`` is live in the rows ``[starts[k], ends[k])``.
 
     Attributes:
         starts: int64 ``[K]``.
@@ -182,7 +188,7 @@ class LimitRows:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Memory:
-    """A problem as the key of a cache of its memory.
+    """A problem as the key of a cache of memory rows.
 
     Problems that differ only in the values of finite costs have equal keys.
 
@@ -204,7 +210,7 @@ class _Memory:
         return same and alike
 
     def __hash__(self) -> int:
-        """Hashes the identity of the memory terms, and the memory limit."""
+        """Hashes the memory terms by identity, and the memory limit by value."""
         return hash((id(self.problem.memory), self.problem.memory_limit))
 
 
@@ -292,7 +298,7 @@ def _maximal(
     """
     stretch = np.searchsorted(np.unique(ends), times, side="right")
     growing = np.flatnonzero(np.isin(times, starts))
-    # Later times of a stretch have the same live choices as its last start.
+    # A later time of a stretch has the same live terms as the stretch's last start.
     kept = np.zeros(len(times), bool)
     for group in np.split(np.arange(len(times)), np.flatnonzero(np.diff(stretch)) + 1):
         top = low[group].max()

@@ -164,7 +164,7 @@ def _check_usage(usage: np.ndarray, where: str) -> None:
 class ReductionReport:
     """The nodes, edges and strategies that one exact reduction removed.
 
-    ``strategies`` counts removed strategies of removed nodes and of remaining nodes.
+    ``strategies`` counts the removed strategies, including all those of removed nodes.
     """
 
     name: str

@@ -1,4 +1,8 @@
-"""Closes the gap in rounds: bound, remove strategies, solve a program, search."""
+"""Closes the gap between cost and bound, in rounds.
+
+Each round raises the bound, removes strategies, solves an integer program if it is
+small, and searches for better choices.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ class Incumbent:
         return _smallest_cost(self.problem)
 
     def fork(self) -> Incumbent:
-        """Copies the choices without the bound, for a problem with fewer strategies."""
+        """Copies the choices without the bound, for a problem of fewer strategies."""
         other = copy.copy(self)
         other.bound = -math.inf
         return other
@@ -73,7 +77,8 @@ class Incumbent:
         """The absolute difference to the bound at which the cost counts as optimal."""
         if math.isinf(self.cost):
             return 0.0
-        # A sum of non-negative costs is 0 or at least the smallest cost.
+        # A sum of non-negative costs is either 0 or at least the smallest cost that is
+        # not 0.
         size = self.cost if self.cost > 0 else max(-self.cost, self.unit)
         return max(self.gap * abs(self.cost), ROUNDING * size)
 
@@ -171,12 +176,16 @@ def close_gap(
             if state.round():
                 return
     except ContradictionError:
-        # No choice remains below the cost at which strategies were removed.
+        # No choice remains that costs less than the cost above which strategies were
+        # removed.
         incumbent.prove(state.removed_above)
 
 
 class _State:
-    """A graph that shrinks from round to round, with the dual of the current graph."""
+    """A graph that shrinks from round to round, with the dual of the current graph.
+
+    The dual has the messages and prices that prove the lower bound.
+    """
 
     def __init__(
         self,
@@ -207,7 +216,8 @@ class _State:
         climbing = self._ascend()
         large = self.field.num_pairs > PROGRAM_PAIRS
         if large and not (climbing or len(self.graph.rows) or self._is_done()):
-            # Without memory limits the bound of the messages is nearly tight.
+            # Without memory limits, messages between nodes give a bound that is nearly
+            # tight.
             self._narrow()
         if self._is_done():
             return True
@@ -231,7 +241,7 @@ class _State:
         return self._is_done()
 
     def _takes_program(self) -> bool:
-        """Whether the field is small enough for an integer program, or time is free."""
+        """Whether an integer program can solve the field, or time is not limited."""
         endless = self.clock.end == math.inf and self.slice >= LONG_SLICE
         return self.field.num_pairs <= PROGRAM_PAIRS or endless
 
@@ -280,7 +290,10 @@ class _State:
         return True
 
     def _ascend(self) -> bool:
-        """Raises the bound by messages; True if price steps may raise it further."""
+        """Raises the bound by messages between nodes.
+
+        The result is True if prices may raise it further.
+        """
         before = self._gap()
         self.dual.lighten()
         self.dual.sweep()
@@ -296,17 +309,19 @@ class _State:
         return self.incumbent.cost - max(self.dual.bound, known)
 
     def _deepen(self) -> None:
-        """Raises the bound by elimination."""
+        """Raises the bound by eliminating nodes."""
         work = int(WORK_PER_SECOND * min(self.slice, self.clock.left_s / 8))
         if self.dual.deepen(work // 8, work):
             self._climb()
 
     def _climb(self) -> bool:
-        """Changes prices for a slice of the time; returns True if the bound stalls.
+        """Changes the prices of memory for a slice of the time.
 
-        Now and then it turns the dual's state into choices.
+        The result is True if the bound stalls.
+
+        Now and then it makes choices from the prices and messages.
         """
-        # Turning the dual's state into choices must finish before the time limit.
+        # Making choices from prices and messages must end before the time limit.
         left = self.clock.left_s - 1.2 * self.decode_seconds
         slice_clock = self.clock.within(min(self.slice, left))
         before, steps = self.dual.bound, 0
@@ -328,7 +343,7 @@ class _State:
         return stalled
 
     def _decode(self) -> None:
-        """Turns the dual's suggestions into choices that fit."""
+        """Makes choices that fit from the prices and messages of the bound."""
         begin = self.clock.now
         dual = self.dual
         choices = dual.bucket_choices
@@ -391,7 +406,10 @@ class _State:
         return answer.finished
 
     def _search(self) -> None:
-        """Searches part by part, for a shorter time if the last search found little."""
+        """Improves parts of the choices one by one.
+
+        For a shorter time after little success.
+        """
         if self.position is None:
             return
         seconds = min(self.search_share * self.slice, self.clock.left_s)
@@ -406,7 +424,7 @@ class _State:
         self.search_share = 1.0 if useful else max(self.search_share / 2, 0.1)
 
     def _narrow(self) -> None:
-        """Solves the problem with few strategies, those of least bounds."""
+        """Solves the problem with only the strategies of least lower bounds."""
         if self.position is None or self.inner:
             return
         kept = self._favourites()
@@ -430,7 +448,7 @@ class _State:
             self._hold(whole[list(self.field.nodes)])
 
     def _favourites(self) -> np.ndarray | None:
-        """The strategies with the least bounds, few enough for the available time."""
+        """The strategies with the least lower bounds, few enough for the time left."""
         dual, field = self.dual, self.field
         room = self.incumbent.cutoff - dual.bound
         for part in NARROW_PARTS:

@@ -71,7 +71,7 @@ def solve(
         reports = reduce_graph(graph, early)
         close_gap(graph, incumbent, clock, solver)
     except ContradictionError:
-        # No choice is possible, or no choice costs less than the known choices.
+        # Either no choice is possible, or none costs less than the known choices.
         incumbent.prove(incumbent.cost)
     return _solution(incumbent, clock, reports)
 
@@ -98,9 +98,9 @@ def _solution(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTerm:
-    """The least memory that one term can occupy at the time that limits the choices.
+    """The least memory that one term needs at the time `InfeasibilityExplanation.time`.
 
-    ``term`` indexes ``problem.memory``; ``node`` is the node that owns it.
+    ``term`` indexes ``problem.memory``; ``node`` is the node that the term belongs to.
     """
 
     term: int
@@ -133,7 +133,7 @@ class InfeasibilityExplanation:
 
 
 def explain_infeasibility(problem: ShardingProblem) -> InfeasibilityExplanation:
-    """Finds the time with the largest unavoidable memory, and its terms by size.
+    """Finds the time at which all choices need the most memory, and its terms by size.
 
     For each term separately, every node uses its allowed strategy with the least
     memory. The resulting peak is therefore only a lower bound. A problem can be

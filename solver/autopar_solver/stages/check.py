@@ -46,7 +46,7 @@ def evaluate_pipeline(problem: StageProblem, pipeline: Pipeline) -> PipelineCost
 
 
 def check_stages(problem: StageProblem, solution: StageSolution) -> None:
-    """Raises `InputError` unless the solution is consistent with the problem."""
+    """Raises `InputError` if the solution contradicts the problem."""
     if solution.pipeline is None or solution.cost is None:
         if solution.status not in (Status.INFEASIBLE, Status.UNKNOWN):
             raise InputError(f"{problem.name}: {solution.status} without a pipeline.")
@@ -67,7 +67,7 @@ def check_stages(problem: StageProblem, solution: StageSolution) -> None:
 
 
 def task_seconds(problem: StageProblem, pipeline: Pipeline) -> TaskSeconds:
-    """Seconds and bytes of a pipeline's parts.
+    """The seconds and bytes of each part of a pipeline, which is one stretch of layers.
 
     Raises:
         InputError: the pipeline does not fit the problem; the message says why.
@@ -106,12 +106,14 @@ def is_possible(seconds: TaskSeconds) -> bool:
 def lower_bound_s(pipeline: Pipeline, seconds: TaskSeconds) -> float:
     """A lower bound of a pipeline's step: the longest of three chains of tasks.
 
-    - A stage waits for the first microbatch, then works on all microbatches. The last
-      gradient then travels back to the first stage.
-    - The first microbatch passes through all stages and back. Then the remaining work
-      of a stage follows.
-    - The first microbatch passes through all stages and back, and all other
-      microbatches pass the same link.
+    In seconds. The chains are:
+
+    - A stage waits until the first microbatch arrives, then works on all microbatches.
+      The last gradient then travels back to the first stage.
+    - The first microbatch passes through all stages and back. Then comes the rest of
+      one stage's work.
+    - The first microbatch passes through all stages and back, and all others pass one
+      link.
     """
     count, stages = pipeline.microbatches, pipeline.stages
     forward, weight = seconds.task_s[:, 0], seconds.task_s[:, 3]
@@ -142,9 +144,9 @@ def lower_bound_s(pipeline: Pipeline, seconds: TaskSeconds) -> float:
 def _after_first(
     pipeline: Pipeline, forward: np.ndarray, backward: np.ndarray, late: np.ndarray
 ) -> np.ndarray:
-    """For each stage, its work from its first backward pass to the end of its last.
+    """For each stage, the seconds of work from its first backward pass to its last.
 
-    The first backward pass itself does not count.
+    The first backward pass itself is not included.
     """
     count, stages = pipeline.microbatches, pipeline.stages
     if pipeline.schedule.kind is ScheduleKind.GPIPE:
@@ -191,7 +193,7 @@ def _step_s(problem: StageProblem, pipeline: Pipeline, stage: int) -> float:
 
 
 def _standing_bytes(problem: StageProblem, pipeline: Pipeline, stage: int) -> float:
-    """Resident bytes, plus the most bytes that a layer needs while it runs."""
+    """Resident bytes, plus the most bytes that one layer needs while it runs."""
     costs = problem.costs_of(pipeline.microbatches)
     option, layers = pipeline.options[stage], pipeline.layers(stage)
     rows = list(layers)

@@ -61,8 +61,8 @@ class PipelineIncumbent:
 def complete_pipeline(problem: StageProblem, pipeline: Pipeline) -> Pipeline | None:
     """Adds the least recomputation that makes a pipeline fit; None if it cannot fit.
 
-    More recomputation never shortens a step. The least seconds of recomputation are
-    therefore chosen for each stage separately.
+    More recomputation never shortens a step, so each stage recomputes as few seconds as
+    it can.
     """
     again = list[int]()
     for stage in range(pipeline.stages):
@@ -87,8 +87,7 @@ def _layers_again(
     weights: list[int] | None = None
     if schedule.kind is ScheduleKind.INTERLEAVED:
         table = make_table(schedule, pipeline.stages, count)
-        # This takes the maximum of each chunk, although the chunks reach their maxima
-        # at different times.
+        # This adds the maxima of the chunks, although they occur at different times.
         held = count_alive(table, stage).held.max(axis=0)
         sizes = np.diff(pipeline.cuts)[stage :: pipeline.stages]
         weights = np.repeat(held, sizes).tolist()

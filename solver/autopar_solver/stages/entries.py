@@ -1,5 +1,8 @@
 """All possible stages of a pipeline: each is a range of layers on a submesh option.
 
+A *submesh option* is a number of devices, arranged as one mesh
+(`autopar_solver.stages.problem`).
+
 The costs of a range are differences of prefix sums. Only stages that can be part of a
 fast enough pipeline are kept, so that large arrays of all ranges exist only for a short
 time.
@@ -23,20 +26,23 @@ class Entries:
         first: the first layer of each stage.
         end: the layer after the last layer of the stage.
         option: the submesh option of the stage.
-        link: the option's row in the tables of links.
+        link: the option's row in the tables of seconds between stages, such as
+          ``LayerCosts.latency_s``.
         forward_s: seconds of one microbatch's forward pass.
         backward_s: seconds of one microbatch's gradients of inputs, without
             recomputation.
         weight_s: seconds of one microbatch's gradients of weights.
-        step_s: seconds of the work that runs once per step.
+        step_s: seconds of the work that a stage does once per step, such as the update.
         resident_bytes: bytes that are always held, with copies of shared parameters.
         activation_bytes: activations of one microbatch, without recomputation.
         saving_bytes: the bytes of ``activation_bytes`` that recomputing all possible
             layers saves.
-        pending_bytes: bytes of a microbatch whose gradients of weights are pending.
-        running_bytes: bytes that the layer with the largest need uses while it runs.
-        again_bytes: a lower bound of ``running_bytes`` if at least one layer is
-            recomputed.
+        pending_bytes: bytes kept for a microbatch while its gradients of weights wait
+          to be computed.
+        running_bytes: the largest number of bytes that one of the layers needs while it
+          runs.
+        again_bytes: a lower bound of ``running_bytes`` if a stage recomputes at least
+            one layer.
         limit_bytes: the memory of a device.
     """
 
@@ -131,9 +137,9 @@ def kept_microbatches(
         stages: the number of all stages.
 
     Returns:
-        Pairs of two numbers: of microbatches that are held, and of microbatches that
-        are pending at the same time. At any time, the stage needs at most the memory
-        that one of the pairs needs.
+        Pairs of two numbers: of microbatches whose activations are held, and of
+        microbatches whose gradients of weights wait at the same time. At any time, the
+        stage needs at most the memory of one of the pairs.
     """
     if schedule.kind is ScheduleKind.GPIPE:
         return [(microbatches, 0)]
@@ -154,7 +160,7 @@ def _allowed_entries(array: np.ndarray) -> np.ndarray:
 
 
 def _worthwhile(costs: LayerCosts, limit_s: float) -> np.ndarray:
-    """``[layers, layers, options]``: whether a range is possible and fast enough."""
+    """``[layers, layers, options]``: whether a stage is possible and fast enough."""
     forbidden = _prefix((~np.isfinite(costs.forward_s)).astype(np.float64))
     count = costs.microbatches
     work = _prefix(
@@ -171,7 +177,7 @@ def _worthwhile(costs: LayerCosts, limit_s: float) -> np.ndarray:
 
 
 def _running(array: np.ndarray, fold: np.ufunc) -> np.ndarray:
-    """``[layers, layers, options]``: ``fold`` over the layers of each range.
+    """``[layers, layers, options]``: ``fold`` applied over the layers of each range.
 
     The first two indices are the first and the last layer of the range.
     """
@@ -185,11 +191,11 @@ def _running(array: np.ndarray, fold: np.ufunc) -> np.ndarray:
 def _shared_costs(
     problem: StageProblem, first: np.ndarray, end: np.ndarray, option: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The cost of parameters that another stage also uses.
+    """The cost of parameters that a stage shares with another stage.
 
     Returns:
-      Seconds per step for sending them and their gradients, and bytes of memory for the
-      copy on the second stage.
+      Two arrays: the seconds per step for sending such parameters' gradients, and the
+      bytes of the copy that one of the two stages keeps.
     """
     step, copies = np.zeros(len(first)), np.zeros(len(first))
     for shared in problem.shared:

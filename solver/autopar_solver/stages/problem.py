@@ -44,7 +44,7 @@ class SubmeshOption:
     Attributes:
         group: the device group of the devices.
         devices: the number of devices.
-        link: the index of this option in the tables of links, such as
+        link: the index of this option in the tables of seconds between stages, such as
             ``LayerCosts.latency_s``.
         name: the name of the option in messages.
     """
@@ -77,18 +77,19 @@ class LayerCosts:
         recompute_s: seconds to recompute the activations; ``inf`` forbids
             recomputation.
         transient_bytes: further bytes that the layer needs while it runs.
-        forward_link_s: ``[layers - 1, links, links]``, the seconds for which the
-            activations between layers ``i`` and ``i + 1`` occupy the link from a
-            stage's option to the option of the next stage; ``inf`` if there is no link
-            between the two options.
+        forward_link_s: ``[layers - 1, links, links]``, the seconds for which one
+            microbatch's activations between layers ``i`` and ``i + 1`` occupy the link
+            from a stage's devices to those of the next stage; ``inf`` if there is no
+            link between the two options.
         backward_link_s: like ``forward_link_s``, for gradients of activations that are
             sent back. The index of the earlier stage comes first here too.
         latency_s: ``[links, links]``, the latency of a message in seconds.
         pending_bytes: bytes kept while the gradients of weights wait, if a schedule
             computes them as separate tasks; None for ``activation_bytes``.
-        enter_s: seconds that a stage adds to its forward pass, and also to its backward
-            pass, if the stage begins with the layer; None for no seconds.
-        leave_s: like ``enter_s``, if the stage ends with the layer.
+        enter_s: for each layer, the seconds that a stage beginning with it adds to its
+            forward pass, and also to its backward pass, such as receiving; None for no
+            seconds.
+        leave_s: like ``enter_s``, for a stage that ends with the layer.
     """
 
     microbatches: int
@@ -135,8 +136,10 @@ class SharedParameter:
     Attributes:
         source: the layer whose ``resident_bytes`` include the parameter.
         target: the other layer.
-        step_s: float64 ``[options]``, the seconds of the exchange for either stage.
-        copy_bytes: ``[options]``, the bytes of the copy that the target's stage keeps.
+        step_s: float64 ``[options]``, the seconds of this exchange of gradients, for
+          each of the two stages.
+        copy_bytes: ``[options]``, the bytes of memory of the parameter's copy on the
+          target's stage.
     """
 
     source: int
@@ -156,7 +159,7 @@ class StageProblem:
         costs: one entry for each allowed number of microbatches.
         schedules: the allowed schedules.
         shared: parameters that two layers use.
-        blocking: whether a stage cannot compute while it sends.
+        blocking: whether a stage's devices cannot compute while they send.
         max_stages: the largest number of stages of a pipeline; None for no limit.
 
     Raises:
@@ -201,7 +204,7 @@ class StageProblem:
 
     @property
     def num_links(self) -> int:
-        """The number of kinds of options that the tables of links distinguish."""
+        """The number of rows in the tables of seconds between stages."""
         return 1 + max(option.link for option in self.options)
 
     def costs_of(self, microbatches: int) -> LayerCosts:
@@ -361,9 +364,10 @@ class StageSolution:
     """The pipeline that was found, and a proven lower bound of every pipeline's step.
 
     Attributes:
-        pipeline: the pipeline; None if none was found.
+        pipeline: the best pipeline that was found; None if none was found.
         cost: the cost of the pipeline; None without a pipeline.
-        bound_s: a lower bound of the step of every pipeline in the search space.
+        bound_s: a lower bound of the seconds of every pipeline's step in the search
+          space.
         status: how the solve ended.
         seconds: wall-clock time of the solve.
         binding: for the status ``INFEASIBLE``, the memory need that rules out every

@@ -3,13 +3,14 @@
 Let ``v[j]`` be the bytes that recomputing layer ``j`` saves for each microbatch that
 the stage holds, and ``r[j]`` the seconds that recomputing it takes. If a stage exceeds
 its memory by ``need`` bytes for each microbatch that it holds, its recomputation takes
+at least
 
     minimise sum_(j in R) r[j]   subject to   sum_(j in R) v[j] >= need
 
-In addition, every layer in ``R`` must fit while it runs. The dual of the relaxed
-program gives a lower bound: ``sum_j min(0, r[j] - p v[j]) + p need`` for every price
-``p``. The best price is one of the ratios ``r[j] / v[j]``. The sums over a range of
-layers are differences of prefix sums.
+In addition, every layer in ``R`` must fit while it runs. If layers could be recomputed
+in part, linear duality would give the least seconds. They are a lower bound: ``sum_j
+min(0, r[j] - p v[j]) + p need`` for every price ``p``. The best price is one of the
+ratios ``r[j] / v[j]``. The sums over a range of layers are differences of prefix sums.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ MAX_LABELS = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecomputePrices:
-    """The prices ``p`` of the bound, and prefix sums of its terms over the layers.
+    """The prices ``p`` of the module's bound, and prefix sums of it over layers.
 
     Attributes:
         price: ``[prices, options]``, seconds per byte.
@@ -50,8 +51,8 @@ def recompute_prices(costs: LayerCosts) -> RecomputePrices:
         for o in range(again.shape[1])
     ]
     count = max(1, *(len(column) for column in columns))
-    # The same price may occur several times. An option without recomputable layers has
-    # the price 0.
+    # The same price may occur several times. An option on which no layer can be
+    # recomputed has the price 0.
     filled = [np.resize(c if len(c) else np.zeros(1), count) for c in columns]
     price = np.stack(filled, axis=1)
     reduced = np.minimum(0.0, seconds - price[:, None] * saving)
@@ -98,7 +99,7 @@ def least_recompute_s(
 def _needs(
     entries: Entries, running: np.ndarray, kept: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """By how many bytes for each held microbatch stages exceed their memory."""
+    """The bytes, per held microbatch, by which stages exceed their memory."""
     fixed = entries.resident_bytes + running - entries.limit_bytes * (1 + 1e-12)
     needs = np.full(len(entries), -np.inf)
     for held, pending in kept:
@@ -109,7 +110,7 @@ def _needs(
 
 
 def _never(over: np.ndarray) -> np.ndarray:
-    """An infinite need where a stage without microbatches exceeds its memory."""
+    """Infinite where a stage that holds no microbatch exceeds its memory."""
     return np.where(over > 0, np.inf, -np.inf)
 
 
@@ -120,8 +121,8 @@ class Recomputed:
     Attributes:
         layers: the layers, in order.
         seconds: seconds of one microbatch.
-        least_s: a lower bound of every choice's seconds; equal to ``seconds`` if the
-            choice is proved best.
+        least_s: a lower bound of the seconds of every choice that fits; equal to
+            ``seconds`` if the choice is proved best.
     """
 
     layers: tuple[int, ...]
@@ -142,8 +143,8 @@ def choose_recomputed(
     The result is None if no choice makes the stage fit.
 
     The search compares partial choices and is exact. If more than ``MAX_LABELS``
-    partial choices remain, the search keeps the best of them, and lowers the bound so
-    that it still holds for the others.
+    partial choices remain, the search keeps the best of them, and lowers
+    `Recomputed.least_s` so that it holds for the dropped ones too.
 
     Args:
         problem: the problem of the stage.
@@ -153,8 +154,8 @@ def choose_recomputed(
         fixed: pairs of bytes and a number of microbatches. For each pair, the stage
             holds the bytes in any case, plus the activations of that number of
             microbatches.
-        weights: for each layer, a factor on the number of microbatches; None for a
-            factor of 1.
+        weights: for each layer, the factor by which the stage holds more microbatches
+            of it than ``fixed`` says; None for a factor of 1.
     """
     rows = np.array(layers)
     weight = np.ones(len(rows)) if weights is None else np.array(weights, np.float64)
@@ -197,11 +198,12 @@ def _need(over: float, times: float, activations: float) -> float:
 def _cover(
     saving: np.ndarray, seconds: np.ndarray, need: float, cutoff: float
 ) -> tuple[list[int], float] | None:
-    """Items whose savings reach the need in least seconds, and a lower bound of these.
+    """Items whose savings reach the need in least seconds; a bound of the seconds.
 
     The result is None if the need cannot be reached in less than ``cutoff`` seconds.
     Labels are partial choices. A label is dropped if another label saves at least as
-    much in at most the same time, or if the label cannot end below the best choice.
+    many bytes in no more seconds, or if it cannot lead to fewer seconds than the best
+    choice.
     """
     order = np.argsort(seconds / saving, kind="stable")
     saving, seconds = saving[order], seconds[order]
@@ -245,7 +247,10 @@ def _cover(
 def _drop_dominated(
     labels: list[tuple[float, float, tuple[int, ...]]],
 ) -> list[tuple[float, float, tuple[int, ...]]]:
-    """Sorts labels by seconds; keeps labels that save more than all before them."""
+    """Sorts labels by seconds.
+
+    Keeps labels that save more bytes than all before them.
+    """
     kept: list[tuple[float, float, tuple[int, ...]]] = []
     for label in sorted(labels, key=lambda label: (label[1], -label[0])):
         if not kept or label[0] > kept[-1][0]:

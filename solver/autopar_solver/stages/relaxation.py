@@ -1,4 +1,4 @@
-"""Computes lower bounds of chains of stages with prices on devices.
+"""Computes lower bounds of chains of stages, with a price for each device.
 
 A *chain* is a sequence of stages that covers all layers. Let each device of group ``g``
 cost ``p[g]`` seconds, and let every stage be allowed at every position of the pipeline.
@@ -59,7 +59,8 @@ class Chain:
         link: as in `Entries`.
         taken: ``[entries, groups]``, devices of each group.
         devices: ``[groups]``, the number of devices of each group.
-        cross: ``[layers + 1, links, links]``, the seconds that each cut adds.
+        cross: ``[layers + 1, links, links]``, the seconds that a cut between two stages
+          adds, by the links (`Entries.link`) of the stages before and after it.
     """
 
     layers: int
@@ -85,7 +86,8 @@ def chain_of(
         entries: the stages.
         taken: ``[options, groups]``, devices of each option.
         devices: ``[groups]``, the number of devices of each group.
-        cross: ``[layers + 1, links, links]``, the seconds that each cut adds.
+        cross: ``[layers + 1, links, links]``, the seconds that a cut between two stages
+          adds.
     """
     return Chain(
         layers=len(cross) - 1,
@@ -116,7 +118,7 @@ class Paths:
 def cheapest(chain: Chain, add: np.ndarray) -> Paths:
     """Computes the cheapest chain, and the cheapest continuations after each layer.
 
-    ``add`` has the cost of each stage.
+    ``add`` has the cost of each stage in seconds.
     """
     after = np.full((chain.layers + 1, chain.links), np.inf)
     after[chain.layers] = 0.0
@@ -219,8 +221,9 @@ class StageTerms:
     """The terms of stages in the bound, for one position in the pipeline.
 
     Attributes:
-        add: the seconds that each stage adds to the sum; ``inf`` if it does not fit.
-        peak: the stage's seconds in the maximum.
+        add: the seconds that each stage adds to the bound's sum; ``inf`` if the stage
+          does not fit in memory.
+        peak: the seconds that each stage has in the bound's maximum.
     """
 
     add: np.ndarray
@@ -243,9 +246,9 @@ class CutTerms:
     """The terms of cuts in the bound.
 
     Attributes:
-        cross: ``[layers + 1, links, links]``, seconds in the sum; zero at both ends of
-            the chain.
-        link: the same shape, the link's seconds in the maximum.
+        cross: ``[layers + 1, links, links]``, the seconds that a cut adds to the
+            bound's sum; zero at both ends of the chain.
+        link: the same shape, the seconds that a link has in the bound's maximum.
     """
 
     cross: np.ndarray
@@ -299,7 +302,7 @@ def terms_at(
 
 
 def least_add_s(entries: Entries, schedule: Schedule) -> np.ndarray:
-    """The seconds that stages without recomputation add to the sum."""
+    """The seconds that stages add to the bound's sum, without recomputation."""
     add, last = entries.forward_s + entries.backward_s, entries.step_s
     if schedule.splits_backward:
         last = last + entries.weight_s
@@ -315,7 +318,7 @@ def _peak_s(
     microbatches: int,
     place: StagePlace,
 ) -> np.ndarray:
-    """The seconds of each stage in the maximum."""
+    """The seconds that each stage has in the bound's maximum."""
     others = microbatches - 1
     peak = others * (entries.backward_s + np.where(np.isfinite(again), again, 0.0))
     if schedule.splits_backward:

@@ -52,7 +52,8 @@ from autopar_solver.stages.relaxation import (
 )
 from autopar_solver.stages.schedules.order import Schedule
 
-# Minimises a sum plus a maximum by dividing the range in which the maximum can lie.
+# Minimises the sum of two terms, of which one is a maximum, by dividing the range in
+# which the maximum can lie.
 #
 # ``least(peak)`` is the least sum over choices whose maximum is at most ``peak``, or a
 # lower bound of that sum. ``least`` never grows as ``peak`` grows. A choice with its
@@ -63,6 +64,8 @@ from autopar_solver.stages.schedules.order import Schedule
 
 class Answer(NamedTuple):
     """The least sum under a limit of the maximum, and the maximum of a choice.
+
+    In the module's bound, a choice is a chain of stages.
 
     The choice is one with this least sum.
 
@@ -112,7 +115,10 @@ def cut_intervals(
     closed = math.inf
 
     def add(answer: Answer, low: float, high: float) -> None:
-        """Settles the choices in ``[answer.peak, high]``; adds the interval below."""
+        """Uses that ``answer`` is best for a maximum above its own.
+
+        Adds the interval below.
+        """
         nonlocal closed
         if answer.value == math.inf:
             return
@@ -143,7 +149,7 @@ def cut_intervals(
     return bound, left
 
 
-# The dynamic programme finds the cheapest chain of stages that fits on the devices.
+# A dynamic programme finds the cheapest chain of stages that fits on the devices.
 #
 # ``V[s][l][a][u]`` is the least cost that layers ``l`` to the last add in ``s`` stages.
 # The first of these stages uses an option of link ``a``, and ``u`` devices of each
@@ -387,7 +393,8 @@ class PipelineSpace:
         chain: the stages as edges of a shortest-path problem over the layers.
         crossings: the costs that cuts between stages add.
         most_stages: the largest number of stages of a pipeline.
-        low: a lower bound of the maximum (`relaxation`) of every pipeline.
+        low: a lower bound, for every pipeline, of the maximum in the module's bound
+          (`relaxation`).
     """
 
     problem: StageProblem
@@ -520,7 +527,7 @@ def _finite(array: np.ndarray) -> np.ndarray:
 def search_space(
     bounded: Bounded, incumbent: PipelineIncumbent, gap: float, clock: Clock
 ) -> float:
-    """Searches a space for better pipelines; returns a lower bound of its pipelines.
+    """Searches a space for better pipelines; returns a lower bound of their steps.
 
     Args:
         bounded: the space to search.
@@ -544,7 +551,7 @@ def search_space(
 
 
 def fixed_space(bounded: Bounded, cutoff: float) -> tuple[PipelineSpace, StageTerms]:
-    """Drops the stages whose cheapest pipeline is not below the cutoff."""
+    """Drops the stages whose cheapest pipeline costs the cutoff or more."""
     space, loosest = bounded.space, bounded.loosest
     if cutoff == math.inf:
         return space, loosest
@@ -587,7 +594,8 @@ class _Programme:
         self.least_add = least_add_s(space.entries, space.schedule)
         before = cheapest_before(space.chain, self.least_add)
         before = before[space.entries.first, space.entries.link]
-        # Stages that no chain reaches get 0 here; they cannot change the result.
+        # Stages that no chain reaches get a price of 0 here; they cannot change the
+        # result.
         self.taken = space.low + np.where(np.isfinite(before), before, 0.0)
 
     def cutoff(self) -> float:
@@ -669,7 +677,8 @@ class _Places:
     def _tables(self, peak: float) -> Tables:
         """Fills the tables for one limit of the maximum."""
         space, budgets = self.space, self.programme.budgets
-        # The factor keeps pipelines that rounding would put just above the cutoff.
+        # The factor keeps pipelines whose cost rounding would raise just above the
+        # cutoff.
         room = self.programme.cutoff() * (1 + 1e-9) - self.programme.taken
         tables = solve_tables(
             space.chain, budgets, self.terms, space.crossings.link, peak, room

@@ -52,7 +52,7 @@ from autopar_solver.status import Status
 
 
 class Allowance:
-    """The number of stages that the search may still try."""
+    """The number of stages that the exhaustive search may still try."""
 
     def __init__(self, left: int) -> None:
         """Starts with ``left`` stages."""
@@ -160,10 +160,9 @@ class _Chains:
 # Uniform pipelines: all stages have the same submesh option.
 #
 # There are two rules for the cuts of a uniform pipeline. Either all parts have the same
-# number of layers. Or part ``k`` of n parts begins where the time of the layers before
-# it is nearest to ``k / n`` of the time of all layers. Interleaved schedules have only
-# uniform pipelines. For all other schedules the search starts from the uniform
-# pipelines.
+# number of layers. Or part ``k`` of n parts begins where the layers before it take most
+# nearly ``k / n`` of the seconds of all layers. Interleaved schedules have only uniform
+# pipelines. For all other schedules the search starts from the uniform pipelines.
 #
 # Lower bounds are computed for all options at once. The pipelines are then simulated in
 # ascending order of their bounds, until the next bound is at least the shortest step
@@ -280,7 +279,8 @@ def _rules(costs: LayerCosts, parts: int) -> list[np.ndarray]:
     middles = (before[1:] + before[:-1]) / 2
     even = (middles[None] < share[:, None, None] * before[-1]).sum(axis=1)
     even[0], even[-1] = 0, layers
-    # The cuts are moved up, then down, until every part has at least one layer.
+    # Cuts are moved to later layers, then to earlier ones, until every part has at
+    # least one layer.
     steps = np.arange(parts + 1)[:, None]
     even = np.maximum.accumulate(even - steps, axis=0) + steps
     even = np.minimum(even, layers - parts + steps)
@@ -316,7 +316,8 @@ def _bounds(
     least = work.max(axis=0) * costs.microbatches
     step = parts(costs.step_s)[0]
     if not schedule.splits_backward:
-        # A stage waits for the first microbatch, whose gradients must also travel back.
+        # A stage waits until the first microbatch arrives, and later its gradients must
+        # travel back.
         before = np.cumsum(parts(forward + backward)[:stages], axis=0)
         before = np.concatenate([np.zeros_like(before[:1]), before[:-1]])
         least = (before + costs.microbatches * work).max(axis=0)
@@ -362,8 +363,8 @@ def _held_by_chunk(
 # Local search improves a pipeline by small moves: it shifts a cut by one layer, or
 # replaces a submesh by another submesh with as many devices.
 #
-# The bounds ignore the work that stages other than the first do once per step. The
-# simulation of a move includes this work.
+# The bounds include the work that runs once per step for the first stage only. The
+# simulation of a move includes it for all stages.
 
 TURNS = 4
 """Largest number of times that all moves of the best pipeline are tried."""
@@ -502,7 +503,7 @@ def binding_memory(problem: StageProblem) -> BindingMemory | None:
     In every pipeline some stage exceeds its memory by at least the factor of the
     returned stage, even if the stage holds one microbatch and recomputes everything.
     The result is None if memory does not explain the failure. Then layers are
-    forbidden, or too few devices are available.
+    forbidden, or there are too few devices.
     """
     found = [
         binding
@@ -521,7 +522,7 @@ def _binding(
 ) -> BindingMemory | None:
     entries = build_entries(problem, costs)
     taken = device_table(problem, range(len(problem.options)))
-    # The chunks of a stage are modelled as separate stages, which share its devices.
+    # Each chunk of a stage counts as a stage of its own here, on the same devices.
     devices = np.array([group.devices * schedule.chunks for group in problem.groups])
     cross = crossings_of(problem, costs, schedule).cross
     chain = chain_of(entries, taken, devices, cross)
@@ -541,7 +542,7 @@ def _binding(
 
 
 def _least_bytes(entries: Entries, schedule: Schedule, microbatches: int) -> np.ndarray:
-    """The memory of each stage at the position of the pipeline where it needs least."""
+    """The memory of each stage at the position in the pipeline where it needs least."""
     held = 1
     if schedule.chunks == 1:
         held = kept_microbatches(schedule, microbatches, 1, 1)[0][0]
@@ -552,9 +553,9 @@ def _least_bytes(entries: Entries, schedule: Schedule, microbatches: int) -> np.
 
 
 def _needed_stage(chain: Chain, share: np.ndarray) -> int | None:
-    """Finds the stage with the least ``share`` that every chain needs.
+    """Finds the stage whose ``share`` some stage of every chain reaches.
 
-    Every chain has a stage with at least this share of memory.
+    The share is the stage's need of memory, divided by the memory of its devices.
     """
     order = np.argsort(share, kind="stable")
     low, high = 0, len(order)
@@ -644,7 +645,7 @@ def _search(
     def turn(number: int) -> tuple[bool, float]:
         """A sort key: schedules with split backward passes come last.
 
-        Their bounds are weak, so their search takes longest.
+        Their bounds are far below their steps, so their search takes longest.
         """
         space = spaces[number]
         return space.space.schedule.splits_backward, space.bound_s

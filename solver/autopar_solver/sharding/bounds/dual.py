@@ -5,9 +5,9 @@ A price ``p[r] >= 0`` for each memory row replaces the memory limit by a cost::
     bound(p) = min_x (cost(x) + sum_r p[r] (used(x)[r] - room[r]))  <=  best cost
 
 Messages give a lower bound of the inner minimum; elimination after the messages raises
-this bound. Each step changes the prices along a smoothed subgradient, and then updates
-the messages with one sweep. If a step lowers the bound too much, it is undone, and
-later steps are shorter.
+this bound. Each step of the search for prices changes them along a smoothed
+subgradient, and then updates the messages with one sweep. If a step lowers the bound
+too much, it is undone, and later steps are shorter.
 
 *Mini-bucket elimination* bounds the cost of each strategy. Unlike the bounds of
 messages, its bounds take cycles of edges into account. Nodes are eliminated one after
@@ -17,7 +17,8 @@ divided into several *mini-buckets*, each minimised separately. The node may the
 a different strategy in each mini-bucket, which can only lower the result (Dechter and
 Rish, "Mini-buckets", JACM 50(2), 2003). If no sum is divided, elimination is exact.
 
-A second pass visits the buckets in reverse order, and gives a bound for every strategy.
+A second pass visits the buckets in reverse order, and gives a lower bound for every
+strategy.
 """
 
 import dataclasses
@@ -36,11 +37,11 @@ class MiniBucketBounds:
     """The bounds that elimination proves at given costs.
 
     Attributes:
-        bound: a lower bound of all choices, without the field's constant.
-        rises: for each flat strategy, every choice with it costs at least
-            ``bound + rises``.
+        bound: a lower bound of the cost of all choices, without the field's constant.
+        rises: for each flat strategy, a number such that every choice with the strategy
+            costs at least ``bound + rises``.
         choices: the best choices if ``exact``, else good choices.
-        exact: whether no bucket was split.
+        exact: whether elimination was exact, because no bucket was split.
     """
 
     bound: float
@@ -67,7 +68,7 @@ class _Factor:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Bucket:
-    """Factors whose sum, over ``scope``, is minimised over ``node``."""
+    """Factors of which elimination minimises the sum over one node, ``node``."""
 
     node: int
     scope: tuple[int, ...]
@@ -214,7 +215,7 @@ def _spread(
 def _down(
     field: Field, buckets: list[_Bucket], results: list[np.ndarray]
 ) -> np.ndarray:
-    """The rise of each strategy: the largest lower bound of all its node's buckets.
+    """The rise of each strategy: the largest that one of its node's buckets proves.
 
     ``outside[b]`` is a lower bound of the cost outside bucket ``b``, minus the bound of
     the whole field, for each combination of strategies in the bucket's result.
@@ -248,7 +249,7 @@ def _without(total: np.ndarray, bucket: _Bucket, factor: _Factor) -> np.ndarray:
 
 
 def _decode(field: Field, buckets: list[_Bucket]) -> np.ndarray:
-    """Chooses strategies in reverse order, each the best given the later nodes."""
+    """Chooses strategies in reverse order; each is best given the later nodes."""
     choices = np.zeros(field.num_nodes, np.int64)
     costs: dict[int, np.ndarray] = {}
     for b, bucket in reversed(list(enumerate(buckets))):
@@ -285,9 +286,10 @@ class Dual:
     """Messages and prices of a field, which are improved in place.
 
     Attributes:
-        prices: for each row, the cost per unit of memory.
+        prices: for each memory row, the cost per unit of memory.
         bound: the best bound so far, including the field's constant.
-        bounds: for each flat strategy, the best bound of solutions that choose it.
+        bounds: for each flat strategy, the best lower bound of the cost of solutions
+          that choose it.
         best_prices: the prices that gave ``bound``.
         costs: for each flat strategy, its cost at the current prices.
         rises: the rises of the last sweep; see `message_passing.Sweep`.
@@ -347,7 +349,10 @@ class Dual:
         self.bucket_choices = None
 
     def ascend(self, upper: float) -> None:
-        """Changes the prices once; ``upper`` is an estimate of the best cost."""
+        """Changes the prices once.
+
+        ``upper`` is an estimate of the least cost, which sets the step's length.
+        """
         gap = self._gap(upper)
         excess = self._excess(gap)
         for _ in range(4):
@@ -370,9 +375,9 @@ class Dual:
     def expected_use(self, temperature: float) -> np.ndarray:
         """Expected memory of each row, for probabilities ~ exp(-rise / temperature)."""
         field = self.field
-        # If elimination splits a node, all strategies of the node may have positive
-        # rises. Only the rise above the node's least rise tells how likely a strategy
-        # is.
+        # If elimination splits a node's bucket, all strategies of the node may have
+        # positive rises. Only the rise above the node's least rise tells how likely a
+        # strategy is to be chosen.
         least = np.minimum.reduceat(self.rises, field.offsets[:-1])
         above = self.rises - np.repeat(least, field.sizes)
         weights = np.exp(-above / temperature)
@@ -393,9 +398,10 @@ class Dual:
         """The prices after one step.
 
         The change of a price is proportional to the price, as in exponentiated
-        gradients. Prices of rows that limit the choices therefore change fast, and the
-        many other prices stay at zero. A row with a price of zero gets a price only if
-        its memory exceeds the limit by more than that of its neighbouring rows.
+        gradients. Prices of rows that limit the choices are high and therefore change
+        fast. The many other prices stay at zero. A row with a price of zero gets a
+        price only if its memory exceeds the limit by more than that of its neighbouring
+        rows.
         """
         if self._direction is None:
             self._direction = excess

@@ -44,7 +44,7 @@ class Visit:
         first: the first neighbour that receives a message.
         last: the neighbour after the last neighbour that receives a message.
         share: the part, 0 to 1, of the node's cost that each chain through the node
-            gets. TRW-S divides the graph into chains of nodes.
+            counts. TRW-S divides the graph into chains of nodes.
         table: ``[sum of S_m, S_k]``, the stacked tables to the receiving neighbours.
         neighbour: ``[sum of S_m]``, the neighbour of each row of ``table``.
         begins: for each neighbour, its first row of ``table``.
@@ -67,7 +67,7 @@ class Visit:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Tape:
-    """The visits of a pass as flat arrays.
+    """The visits of one pass over the nodes, as flat arrays for the compiled loop.
 
     Attributes:
         nodes: int64 ``[N, 7]``: low, size, start, first, last, first link, neighbours.
@@ -125,8 +125,8 @@ def record_tape(visits: Sequence[Visit]) -> Tape:
 def compiled_loop() -> Callable[..., float] | None:
     """The compiled loop; None without numba."""
     try:
-        # Numba is an optional dependency and slow to import, so it is imported here by
-        # name.
+        # Numba is an optional dependency and slow to import, so it is imported by its
+        # name, here.
         numba: Any = importlib.import_module("numba")
     except ImportError:
         return None
@@ -187,8 +187,8 @@ class Sweep:
         bound: a lower bound of the cost, without the field's constant.
         base: the bound that ``rises`` refer to; at most ``bound``.
         rises: for each flat strategy, every solution with it costs at least ``base +
-            rises``. They are computed when the sweep visits the node: the chains
-            through the node then carry its whole min-marginal.
+            rises``. They are computed when the sweep visits the node: its messages then
+            hold all costs on both sides of the node.
     """
 
     bound: float
@@ -237,12 +237,13 @@ class MessagePassing:
         return Sweep(bound=bound, base=base, rises=rises)
 
     def decode(self, costs: np.ndarray, *, backward: bool = False) -> np.ndarray:
-        """Chooses node by node: by earlier choices and by messages of later nodes."""
+        """Chooses node by node, by earlier choices and by messages of later nodes."""
         choices = np.zeros(self.field.num_nodes, np.int64)
         visits = list(zip(self._forward, self.links, strict=True))
         for v, links in reversed(visits) if backward else visits:
             incoming = self.buffer[v.start : v.end].reshape(-1, v.high - v.low)
-            # Forward visits send messages to the neighbours from ``first`` on.
+            # In a forward pass, a node sends messages to its neighbours from ``first``
+            # on.
             cut = v.first
             open_ones = incoming[:cut] if backward else incoming[cut:]
             total = costs[v.low : v.high] + open_ones.sum(axis=0)
@@ -351,7 +352,7 @@ class MessagePassing:
 def carry_messages(
     messages: dict[tuple[int, int], np.ndarray], graph: Graph, first_step: int
 ) -> dict[tuple[int, int], np.ndarray]:
-    """Returns the messages that a graph still has after steps of its trail.
+    """Returns the messages that remain valid after steps of a graph's trail.
 
     If a node lost some of its strategies, the messages into the node lose the entries
     of these strategies.

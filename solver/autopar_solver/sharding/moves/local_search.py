@@ -9,7 +9,7 @@ MOVES_AT_ONCE = 8
 
 
 class Position:
-    """Choices of a field's nodes, and what each change of one choice would cost.
+    """Choices of a field's nodes, and the cost of each change of one choice.
 
     Attributes:
         choices: int64 ``[N]``.
@@ -90,7 +90,7 @@ def _lower(position: Position, costs: np.ndarray, row: int) -> int:
     loss = position.losses() + extra - np.repeat(extra[present], field.sizes)
     needed = float(position.used[row] - field.memory.room[row])
     helpful = np.flatnonzero((saved > 0) & (loss < np.inf))
-    # Memory saved beyond the need has no value.
+    # Memory saved beyond the row's excess has no value.
     rate = np.maximum(loss[helpful], 0.0) / np.minimum(saved[helpful], needed)
     nodes = np.searchsorted(field.offsets, helpful, side="right") - 1
     moved: set[int] = set()
@@ -137,13 +137,14 @@ def _try_move(position: Position, field: Field, flat: int, tolerance: float) -> 
 
 
 def _fitting(position: Position) -> np.ndarray:
-    """Marks flat strategies none of whose memory terms alone exceeds a row."""
+    """Marks flat strategies of which no memory term alone exceeds a row's memory."""
     field, memory = position.field, position.field.memory
     fitting = np.ones(field.num_strategies, bool)
     if not len(memory.node):
         return fitting
     left = memory.room - position.used + memory.slack
-    # The rows of a term differ little, so its first and last row reveal most excesses.
+    # A term uses the same memory in all its rows, and their room differs little: the
+    # first and the last row reveal most excesses.
     least = np.minimum(left[memory.starts], left[memory.ends - 1])
     present = memory.usage[memory.first + position.choices[memory.node]]
     misfit = memory.usage - present[memory.term] > least[memory.term]

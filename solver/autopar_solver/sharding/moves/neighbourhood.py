@@ -25,7 +25,8 @@ class PartAnswer:
     Attributes:
         choices: the choices of all nodes of the field; None if none below the cutoff
             were found.
-        bound: a lower bound of the whole field's cost with the other nodes fixed.
+        bound: a lower bound of the whole field's cost, if all other nodes keep their
+          choices.
         finished: whether the bound is within the gap, or nothing better exists.
         pairs: the number of strategy pairs of the part's integer program.
     """
@@ -210,7 +211,7 @@ class NeighbourhoodSearch:
         return kept
 
     def _members(self, position: Position, kept: np.ndarray) -> np.ndarray:
-        """Grows a part from a random node whose choice differs from the dual's."""
+        """Grows a part from a random node that the dual would choose otherwise."""
         field = self.dual.field
         sizes = np.add.reduceat(kept, field.offsets[:-1], dtype=np.int64)
         rises = self.dual.rises[field.offsets[:-1] + position.choices]

@@ -1,11 +1,11 @@
 """Runs all reductions in rounds, until a round removes too little.
 
-One reduction folds a node into the neighbour whose strategy determines the node's
-strategy. If every row of a link ``(i, j)`` has at most one finite entry, the strategy
-of ``i`` determines the strategy of ``j``: ``j`` follows ``i``. The costs, links and
-memory of ``j`` then move to ``i``. Folding runs in rounds. In each round every node
-picks at most one leader, maps are composed along the chains of leaders, and every link
-of a follower is rewritten once.
+One reduction, *folding*, merges a node into a neighbour (its leader) whose strategy
+determines the node's. If every row of a link ``(i, j)`` has at most one finite entry,
+the strategy of ``i`` determines the strategy of ``j``: ``j`` follows ``i``. The costs,
+links and memory of ``j`` then move to ``i``. Folding runs in rounds. In each round
+every node picks at most one leader, maps are composed along the chains of leaders, and
+every link of a follower is rewritten once.
 """
 
 from __future__ import annotations
@@ -554,7 +554,7 @@ def _run(
 
 
 def _is_small(before: tuple[int, int, int], after: tuple[int, int, int]) -> bool:
-    """Whether a round removed less than the share `WORTHWHILE` of each kind of item."""
+    """Whether a round removed less than `WORTHWHILE` of nodes, links, strategies."""
     return all(a >= (1 - WORTHWHILE) * b for b, a in zip(before, after, strict=True))
 
 
@@ -563,7 +563,7 @@ def _size(graph: Graph) -> tuple[int, int, int]:
 
 
 def build_graph(problem: ShardingProblem) -> Graph:
-    """Copies a problem into a graph, with its memory as rows."""
+    """Copies a problem into a graph, and its memory limit into memory rows."""
     graph = Graph()
     for i, costs in enumerate(problem.node_costs):
         graph.add_node(i, costs.astype(np.float64))

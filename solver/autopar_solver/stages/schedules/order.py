@@ -1,11 +1,11 @@
 """Builds the tables of the published schedules, for any number of microbatches.
 
 - GPipe (Huang et al., 2019): all forward passes, then all backward passes.
-- 1F1B (Narayanan et al., PipeDream-Flush, 2021): stage ``i`` of ``S`` begins with
-  ``S - i - 1`` forward passes, and then alternates between forward and backward. At
-  most ``S - i`` microbatches are alive.
+- 1F1B (Narayanan et al., PipeDream-Flush, 2021): stage ``i`` of ``S`` begins with ``S -
+  i - 1`` forward passes, and then alternates between forward and backward. At most ``S
+  - i`` microbatches are alive: forward passes of which the backward pass has not ended.
 - Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): each stage has several chunks,
-  which divides the time until all stages have work by the number of chunks.
+  so all stages have work sooner, by a factor equal to the number of chunks.
 - ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): the backward pass is split.
   Gradients of weights wait while gradients of inputs are sent to the previous stage.
 
@@ -171,7 +171,7 @@ def _tasks(kind: TaskKind, microbatches: np.ndarray, chunks: np.ndarray) -> np.n
 def _alternating(
     forwards: np.ndarray, backwards: np.ndarray, warm_up: int
 ) -> np.ndarray:
-    """``warm_up`` forwards, then forwards and backwards in turns, then the rest."""
+    """``warm_up`` forwards, then forward and backward in turns, then the rest."""
     late = len(forwards) - warm_up
     pairs = np.stack([forwards[warm_up:], backwards[:late]], axis=1)
     return np.concatenate([forwards[:warm_up], pairs.reshape(-1, 3), backwards[late:]])

@@ -27,9 +27,10 @@ class Alive:
     the end of its gradient of weights.
 
     Attributes:
-        held: int64 ``[tasks, chunks]``: microbatches held while each task runs.
-        pending: int64 ``[tasks, chunks]``: microbatches whose gradients of weights are
-            pending.
+        held: int64 ``[tasks, chunks]``: microbatches that each chunk holds while each
+          task runs.
+        pending: int64 ``[tasks, chunks]``: microbatches that are pending while each
+            task runs.
     """
 
     held: np.ndarray
@@ -37,7 +38,7 @@ class Alive:
 
     @property
     def most(self) -> int:
-        """The largest number of live activations, of all chunks together."""
+        """The largest number of microbatches held at once, over all chunks together."""
         return int((self.held + self.pending).sum(axis=1).max(initial=0))
 
 
@@ -124,7 +125,8 @@ def _run(table: ScheduleTable) -> None:
                 need in done for need in _needs(table.parts, kind, number, part)
             ):
                 break
-            # The two kinds of backward tasks that send gradients count as one kind.
+            # Both kinds of backward tasks that send gradients, the whole and the split
+            # one, count as one kind.
             sent = TaskKind.BACKWARD if kind == TaskKind.BACKWARD_INPUT else kind
             done.add((sent, number, part))
             at[stage] += 1
@@ -192,9 +194,11 @@ class TaskTimes:
         makespan_s: the time at which all stages have finished their tasks and their
             work that runs once per step.
         busy_s: ``[stages]``, seconds for which each stage computes, including its work
-            once per step, or sends if sending blocks it.
-        peak_microbatches: ``[stages]``, the largest number of live activations.
-        peak_bytes: ``[stages]``, the largest number of bytes of live activations.
+            once per step. Sending is included if it blocks the stage.
+        peak_microbatches: ``[stages]``, the largest number of microbatches held at
+          once.
+        peak_bytes: ``[stages]``, the largest number of bytes of activations held at
+          once.
     """
 
     starts_s: tuple[np.ndarray, ...]
@@ -217,7 +221,7 @@ def equal_parts(
 ) -> TaskSeconds:
     """Seconds and bytes of equal parts.
 
-    Communication takes no time, and a live microbatch takes one byte.
+    Communication takes no time, and a held microbatch takes one byte.
 
     Args:
         table: the table of the parts.
@@ -308,11 +312,11 @@ class _Player:
     """The state of a simulation: clocks of stages and links, and arrival times."""
 
     def __init__(self, table: ScheduleTable, seconds: TaskSeconds) -> None:
-        """Starts at the time at which only the input of the first part has arrived."""
+        """Starts when only the input of the first part has arrived."""
         self.table = table
         self.blocking = seconds.blocking
         self.task_s: list[list[float]] = seconds.task_s.tolist()
-        # Indexed by direction and sending part. Direction 0 is to the next part,
+        # Indexed by direction and sending part. Direction 0 goes to the next part,
         # direction 1 to the previous part.
         self.link_s: list[list[float]] = [
             [*seconds.forward_link_s.tolist(), 0.0],
@@ -350,7 +354,7 @@ class _Player:
     def _advance(
         self, stage: int, order: list[list[int]], times: list[tuple[float, float]]
     ) -> set[int]:
-        """Runs a stage until an input is missing.
+        """Runs a stage's tasks until the input of one is missing.
 
         Returns the stages that it sent messages to.
         """
