@@ -60,7 +60,7 @@ class PlanCache:
     def find(
         self, analysis: Analysis, cluster: Cluster, options: PlanOptions
     ) -> Plan | None:
-        """Returns the stored plan; None if none is stored that fits this step."""
+        """Returns the stored plan for these inputs; None if none is stored."""
         name = _file_name(analysis, cluster, options)
         data = self._files.read(name)
         if data is None:
@@ -101,7 +101,8 @@ def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> st
     return f"{digest.hexdigest()[:32]}.json"
 
 
-# An example shape of a gradient, for which `_figures` computes the costs of codecs.
+# An example shape of a gradient. The key of a plan contains the costs of codecs for it
+# (`_figures`).
 _SHAPE = (1024, 1024)
 
 

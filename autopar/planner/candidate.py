@@ -1,4 +1,9 @@
-"""Candidates (assignments with their prices), and results of a search."""
+"""Candidates (assignments with their prices), and results of a search.
+
+An *assignment* gives every array a layout on one mesh. A *formulation* is the solver's
+problem on this mesh (`autopar.planner.problem`): its nodes are groups of operators and
+inputs, and a *strategy* of a node gives the node's arrays their layouts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ from autopar.steps.analysis import Analysis
 from autopar_solver import Solution, Status
 
 # The search solves no further problem if the result could save at most this fraction of
-# a step's time.
+# a step's seconds.
 WORTHWHILE = 5e-3
 
 
@@ -33,19 +38,20 @@ class Candidate:
     Attributes:
       assignment: the layout of every array, as the chosen strategies imply.
       pricer: the mesh and cluster.
-      formulation: the problem that the solver was given.
+      formulation: the problem that the solver was given, with the strategies of its
+        nodes.
       solution: the solver's answer to it.
-      estimate: the work, messages and memory of one step.
+      estimate: the work, the messages and the memory of one step, as lists.
       peak_memory_bytes: most bytes live at once on one device.
       weights: the factors by which the problem multiplied seconds that may overlap with
-        other seconds (`autopar.planner.weights`).
+        others (`autopar.planner.weights`).
       lower_s: a lower bound of the step time of every plan of this mesh, in seconds;
         None: the bound is the one in `solution`.
-      sending: how gradients are sent; None: the user asked for no codecs.
+      sending: the codec of each gradient; None: the user asked for no codecs.
       before_s: seconds of a step under this mesh's fastest plan without codecs; None:
         this candidate is that plan.
       free_s: seconds of a step under the fastest plan without codecs that the search
-        saw, even if that plan does not fit the memory; None: this candidate is that
+        saw, even a plan that does not fit the memory; None: this candidate is that
         plan.
     """
 
@@ -74,7 +80,7 @@ class Candidate:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """The communication of the assignment, in program order."""
+        """The collectives of a step under the assignment, in program order."""
         return self.estimate.messages.collectives
 
     @property
@@ -118,7 +124,7 @@ class Candidate:
 
     @property
     def saved_s(self) -> float:
-        """Seconds by which codecs shorten a step."""
+        """Seconds by which codecs shorten a step, compared with `plain_s`."""
         return self.plain_s - self.step_s
 
     @property
@@ -137,9 +143,9 @@ class Candidate:
         """The plan's cost, its lower bound, and whether the plan is proved to be
         optimal.
 
-        If the search solved several problems on this mesh, the cost is the predicted
-        seconds of a step. If it solved only one, the cost is the objective value of
-        that problem. A plan counts as proved to be optimal if no other plan can be
+        The cost is the predicted seconds of a step if the search solved several
+        problems on this mesh. It is the objective value of the problem if the search
+        solved only one. A plan counts as proved to be optimal if no other plan can be
         faster by a fraction of `WORTHWHILE` or more. The gap is the largest fraction by
         which another plan may be faster.
         """
@@ -164,9 +170,9 @@ class SearchResult:
       best: the fastest candidate.
       tried: each mesh, and its best candidate; None: no plan was found on the mesh.
       seconds: duration of the search.
-      searched: whether plans with other layouts were considered.
+      searched: whether the search considered other layouts than given ones.
       floor_s: a lower bound of the seconds of a step under every plan of all meshes;
-        infinite if it adds nothing to the bound of the best candidate.
+        infinite if the bound of the best candidate holds for all meshes.
       short: whether on at least one mesh no plan fits the memory of a device.
     """
 
@@ -179,7 +185,7 @@ class SearchResult:
 
     @property
     def slowdown(self) -> float:
-        """The seconds of a step divided by the seconds with unlimited memory."""
+        """The seconds of a step, divided by those with unlimited memory per device."""
         known = [
             c.plain_s if c.free_s is None else c.free_s for _, c in self.tried if c
         ]
@@ -188,7 +194,7 @@ class SearchResult:
 
     @property
     def before_s(self) -> float:
-        """Seconds of the fastest plan without codecs."""
+        """Seconds of a step under the fastest plan without codecs."""
         known = [c for _, c in self.tried if c is not None]
         found = (c.plain_s if c.before_s is None else c.before_s for c in known)
         return min(found, default=self.best.plain_s)
@@ -206,7 +212,7 @@ def with_bound(known: Solution, floor_s: float) -> Solution:
 
     Args:
       known: the plan's solution; its bound holds only for the plans of its own mesh.
-      floor_s: a lower bound of the seconds of other plans.
+      floor_s: a lower bound of the seconds of a step under plans of other meshes.
     """
     if floor_s >= known.bound:
         return known
@@ -251,7 +257,7 @@ def candidate_of(
     solution: Solution,
     like: Assignment | None = None,
 ) -> Candidate:
-    """Turns a solution into layouts and prices these layouts with the full cost model.
+    """Turns a solution into layouts, and predicts their step with the cost model.
 
     Args:
       analysis: the step.
@@ -290,7 +296,7 @@ def price_solution(
     assignment: Assignment,
     peak_bytes: float,
 ) -> Candidate:
-    """Prices the layouts of a solution.
+    """Predicts the step of a solution's layouts.
 
     Args:
       formulation: the problem that the solver was given.

@@ -7,21 +7,20 @@ other proposals, keeps the fastest plan that fits the memory, and records every
 proposal.
 
 *Bounds.* More microbatches and more rematerialised layers mean more work and less
-memory. So they make a step faster only if "memory slows the plan": the search saw a
-faster plan that does not fit. The search takes it that memory does not slow a plan that
-needs less than half of the memory. Layers of a loop are an exception. Rematerialising
+memory. So they make a step faster only if *memory slows the plan*: with more memory per
+device, another plan would be faster. The search assumes that memory does not slow a
+plan that needs less than half of it. Layers of a loop are an exception. Rematerialising
 such layers may be faster even with enough memory, because without it their activations
-are written to stacked arrays and read again. The search prices rematerialised layers of
-a loop in the layouts of the best plan without rematerialisation. The step of a pipeline
-takes at least `least_s` seconds.
+are written to stacked arrays and read again. For such layers, the search estimates the
+seconds of a step in the layouts of the best plan without rematerialisation. For the
+step of a pipeline, `least_s` computes a lower bound in seconds.
 
 *Layers.* The first layers are rematerialised, because their activations stay in memory
 longest. A plan needs less memory if more layers are rematerialised. The search finds
-the fewest layers with which a plan fits by bisection. The bisection starts at an
-estimate. The estimate assumes that the memory falls linearly with the number of
-rematerialised layers, down to zero for all layers. It is the number at which this line
-falls to the memory of a device. The search then tries more layers as long as plans get
-faster, because with more free memory faster layouts may fit.
+the fewest layers with which a plan fits by bisection. It starts at an estimate, which
+assumes that the memory falls linearly with the number of rematerialised layers, down to
+zero for all layers. The search then tries more layers as long as plans get faster,
+because with more free memory faster layouts may fit.
 """
 
 from __future__ import annotations
@@ -65,10 +64,11 @@ from autopar_passes.remat.copies import DOTS, FULL, NAMES
 # level of rematerialisation (which activations of a layer are kept).
 _TRIED = 8
 # A pipeline is preferred only if its step is shorter by this fraction than that of the
-# best plan of one stage, because the cost model leaves out more of a pipeline's time.
+# best plan of one stage, because the cost model leaves out more of a pipeline's seconds
+# than of a single stage's.
 _STAGED = 0.05
-# The stages of a cut do at least this fraction of the step's work: the cut leaves out
-# some small operators.
+# The stages of a cut must together do at least this fraction of the step's FLOPs: some
+# small operators are in no stage.
 _CUT = 0.999
 # The least time limit of the solver of stages, in seconds.
 _LEAST_S = 1.0
@@ -171,7 +171,7 @@ def _in_replicas(
 
 
 def _shares_of(plan: Plan, asked: PlanOptions) -> Any:
-    """The number of microbatches of a plan, or the user's number for each replica."""
+    """The number of microbatches of a plan, or the user's numbers for replicas."""
     shares = isinstance(asked.microbatches, tuple)
     return asked.microbatches if shares else plan.microbatches
 
@@ -203,8 +203,8 @@ def _in_microbatches(search: Programs) -> None:
         except PlanError as error:
             if before is None and not search.errors.keys() - {program_name(count, "")}:
                 raise
-            # If this number does not divide the rows or changes the result, larger
-            # numbers do so, too.
+            # If this number does not divide the rows or changes the result, so do
+            # larger numbers.
             search.leave_out(f"{count} microbatches", str(error).split("\n", 1)[0])
             return
         if search.best is None and search.too_large():
@@ -258,9 +258,9 @@ def _least_memory(search: Programs) -> None:
     """Tries the most microbatches with all layers rematerialised, for the error
     message.
 
-    If the state by itself does not fit, no plan fits. This program is still planned,
-    because the error message takes two numbers from it: the memory that every plan
-    needs, and a memory size that is enough.
+    If the state by itself does not fit, no plan fits. The program with the least memory
+    is planned all the same, because the error message takes two numbers from it: the
+    memory that every plan needs, and a memory size that is enough.
     """
     asked = search.options
     counts = [asked.count]
@@ -280,9 +280,10 @@ def _least_memory(search: Programs) -> None:
 
 
 def _local(search: Programs, count: int) -> tuple[str, ...]:
-    """Names of values that would be computed from one microbatch instead of the batch.
+    """Names of values that each microbatch would compute from its own rows.
 
-    Only values are returned for which the user has not allowed this.
+    Left out are values for which the user has allowed this. Such values, for example
+    batch statistics, change the result of the step.
     """
     if search.options.coupled == "microbatch":
         return ()
@@ -291,7 +292,7 @@ def _local(search: Programs, count: int) -> tuple[str, ...]:
     try:
         split = search.program(name).split
     except PlanError:
-        return ()  # planning the step raises the same error
+        return ()  # planning the step raises this error again
     return () if split is None else split.local
 
 
@@ -353,8 +354,8 @@ class _Layers:
             self.search.programs.setdefault(other, options)
             same_s = self.search.priced_s(plain, plain)
             if self.search.priced_s(plain, other) < same_s:
-                # Only all layers are tried. Fewer rematerialised layers would remove
-                # fewer stacked arrays, and memory slows no plan here.
+                # Only all layers are tried. If memory slows no plan, fewer layers have
+                # no advantage: they remove fewer stacked arrays.
                 self.fits_with(f"{self.layers}:{level}")
 
     def to_fit(self, levels: Sequence[str]) -> None:
@@ -381,8 +382,8 @@ class _Layers:
         """Whether rematerialising more than the fewest layers may give a faster plan.
 
         The plan with the most rematerialised layers has the most free memory, so it may
-        use faster layouts. If these layouts would not make the program with the fewest
-        rematerialised layers faster, more rematerialised layers only add work.
+        use faster layouts. If even these layouts would not make the step with the
+        fewest rematerialised layers faster, more of them only add work.
         """
         numbers = range(1, self.layers + 1)
         most = max(n for n in numbers if self.plan_with(f"{n}:{level}") is not None)
@@ -397,8 +398,8 @@ class _Layers:
         None: no plan fits.
 
         Each further rematerialised layer lowers the memory of the plan, except for the
-        last layer of the model: the backward pass needs the activations of the last
-        layer as soon as they are computed.
+        model's last layer: the backward pass begins with it and needs its activations
+        at once.
         """
         top = max(self.layers - 1, least)
         if not self.fits_with(f"{top}:{level}"):
@@ -411,11 +412,10 @@ class _Layers:
         return first_that(lambda n: self.fits_with(f"{n}:{level}"), least - 1, top, few)
 
     def last_too_few(self, remat: str, layers: int) -> bool:
-        """Whether the plan would still not fit if the last layer were rematerialised
-        too and saved as much memory as each other layer.
+        """Whether a plan would not fit even if the last layer saved as any other.
 
-        The last layer saves less, because the backward pass needs its activations as
-        soon as they are computed.
+        It saves less, because the backward pass needs its activations as soon as they
+        are computed.
         """
         errors = (self.search.errors[program_name(self.count, r)] for r in ("", remat))
         none, most = (getattr(error, "least_bytes", 0.0) for error in errors)
@@ -423,8 +423,9 @@ class _Layers:
         return most - saved > self.search.cluster.memory_bytes
 
     def too_few(self, layers: int) -> int:
-        """A number of rematerialised layers with which no plan fits, if the memory
-        falls linearly with the number.
+        """The largest number of rematerialised layers that is certainly too small.
+
+        The memory is assumed to fall linearly with the number.
 
         The memory falls at most to zero, so fewer layers cannot be enough either.
 
@@ -437,7 +438,7 @@ class _Layers:
         return math.floor((1 - limit / need) * layers) if need > limit else 0
 
     def more(self, level: str, numbers: Sequence[int]) -> None:
-        """Tries numbers of layers as long as plans get faster."""
+        """Tries numbers of rematerialised layers as long as plans get faster."""
         for number in numbers:
             remat, before = f"{number}:{level}", self.search.best
             fits = self.fits_with(remat)
@@ -447,8 +448,7 @@ class _Layers:
 
 
 def first_that(holds: Callable[[int], bool], low: int, high: int, few: int) -> int:
-    """The first number for which a condition holds that also holds for all larger
-    numbers.
+    """The least number for which a condition holds that all larger numbers meet too.
 
     The search is a bisection. Numbers up to ``few`` are tested only if the condition
     holds for ``few + 1``.
@@ -519,7 +519,7 @@ def _pipelines(search: Programs) -> None:
 
 
 def _limits_of_pipelines(search: Programs, most_s: float) -> PipelineLimits | str:
-    """Bounds the pipelines that may be faster than the best plan of one stage.
+    """Limits of the pipelines that may be faster than the best plan of one stage.
 
     Args:
       search: holds the best plan of one stage, if one fits.
@@ -552,7 +552,7 @@ def _limits_of_pipelines(search: Programs, most_s: float) -> PipelineLimits | st
 
 
 def alone_on(analysis: Analysis, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of a step on one device, and seconds of launching the step's kernels.
+    """Seconds of a step on one device, and the seconds of launching its kernels.
 
     The second number leaves out the kernels of the optimizer update.
     """
@@ -565,8 +565,7 @@ def alone_on(analysis: Analysis, cluster: Cluster) -> tuple[float, float]:
 def least_s(
     each_s: float, starts_s: float, slices: float, stages: int, microbatches: int
 ) -> float:
-    """A lower bound of the seconds of a step in stages, including the launch of its
-    tasks.
+    """A lower bound of the seconds of a pipeline's step, including kernel launches.
 
     The first microbatch goes through all stages before later microbatches can keep the
     stages busy. During this wait the first microbatch runs on the devices of one stage
@@ -585,7 +584,7 @@ def least_s(
     True
 
     Args:
-      each_s: seconds of each device if all devices do equal parts of the work.
+      each_s: seconds that each device computes in a step if all devices do equal work.
       starts_s: seconds of launching all kernels of one microbatch.
       slices: the number of all devices divided by the number of devices in the stage
         that has most devices.

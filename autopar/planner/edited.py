@@ -1,9 +1,8 @@
 """Applies the user's edits to a plan and computes the costs again.
 
 Edited layouts of inputs take precedence: the planner plans again all layouts that
-depend on these inputs. Other edits are applied unchanged if they fit the step. No edit
-is ignored. An edit that cannot be applied is an error that names the edit
-(docs/plans.md has the table).
+depend on these inputs. Other edits are applied unchanged if they fit the step. An edit
+that cannot be applied raises an error that names it (docs/plans.md has a table).
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ EDITABLE = (
     "inputs", "nodes", "copies", "gradients", "sums_each_microbatch", "predicted",
     "cluster", "mesh", "schedule", "pipeline", "replicas",
 )  # fmt: skip
-# The editable fields that plans of one stage do not have.
+# The fields that users may edit only in plans of several stages.
 _OF_SEVERAL = ("schedule", "pipeline")
 # Reasons why the other fields may not be edited, by name of the field.
 _WHY_NOT = {
@@ -245,7 +244,8 @@ def _edited_layouts(
       seconds: time limit of the solver.
 
     Returns:
-      The layouts and what was edited; None and '' if no layout of an input was edited.
+      The layouts and a text of what was edited; None and '' if no layout of an input
+      was edited.
     """
     if "inputs" not in parts or "mesh" in parts:
         return None, ""
@@ -486,7 +486,7 @@ def _check_nodes(analysis: Analysis, plan: Plan, assignment: Assignment) -> None
 
 
 def _impossible(plan: Plan, found: Candidate) -> PlanError:
-    """The error that names two decisions which exclude each other."""
+    """The error that names two decisions of a plan which exclude each other."""
     problem, choices = found.formulation.problem, found.solution.choices
     names = [f"node '{n.name}'" for n in plan.nodes]
     names += [

@@ -39,11 +39,11 @@ class Expert:
 
 
 def _with_rows_split(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restriction:
-    """A restriction to strategies that use all data axes of a recipe where possible.
+    """A recipe's restriction that also requires data axes to be used where possible.
 
-    Each data axis must split the rows or the sequence. A free search may leave an axis
-    unused, but plans that people write use all axes: it is not data parallelism if
-    every device computes the whole batch.
+    A node that can must let each data axis split the rows or the sequence. Without
+    this, the solver could leave an axis unused, and every device would compute the
+    whole batch. Plans that people write use all axes.
     """
     within = restriction_of(analysis, recipe, pricer)
     labels, sizes = analysis.node_labels, pricer.sizes

@@ -34,9 +34,9 @@ from autopar_errors import InputError
 from autopar_passes.program.calls import StepCall
 from autopar_passes.program.static_leaves import is_object_state
 
-# Pattern of an input's path -> its layout.
+# Maps patterns of inputs' paths to layouts.
 Pins = Mapping[str, PartitionSpec]
-# Flax's logical axis name -> mesh axes; the first rule that fits is used.
+# Pairs of a logical axis name of Flax and mesh axes; the first pair that fits is used.
 LogicalRules = Sequence[tuple[str, Any]]
 
 
@@ -72,7 +72,7 @@ def fitting_meshes(
     """Returns the meshes on which the pins are possible.
 
     Such a mesh has all axes that the pins name, and the sizes of these axes divide the
-    pinned arrays. The returned meshes have the axis names that the pins use.
+    pinned arrays. The axes of the returned meshes have the names that the pins use.
 
     Raises:
       PlanError: no mesh fits; the message is about the last mesh, which has the most
@@ -168,7 +168,7 @@ def logical_pins(call: StepCall, rules: LogicalRules) -> dict[str, PartitionSpec
 
 
 def pin_restriction(analysis: Analysis, layouts: Mapping[int, Layout]) -> Restriction:
-    """Allows an input's node only the strategies that give it its pinned layout."""
+    """A rule: an input's node may use only strategies with the pinned layout."""
     homes = analysis.contraction.homes
     wanted: dict[int, list[tuple[Any, Layout]]] = {}
     for value, layout in layouts.items():

@@ -20,8 +20,9 @@ from autopar_solver import ShardingProblem, explain_infeasibility
 
 _LARGEST = 4
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-# Memory sizes for which `advise` checks that a plan is found. They are multiples of the
-# memory that every plan needs or of the available memory, whichever is larger.
+# Memory sizes for which `advise` checks that a plan is found, as multiples. They are
+# multiples of the memory that every plan needs or of the available memory, whichever is
+# larger.
 _FACTORS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
 
 
@@ -90,7 +91,7 @@ def advise(
     plans: Callable[[int], bool],
     untried: Sequence[str] = (),
 ) -> InfeasibleError:
-    """Adds advice to the error of a mesh, such as a memory size that is enough.
+    """Adds advice to the error, such as a memory size of a device that is enough.
 
     The search has found a plan for the memory size that the advice names.
 
@@ -98,7 +99,7 @@ def advise(
       analysis: the step.
       pricer: prices on the mesh.
       failure: the error of the mesh, from `infeasible`.
-      least: bytes of one device that every plan needs, on any mesh.
+      least: bytes on each device that every plan needs, on any mesh.
       plans: whether the search finds a plan for a given number of bytes of memory.
       untried: options that would lower the memory for activations.
     """
@@ -134,7 +135,7 @@ def round_up(nbytes: float) -> int:
 def _unchecked_fixes(
     analysis: Analysis, pricer: Pricer, need: float, untried: Sequence[str]
 ) -> list[str]:
-    """Advice that lowers the needed memory; no search has checked that it is enough."""
+    """Advice that lowers the memory needed; no search has checked that it is enough."""
     cluster = pricer.cluster
     limit = cluster.memory_bytes
     inputs = sum(analysis.graph.values[i.value].nbytes for i in analysis.graph.inputs)
@@ -160,7 +161,7 @@ def _state_bytes(analysis: Analysis) -> float:
 
 
 def _together(number: int) -> str:
-    """Returns the text ``and 3 like it`` if an entry stands for 4 equal arrays.
+    """The text ``and 3 like it`` for an entry of the message that stands for 4 arrays.
 
     A node of the problem may stand for the same array in all equal layers.
     """

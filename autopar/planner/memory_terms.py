@@ -1,12 +1,16 @@
-"""Memory terms of the solver's problem: the memory that each choice of a node occupies.
+"""Memory terms of the solver's problem: the bytes that each choice of a node occupies.
+
+A *node* is a group of operators or an input, and a *choice* gives it a strategy, with
+the layouts of its arrays. A *term* holds the bytes on one device under each strategy,
+during an interval of the step.
 
 The exact memory model (`autopar.cost.live`) knows the layouts before and after a
-resharding. A memory term of the problem depends on the layout of one node only. So the
-terms leave out the short-lived copies between two nodes. The search therefore computes
-the exact peak memory of the solver's answer. If the peak is over the memory of a
-device, the search lowers the limit of the problem and solves again. The workspace of
-matrix products is not a term: `fixed_bytes` returns this workspace, and the limit of
-the problem is reduced by it.
+resharding. A term depends on the strategy of one node only, so the terms leave out the
+short-lived copies between two nodes. The search therefore computes the exact peak
+memory of the solver's answer. If the peak is over the memory of a device, the search
+lowers the limit of the problem and solves again. The workspace of matrix products is
+not a term: `fixed_bytes` returns this workspace, and the limit of the problem is
+reduced by it.
 """
 
 from __future__ import annotations
@@ -31,10 +35,10 @@ from autopar_solver import MemoryTerm
 
 
 def fixed_bytes(analysis: Analysis, pricer: Pricer) -> float:
-    """Returns the bytes on a device that every choice needs in addition to its terms.
+    """Returns the bytes on a device that every choice needs in addition to the terms.
 
-    Bytes of arrays that stay in on-chip memory are subtracted, because the terms count
-    them. At the peak these bytes are the same for every choice.
+    Arrays that stay in on-chip memory need none of these bytes, but the terms count
+    them. Their bytes at the peak, equal for every choice, are subtracted.
     """
     life = analysis.life(habits_of(pricer.cluster.device))
     return float(life.workspace_bytes - life.on_chip_bytes)
@@ -43,13 +47,13 @@ def fixed_bytes(analysis: Analysis, pricer: Pricer) -> float:
 def memory_terms(
     analysis: Analysis, pricer: Pricer, spaces: Sequence[Space], copies: Sequence[Copy]
 ) -> tuple[MemoryTerm, ...]:
-    """Returns the memory of each choice, and the time during which it is occupied.
+    """The terms of all nodes: the bytes under each strategy, with their interval.
 
     Args:
       analysis: the step.
       pricer: prices on the mesh.
-      spaces: the strategies of each node.
-      copies: copies of arrays with several readers.
+      spaces: the strategies of each node, with the layouts that they imply.
+      copies: the copies of arrays in other layouts, which have several readers.
     """
     writer = _TermWriter(analysis, pricer, spaces)
     terms = [*writer.inputs(), *writer.homes(), *writer.partials(), *writer.orders()]
@@ -128,7 +132,7 @@ class _TermWriter:
                     yield self.buffer(home, value, first, last, least=least)
 
     def orders(self) -> Iterator[MemoryTerm]:
-        """Transposed copies, which every choice makes."""
+        """Transposed copies of arrays, which are made under every choice."""
         for (value, reader), start in self.life.copies.items():
             home = self.contraction.homes.get(value)
             op = self.graph.operators[reader]

@@ -1,9 +1,9 @@
-"""The texts of all options of planning and running a step, each said once.
+"""The texts of all options for planning and running a step.
 
-`autopar.planner.options.PlanOptions` is the record of their values. A test proves that
-the signatures of `autopar.plan` and `autopar.parallelize`, their docstrings, the help
-of the commands and the page of options equal it. Nothing here imports JAX: the help of
-the commands answers at once.
+`autopar.planner.options.PlanOptions` holds the values. A test compares these texts with
+the signatures and docstrings of `autopar.plan` and `autopar.parallelize`, with the help
+of the commands and with the page of options. The module does not import JAX, so that
+``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -12,39 +12,41 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# Time limit of the search, for each mesh. Most plans are proved optimal in a tenth of
-# it; with very tight memory the solver would go on for minutes to close the last
-# percent.
+# Time limit of the search on each mesh, in seconds. Most plans are proved optimal
+# within a tenth of it. With little memory per device, the solver could go on for
+# minutes to close the last percent of the gap.
 SOLVER_SECONDS = 10.0
-# Compiled programs that are kept: enough for a policy that switches codecs, or for a
-# cluster that shrinks and grows.
+# Number of compiled programs that are kept: enough for a policy that switches codecs,
+# or for a cluster that shrinks and grows.
 PROGRAMS = 8
-# How often errors and norms are measured: often enough to see how codecs do, and seldom
-# enough to cost a hundredth of a step.
+# Steps between measurements of codecs' errors and gradient norms. They are frequent
+# enough to follow the errors, and add about a hundredth of a step's time.
 TELEMETRY_EVERY = 16
 # The ``epsilon`` of GraVAC (arXiv 2305.12201).
 LEAST_GAIN = 0.75
-# The groups of options: of planning, of running, and of what the arguments mean.
+# The groups of options: of planning, of running, and of the meaning of arguments.
 PLANNING, RUNNING, ARGUMENTS = "planning", "running", "arguments"
-# What an option does to the search.
+# The effects of options on the search.
 PINS, EXCLUDES, LIMITS, ASKS = "pins", "excludes", "limits", "asks for"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is said of one option, wherever it can be given.
+    """The texts of one option, for all places where it can be given.
 
     Attributes:
-      default: what holds where nothing is said.
-      text: what it means, without a full stop.
-      expected: the values that it takes, as an error says them.
-      words: the same, where the command line writes them in another way.
+      default: the value of the option if the user gives none.
+      text: the meaning of the option, without a full stop.
+      expected: the values that the option accepts, as an error message lists them.
+      words: the accepted values on the command line, if they are written differently
+        there.
       group: `PLANNING`, `RUNNING` or `ARGUMENTS`.
-      effect: what a value does to the search; '' of options that are not about it.
-      unit: of a number.
-      metavar: its values on the command line.
-      flag: its name there; '' where it has none.
-      takes: the type that functions take, where the record holds a narrower one.
+      effect: the effect of a value on the search; '' for options that do not affect it.
+      unit: the unit of the option's number; '' without one.
+      metavar: the placeholder for the value in the help of a command.
+      flag: the option's name on the command line; '' if it has none there.
+      takes: the type in signatures of functions, if it is wider than the type in
+        `PlanOptions`.
     """
 
     default: Any
@@ -59,7 +61,7 @@ class Option:
     takes: str = ""
 
 
-# Every option by its name, in the order in which functions take them.
+# Every option by its name, in the order of the functions' parameters.
 OPTIONS: Mapping[str, Option] = {
     "pins": Option(
         default=None,
@@ -303,7 +305,7 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def reference_lines(group: str) -> list[str]:
-    """The rows of the page of options, in Markdown."""
+    """The rows of the options' page, in Markdown."""
     rows = [
         "| Option | Command line | Default | In the search | Meaning |",
         "|---|---|---|---|---|",

@@ -47,12 +47,12 @@ def parsed_codec(mode: str) -> Codec | None:
 
 
 def _whole(least: int) -> Callable[[Any], bool]:
-    """Whether a value is a whole number, of at least ``least``."""
+    """A check that a value is a whole number of at least ``least``."""
     return lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= least
 
 
 def _number(least: float) -> Callable[[Any], bool]:
-    """Whether a value is a finite number, of at least ``least``."""
+    """A check that a value is a finite number of at least ``least``."""
 
     def valid(x: Any) -> bool:
         real = isinstance(x, numbers.Real) and not _same(type(x), bool)
@@ -62,7 +62,7 @@ def _number(least: float) -> Callable[[Any], bool]:
 
 
 def _any(*allowed: Any) -> Callable[[Any], bool]:
-    """Whether a value equals one of ``allowed``, or passes one of the checks in it."""
+    """A check that a value equals one of ``allowed``, or passes a check in it."""
     return lambda x: any(a(x) if callable(a) else _same(a, x) for a in allowed)
 
 
@@ -71,7 +71,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _names(least: int = 1) -> Callable[[Any], bool]:
-    """Whether a value is a sequence of at least ``least`` different names."""
+    """A check that a value is a sequence of at least ``least`` different names."""
 
     def valid(given: Any) -> bool:
         if isinstance(given, str) or not isinstance(given, Sequence):
@@ -112,7 +112,7 @@ def _is_remat(given: Any) -> bool:
 
 
 def _codec(given: Any) -> bool:
-    parsed_codec(given)  # its error says more
+    parsed_codec(given)  # raises an error that says more
     return True
 
 
@@ -172,11 +172,11 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 class PlanOptions:
     """The options for planning and running a step; `OPTIONS` has their texts.
 
-    Three more fields follow from the way in which the step is run. ``spares`` is the
-    part of the state that devices hold in addition to the state in use. ``one_stage``
-    is the reason why pipelines are not tried without the user asking for them; ''
-    means that pipelines are tried. ``may_idle`` says whether devices that do not divide
-    the batch may stay idle.
+    Three more fields are no options of users; the way in which the step is run sets
+    them. ``spares`` is the part of the state that devices hold in addition to the state
+    in use. ``one_stage`` is the reason why pipelines are not tried without the user
+    asking for them; '' means that pipelines are tried. ``may_idle`` says whether
+    devices that do not divide the batch may stay idle.
 
     Raises:
       PlanError: an option does not accept its value, or two values contradict each
@@ -285,8 +285,9 @@ def _check_together(asked: PlanOptions) -> None:
 
 
 def _is_of_one_stage(asked: PlanOptions) -> str:
-    """The options in use with which plans have one stage by default, as text; '' if
-    there are none.
+    """The user's options because of which a plan has one stage by default, as text.
+
+    The text is empty if there are none.
     """
     if isinstance(asked.microbatches, tuple):
         return f"microbatches={list(asked.microbatches)} are those of replicas"
@@ -300,8 +301,7 @@ DEFAULTS = PlanOptions()
 
 
 def decide_open(asked: PlanOptions) -> PlanOptions:
-    """Sets ``auto`` for options that the user did not set and that other options leave
-    open.
+    """Sets ``auto`` for options that neither the user nor another option decides.
 
     >>> found = decide_open(PlanOptions(remat=4))
     >>> found.stages, found.microbatches, found.one_stage
@@ -324,8 +324,8 @@ def decide_open(asked: PlanOptions) -> PlanOptions:
 def as_written(asked: PlanOptions) -> PlanOptions:
     """Sets one stage, one microbatch and no rematerialisation where the user set none.
 
-    The step is then rewritten only if the user asked for it. Code that plans the same
-    program for several batch sizes needs this.
+    The planner then rewrites the step only if the user asked for it, so that the same
+    program is planned for several batch sizes.
     """
     return dataclasses.replace(
         asked,

@@ -1,9 +1,9 @@
 """Plans for a part of a cluster, if the number of devices does not divide the batch.
 
-A mesh axis splits rows only if it divides their number. On 5 devices, a batch of 32
-rows cannot be split at all; 4 of the devices run it four times as fast as one. So the
-planner also plans for the largest part of the cluster that divides the batch, and takes
-the faster plan. The other devices stay idle.
+A mesh axis splits rows only if it divides their number. For example, 5 devices cannot
+split a batch of 32 rows, but 4 of them can, and then run a step about four times as
+fast as one device. So the planner also plans for the largest part of the cluster that
+divides the batch, and takes the faster plan. The other devices stay idle.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def dividing_part(cluster: Cluster, rows: int) -> Cluster | None:
 
 
 def batch_rows(analysis: Analysis) -> dict[str, int]:
-    """The rows of each array of the batch, in a microbatch, by path."""
+    """The number of rows of each batch array in a microbatch, by the array's path."""
     graph, parts = analysis.graph, analysis.microbatches
     return {
         graph.inputs[k].path: graph.values[graph.inputs[k].value].shape[dim] // parts
@@ -78,7 +78,7 @@ def part_to_try(
     if not rows or has_context(analysis):
         return None
     part = dividing_part(cluster, rows)
-    # A program runs on the first devices of the cluster.
+    # A program runs on the cluster's first devices, so the part consists of them.
     first = part is not None and part.ids == cluster.ids[: part.num_devices]
     return part if first else None
 
@@ -106,7 +106,7 @@ def plan_best_part(
         whole = None
     try:
         smaller = search(part)
-    except PlanError:  # it takes more memory on each device, for example
+    except PlanError:  # for example, one device needs more memory
         if whole is None:
             raise
         return whole

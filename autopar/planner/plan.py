@@ -171,8 +171,8 @@ def plan_analysis(
       analysis: the step.
       cluster: the devices to plan for.
       options: hints and limits.
-      sent: a plan from which each gradient takes its codec if possible. The search of
-        layouts then assumes ``options.compression``.
+      sent: a plan; each gradient uses the codec that it has there, if possible. The
+        search of layouts then assumes ``options.compression``.
       errors: relative errors that were measured while training, by name of the gradient
         and codec. For all others the expected error is used.
       advise: if no plan fits, whether the error states a memory size that is enough.
@@ -251,9 +251,7 @@ def meshes_of(
 
 
 def _check_no_remat(options: PlanOptions, kept: Plan) -> None:
-    """Checks that the options ask for no rematerialisation beside that of a plan of
-    several stages.
-    """
+    """Checks that the options ask for no other rematerialisation than a kept plan's."""
     if options.remat not in (None, "auto"):
         raise PlanError(
             f"remat={options.remat!r}: the plan given as layouts= has "
@@ -263,7 +261,7 @@ def _check_no_remat(options: PlanOptions, kept: Plan) -> None:
 
 
 def _check_program(analysis: Analysis, kept: Plan, options: PlanOptions) -> None:
-    """Checks that the options agree with the plan that was given as layouts.
+    """Checks that the options agree with a plan whose layouts the user wants to keep.
 
     Raises:
       PlanError: the options ask for another program, or for replicas.
@@ -349,8 +347,8 @@ def _replicas_beside(
 
     Raises:
       InfeasibleError: the batch does not fit the memory of a device.
-      PlanError: the batch cannot be divided among the replicas, or only on another
-        mesh.
+      PlanError: the batch can be divided among the replicas only on another mesh, or
+        not at all.
     """
     kept = dataclasses.replace(
         options,
@@ -381,7 +379,7 @@ def _state_pins(analysis: Analysis, plan: Plan) -> dict[str, PartitionSpec]:
 
 def _check_axes_of(layouts: Plan, options: PlanOptions) -> None:
     """Checks that the options about mesh axes agree with the layouts to keep."""
-    # The options are about the mesh of a replica.
+    # The options name the axes of the mesh of one replica.
     kept = layouts.axis_names[1 if layouts.replicas else 0 :]
     names = options.axis_names
     said = {
@@ -485,7 +483,7 @@ def check_batch(
 ) -> None:
     """Raises `UnsplitBatchError` if no mesh axis divides the rows of the batch.
 
-    Rows of a kernel whose sequence may be split need not be divisible.
+    Exempt are rows of a kernel whose sequence may be split instead.
     """
     parts = analysis.microbatches
     if has_context(analysis):

@@ -1,4 +1,11 @@
-"""The planner's problem: nodes, copies and edges, priced for one mesh."""
+"""The planner's problem: nodes, copies and edges, priced for one mesh.
+
+A *node* is a group of operators, or an input, that shares one decision: its *strategy*,
+which gives its arrays layouts. A *copy* is an array in another layout that several
+readers share. An *edge* between two nodes costs the seconds of resharding. The seconds
+of a *kind* may overlap with the same other work; each kind has a *weight*, a factor on
+its seconds (`autopar.planner.weights`).
+"""
 
 from __future__ import annotations
 
@@ -32,24 +39,24 @@ from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import MemoryTerm, ShardingProblem
 
 # In a program with at most this many nodes, all state may be split, however small its
-# arrays are. The few additional strategies take almost no solver time, and in a small
-# step a small array matters more than in a large step.
+# arrays are. The few additional strategies take almost no time to solve, and small
+# arrays are a larger share of a small step.
 FEW_NODES = 64
-# The small arrays of state that are never sharded take together at most the first
+# The small arrays of state that are never sharded may take together at most the first
 # fraction of a device's memory, and at most the second fraction of all state.
 SMALL_OF_DEVICE = 1e-3
 SMALL_OF_STATE = 1e-2
 
 # A function that says whether a restricted plan may use a strategy of a node.
 Restriction = Callable[[Node, Strategy], bool]
-# A function that computes the seconds of an edge, and the fraction of these seconds
-# that is of each kind (`autopar.planner.weights`).
+# A function that computes the seconds of an edge, and the fraction of them that is of
+# each kind.
 Priced = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Within:
-    """Two restrictions, the second of which is ignored where it leaves no strategy.
+    """Two restrictions; the second does not count at nodes where it leaves no strategy.
 
     Attributes:
       outer: a restriction that holds at every node; None: no such restriction.
@@ -78,7 +85,7 @@ def allowed_strategies(
 
     Args:
       restriction: says which strategies are allowed; None: all strategies.
-      node: the node.
+      node: the node whose strategies are restricted.
       strategies: the strategies of the node; the first strategy splits nothing.
       small: whether the node's array is too small to be worth sharding. Such an array
         stays unsharded if the restriction allows it.
@@ -92,20 +99,20 @@ def allowed_strategies(
     return kept[:1] if small and not any(kept[0]) else kept
 
 
-# The fractions of an edge whose seconds belong to no kind.
+# Fractions by kind for an edge none of whose seconds belong to a kind.
 _NO_PARTS = in_kinds(0.0, 0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Formulation:
-    """A priced problem, with the strategies and copies that its nodes represent.
+    """A priced problem, with the strategies and the copies that its nodes stand for.
 
     Attributes:
       problem: nodes and edges with their costs.
       spaces: the strategies of each node: first the nodes of the program, then the
         copies.
       copies: the copies.
-      pricer: the mesh and cluster.
+      pricer: prices on the mesh and the cluster.
       own: for each program node, the seconds of its strategies, float64
         ``[KINDS + 1, strategies]``: one row for each kind of seconds that has a weight,
         and a last row for all other seconds.
@@ -152,7 +159,7 @@ class Formulation:
         """The same formulation with only the strategies that a rule allows.
 
         Args:
-          analysis: the program.
+          analysis: the facts of the program.
           rule: the rule; a node without an allowed strategy keeps its first strategy.
             None: all strategies are allowed.
           small: nodes whose arrays stay unsharded if the rule allows it.
@@ -266,12 +273,13 @@ def formulate(
       restriction: says which strategies are allowed.
       memory_limit: bytes of one device. With a limit the problem has memory terms.
         None: the problem has no memory terms and is smaller.
-      prices: the prices of a codec's error and of a second on the links, at which
-        gradients may be sent by codecs; None: no codecs.
+      prices: the prices, in seconds, of a codec's error and of a second on the links.
+        With them, gradients may be sent by codecs; None: no codecs.
       weights: the factors for seconds that may overlap with other seconds.
       small: nodes whose arrays stay unsharded if the restriction allows it.
       known: the same problem, formulated before with other message sizes and without
-        ``prices``. The costs of arrays that share no message are copied from it.
+        ``prices``. The costs of arrays that share no message with others are copied
+        from it.
     """
     judge, pricer = pricer, with_joined_bytes(analysis, pricer)
     spaces, own = _node_costs(analysis, pricer, restriction, small, known)
@@ -332,7 +340,7 @@ def formulate(
 
 
 def with_joined_bytes(analysis: Analysis, pricer: Pricer) -> Pricer:
-    """A pricer that knows how many bytes of a step's arrays may share a message."""
+    """A pricer that knows the bytes of a step's arrays that may share a message."""
     sums = sum(
         nbytes * times
         for index in analysis.independent.summing
@@ -342,7 +350,7 @@ def with_joined_bytes(analysis: Analysis, pricer: Pricer) -> Pricer:
     gathers = 0.0
     for source in analysis.sources.values():
         if source.value_class[0] in analysis.independent.gathered:
-            # A value is gathered once over each axis on the way to its readers.
+            # A value is gathered at most once over each axis on the way to its readers.
             times = sum(use.weight for use in source.foreign)
             gathers += times * sent_bytes(analysis, source.example, rounds=rounds)
     return dataclasses.replace(pricer, joined_bytes=(float(sums), gathers))
@@ -405,7 +413,7 @@ def _result_edges(
 def _partial_work_edges(
     analysis: Analysis, spaces: Sequence[Space], pricer: Pricer
 ) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
-    """Edges from contractions to operators that work on their partial results.
+    """Edges from contractions to operators that compute with their partial results.
 
     Such edges exist only for partial results whose reduction over devices is postponed
     in a loop. Outside of loops a reduction is postponed only for codecs.
@@ -432,7 +440,7 @@ def _result_matrix(
     prices: Prices | None,
     weights: Weights,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds from each strategy of a contraction to each layout of a result."""
+    """Seconds of the sum from each strategy of a contraction to a result's layout."""
     graph = analysis.graph
     op = graph.operators[node.root]
     value = op.outputs[slot]
@@ -553,7 +561,7 @@ def _whole(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _in_passes(analysis: Analysis, uses: Sequence[Use]) -> np.ndarray:
-    """For each segment of the passes, the fraction of gathers first read there.
+    """For each segment of work, the fraction of gathers that is first read there.
 
     Gathers for readers in the forward or backward pass may overlap with the work of
     that pass. The optimizer update waits for the gathers of arrays that it reads.
@@ -593,10 +601,9 @@ def _reuse_matrix(forward: Copy, backward: Copy) -> tuple[np.ndarray, np.ndarray
 def _by_mode(
     copy: Copy, home: Sequence[Layout], layouts: Sequence[Layout], fetch: np.ndarray
 ) -> np.ndarray:
-    """The seconds of each way to make a copy of a value, for each layout of the value.
+    """The seconds of each way to make a copy, for each layout of the value itself.
 
-    One way is to use the value itself. It is possible only if the copy has the layout
-    of the value.
+    One way is to use the value as the copy, if both have the same layout.
     """
     if Mode.SAME in copy.modes:
         same = np.array([[a == b for b in layouts] for a in home])

@@ -1,5 +1,4 @@
-"""Rewrites a step to candidate programs, plans each program, and keeps the fastest
-plan.
+"""Rewrites a step to candidate programs, plans each one, and keeps the fastest plan.
 
 Here a program is the step with a certain number of microbatches and of rematerialised
 layers. Each program is first planned quickly: the solver solves one problem on each
@@ -150,9 +149,9 @@ class Planned(NamedTuple):
 
     Attributes:
       plan: the fastest plan.
-      slowed: the seconds of a step under the plan, divided by the seconds under the
-        best plan for unlimited memory.
-      near: the meshes with a plan that is nearly as fast.
+      slowed: the factor by which the memory limit makes a step slower: its seconds
+        divided by those of the best plan for unlimited memory.
+      near: the meshes on which a plan is nearly as fast.
     """
 
     plan: Plan
@@ -191,16 +190,16 @@ class Planner(Protocol):
         ...
 
 
-# A plan that needs less than this fraction of a device's memory is taken not to be
-# slower because of the memory limit.
+# The memory limit is assumed not to slow a plan that needs less than this fraction of a
+# device's memory.
 _EASY = 0.5
 # Two plans count as equally fast if their step times differ by less than this fraction.
 # It is the relative gap to which the solver proves optimality.
 GAP = 0.005
 # Time limit of the solver on a mesh for a program that is planned quickly, in seconds.
 _QUICK_S = 2.0
-# The most programs that are planned in full, and the fraction by which a program's
-# quick plan may be slower than the fastest quick plan.
+# The most programs that are planned in full, and the fraction by which the quick plans
+# of these programs may be slower than the fastest quick plan.
 _REFINED, NEAR = 3, 0.03
 # Of programs whose step times differ by less than this fraction, the one that changes
 # the user's step less is preferred.
@@ -238,10 +237,10 @@ class Programs:
         # Proposal that was not tried -> the reason.
         self.left_out: dict[str, str] = {}
         self.programs: dict[str, PlanOptions] = {}
-        # The programs that were analysed last.
+        # The analyses of programs that were made last.
         self.analyses: dict[str, Analysis] = {}
-        # (Program whose plan gives the layouts, other program) -> seconds of a step of
-        # the other program in these layouts.
+        # A program whose plan gives the layouts, and another program -> seconds of a
+        # step of the other program in these layouts.
         self.seconds: dict[tuple[str, str], float] = {}
         # Programs that were planned only quickly.
         self.quick: set[str] = set()
@@ -294,7 +293,7 @@ class Programs:
             self.best = plan
 
     def most_s(self, gain: float = 0.0) -> float:
-        """The most seconds of a step with which a plan is kept."""
+        """The seconds of a step below which a plan is kept."""
         best = self.best
         return math.inf if best is None else (1 - gain) * best.predicted.step_s
 
@@ -329,9 +328,9 @@ class Programs:
     def fits_in(self, count: int, remat: str = "") -> bool:
         """Whether a plan with these microbatches and rematerialised layers fits.
 
-        Programs that differ only in the rematerialised layers are fastest on the same
-        meshes. Once one program with this number of microbatches fits, the others are
-        tried only on the meshes on which it was fastest.
+        Programs that differ only in the rematerialised layers tend to be fastest on the
+        same meshes. Once one program with this number of microbatches fits, the others
+        are tried only on the meshes on which it was fastest.
 
         Raises:
           PlanError: the user's step cannot be planned without a change.
@@ -381,7 +380,7 @@ class Programs:
             say(f"planning in full: {name}")
             options, most_s = self.programs[name], self.most_s()
             # If the solver finds no plan that fits within its time limit, the quick
-            # plan is kept.
+            # plan stays.
             with contextlib.suppress(InfeasibleError, TimeOutError), of_program(name):
                 program = self.program(name)
                 plan = self.plan(program, self.cluster, options, most_s=most_s).plan
@@ -390,7 +389,10 @@ class Programs:
                 gain = max(gain, 1 - plan.predicted.step_s / quick_s)
 
     def free_s(self, name: str) -> float:
-        """Seconds of a step with unlimited memory; 0 if unknown."""
+        """Seconds of a step under a program's best plan for unlimited memory.
+
+        The result is 0 if unknown.
+        """
         plan = self.plans.get(name)
         if plan is None:
             return getattr(self.errors.get(name), "free_s", 0.0)
@@ -420,7 +422,7 @@ class Programs:
         return self.seconds[name, other]
 
     def too_large(self) -> bool:
-        """Whether the state by itself does not fit, however it is sharded."""
+        """Whether the state alone does not fit the memory, however it is sharded."""
         if self.cluster.groups:
             return False
         graph = self.analysis.graph
@@ -472,7 +474,7 @@ class Programs:
         return error
 
     def write_plan(self) -> Plan:
-        """The best plan, with a record of each decision and of how much it gains."""
+        """The best plan, with a record of each decision and of what it saves."""
         best = self.best
         assert best is not None
         count = best.microbatches
@@ -533,9 +535,9 @@ class Programs:
 
 
 def _changes(plan: Plan) -> tuple[int, int]:
-    """How much a plan changes the user's step.
+    """Numbers that grow as a plan changes more of the user's step.
 
-    Of equally fast plans the one that changes less is preferred.
+    Of two equally fast plans, the one with smaller numbers is preferred.
     """
     return len(plan.remat.layers), plan.microbatches
 

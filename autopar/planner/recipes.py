@@ -24,14 +24,14 @@ class Recipe:
     """A rule about the axes of a mesh.
 
     Attributes:
-      name: what people call it.
-      data: axes that split the batch.
-      tensor: axes that split the model.
+      name: the usual name, such as FSDP.
+      data: the mesh axes that split the batch.
+      tensor: the mesh axes that split the model.
       shard_parameters: whether parameters are also split over the data axes (ZeRO-3).
       shard_optimizer: whether optimizer state is split over the data axes (ZeRO-1).
         Parameters that the forward and backward pass read only in a narrower dtype may
-        be split, too: they are the optimizer's master copies, and only the narrow
-        copies are gathered.
+        be split, too: they are the optimizer's master copies, and only their copies in
+        the narrow dtype are gathered.
       sequence: whether arrays between matrix products are split along the sequence over
         the tensor axes.
       within: the data axes over which parameters and optimizer state are split; None:
@@ -51,14 +51,12 @@ class Recipe:
 
     @property
     def shards(self) -> tuple[int, ...]:
-        """The axes over which state is split."""
+        """The axes over which parameters and optimizer state are split."""
         return (*self.data, *self.context) if self.within is None else self.within
 
     @property
     def rows(self) -> dict[int, str]:
-        """For each axis that does not split the model, whether it splits rows or the
-        sequence.
-        """
+        """For each axis that does not split the model, ``rows`` or ``sequence``."""
         return dict.fromkeys(self.data, BATCH) | dict.fromkeys(self.context, SEQUENCE)
 
 
@@ -130,7 +128,7 @@ def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restri
 def _may_shard(
     role: InputRole | None, recipe: Recipe, has_rows: bool, node: Node
 ) -> bool:
-    """Whether axes that split rows may split an array without rows."""
+    """Whether axes that split rows may split an array without rows too."""
     if role in (InputRole.PARAMETER, InputRole.FROZEN):
         return recipe.shard_parameters
     if role is InputRole.OPTIMIZER_STATE:
@@ -160,7 +158,7 @@ def _node_roles(analysis: Analysis) -> dict[int, InputRole]:
 
 
 def least_bytes(analysis: Analysis, rule: Restriction, pricer: Pricer) -> float:
-    """Returns a lower bound of the bytes of state on a device under a rule.
+    """Returns a lower bound of the bytes of state on one device under a rule.
 
     The bound assumes for each input the allowed layout with the most shards, even if
     the layouts of two inputs do not fit together.
@@ -201,9 +199,7 @@ def _strategies_left(
 
 
 def masters_of(analysis: Analysis) -> frozenset[int]:
-    """The nodes of parameters that the forward and backward pass read only in a
-    narrower dtype.
-    """
+    """The nodes of parameters that both passes read in a narrower dtype only."""
     graph, homes = analysis.graph, analysis.contraction.homes
     wide = {
         i.value

@@ -1,8 +1,8 @@
 """Converts assignments, which refer to the graph, to plans, which are plain data, and
 back.
 
-A user may have edited the file of a plan. So `restore` checks each decision of the plan
-against the step. If one decision does not fit, it refuses the whole plan.
+A user may have edited the file of a plan, so `restore` checks each decision against the
+step. If one does not fit, it refuses the whole plan.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def make_plan(
         gap=min(max(0.0, float(solution.gap)), 1.0) if result.searched else 0.0,
         seconds=result.seconds,
         cost=float(solution.cost),
-        # After a search that ended early, the solver's bound may be negative. Zero is
-        # then the better bound.
+        # A search that ended early may give a negative bound. Zero is then the better
+        # bound.
         bound=max(0.0, float(solution.bound)),
         meshes={str(c.mesh): c.step_s for _, c in result.tried if c is not None},
     )
@@ -310,9 +310,9 @@ def only_batch_differs(analysis: Analysis, plan: Plan) -> bool:
 
 
 def assignment_of(analysis: Analysis, plan: Plan) -> Assignment:
-    """The assignment that a plan's nodes, copies and codecs describe.
+    """The assignment that a plan's decisions describe: nodes, copies and codecs.
 
-    The plan also lists layouts of inputs, for readers; they are not used here.
+    The layouts of inputs in the plan follow from these decisions; they are not read.
     """
     names = plan.axis_names
     copies = {
@@ -347,7 +347,7 @@ def restore(analysis: Analysis, plan: Plan) -> Assignment:
 
 
 def stated_assignment(analysis: Analysis, plan: Plan) -> Assignment:
-    """The assignment of a plan's decisions.
+    """The assignment of a plan's decisions, compared with its inputs' layouts.
 
     Args:
       analysis: the step, or the stage of which the plan consists.
@@ -399,7 +399,7 @@ def check_consistent(analysis: Analysis, plan: Plan) -> None:
 
 
 def check_decisions(analysis: Analysis, plan: Plan) -> None:
-    """As `check_consistent`, for a stage on any devices.
+    """As `check_consistent`, for a stage on any devices: the mesh is not checked.
 
     Args:
       analysis: the step, or the stage of which the plan consists.
@@ -425,7 +425,7 @@ def check_decisions(analysis: Analysis, plan: Plan) -> None:
 
 
 def _check_runs(plan: Plan) -> None:
-    """Raises `PlanError` if a valid plan asks for something that cannot be run yet."""
+    """Raises `PlanError` if a valid plan has a decision that cannot be run yet."""
     stage = plan.stage
     if stage.devices != tuple(range(len(stage.devices))):
         raise PlanError(

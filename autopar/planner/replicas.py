@@ -8,10 +8,10 @@ the replicas so that the slowest replica ends as early as possible
 (`autopar_solver.deal_out`).
 
 All replicas have the same number of devices in the same network levels, so that one
-program with one mesh runs on all replicas (`autopar_passes.replay.replicas`). The price
-of a replica is computed as if all replicas had its kind of device. The price includes
-collectives within the replica, and the sums over replicas on the link between the
-groups.
+program with one mesh runs on all replicas (`autopar_passes.replay.replicas`). The
+seconds of a replica are predicted as if all replicas had its kind of device. They
+include collectives within the replica, and the sums over replicas on the link between
+the groups.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ReplicaDevices:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """A key that is equal for replicas on which all costs are the same."""
+        """A key that is equal for replicas whose devices and links cost the same."""
         return self.part.device, self.part.levels
 
     @property
@@ -99,7 +99,8 @@ class ReplicaDevices:
         return MeshShape(axes=(outer, *inner))
 
 
-# Finds layouts on the devices of a single replica, for the step that it runs.
+# A function that finds layouts on the devices of a single replica, for the step that it
+# runs.
 SearchAlone = Callable[[Analysis, ReplicaDevices], Candidate]
 
 
@@ -109,7 +110,7 @@ def axis_name(names: Sequence[str]) -> str:
 
 
 def sites_of(cluster: Cluster) -> tuple[ReplicaDevices, ...]:
-    """The replicas of a cluster of groups, in the order of its devices.
+    """The replicas of a cluster of unequal groups, in the order of its devices.
 
     If all groups have equal levels, each group is one replica. Otherwise each group is
     cut into replicas of one shape (`_replica_shape`).
@@ -142,8 +143,9 @@ def sites_of(cluster: Cluster) -> tuple[ReplicaDevices, ...]:
 def _replica_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The largest shape into whose copies all groups can be cut.
 
-    Inner levels that have equal sizes stay whole. The next level has the greatest
-    common divisor of its sizes, and all levels around it have size 1.
+    The innermost levels whose sizes are equal in all groups stay whole. The next level
+    outward has the greatest common divisor of its sizes, and all levels around it have
+    size 1.
 
     >>> _replica_shape([(4, 8), (2, 8)]), _replica_shape([(2, 8), (2, 4)])
     ((2, 8), (1, 4))
@@ -157,10 +159,11 @@ def _replica_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def price_replica(view: Analysis, found: Candidate, site: ReplicaDevices) -> Candidate:
-    """Prices the layouts of a candidate on one replica.
+    """Predicts the step of a candidate's layouts on one replica.
 
     Args:
-      view: the step with the replica's number of microbatches (`with_turns`).
+      view: the step with the number of microbatches that the replica runs
+        (`with_turns`).
       found: layouts on the mesh of a single replica.
       site: the devices of the replica.
     """
@@ -211,7 +214,7 @@ def slowest_of(plan: Plan) -> int:
 
 
 def replica_pricer(plan: Plan, cluster: Cluster, number: int) -> Pricer:
-    """The prices of one replica of a plan.
+    """The prices on one replica of a plan.
 
     Args:
       plan: a plan with replicas.
@@ -239,7 +242,7 @@ def check_mesh(plan: Plan, cluster: Cluster) -> None:
 
 
 def one_replica(plan: Plan) -> Plan:
-    """A replica of a plan, as a plan without codecs on the mesh of this replica."""
+    """A plan for one replica of a plan, without codecs, on the mesh of this replica."""
     axes = dict(itertools.islice(plan.mesh["axes"].items(), 1, None))
     stage = msgspec.structs.replace(
         plan.stage,
@@ -262,14 +265,15 @@ def sites_for(plan: Plan, cluster: Cluster) -> tuple[ReplicaDevices, ...]:
 
 
 def is_tight(plan: Plan, cluster: Cluster) -> bool:
-    """Whether memory may slow a plan with replicas."""
+    """Whether the memory limit may slow a plan with replicas."""
     pairs = zip(plan.replicas, sites_for(plan, cluster), strict=True)
     return any(r.peak_memory_bytes > _EASY * s.part.memory_bytes for r, s in pairs)
 
 
-# Memory does not slow a replica that needs less than this fraction of its memory.
+# The memory limit is assumed not to slow a replica that needs less than this fraction
+# of it.
 _EASY = 0.5
-# Status of a plan with replicas.
+# Status that is recorded in a plan with replicas.
 STATUS = "shares and layouts of replicas compared"
 # Another number of microbatches is tried if it is expected to save this fraction of a
 # step.
@@ -284,9 +288,9 @@ class Dealt:
     """Layouts, and how many microbatches each replica runs with them.
 
     Attributes:
-      base: the step in its microbatches.
+      base: the step, split into its microbatches.
       counts: number of microbatches of each replica.
-      replicas: the layouts as each replica runs them.
+      replicas: the layouts, with the predicted step of each replica.
     """
 
     base: Analysis
@@ -390,12 +394,13 @@ def in_layouts_of(
       analysis: the step as the plan runs it (`autopar.planner.record.split_as`).
       cluster: of groups of unequal devices.
       plan: the plan.
-      codecs: the user's request about codecs.
+      codecs: the codecs that the user asked for.
       search_alone: finds other layouts on the devices of a replica; None: the layouts
         of the plan stay.
       shares: the number of microbatches of each replica; empty: those of the plan.
       pins: layouts of inputs that the result must have.
-      check: checks a replica before its codecs are chosen.
+      check: called with each replica before codecs are chosen; raises an error to
+        refuse it.
 
     Raises:
       InfeasibleError: a replica does not fit the memory of its devices.
@@ -456,8 +461,9 @@ def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]
 
 
 def _most_promising(best: Dealt, counts: Sequence[int]) -> int | None:
-    """The number of microbatches that may save most; None: no number is worth a
-    search.
+    """The number of microbatches that may save most seconds.
+
+    None: no number is worth a search.
     """
     least_s, count = min((best.expected_s(count), count) for count in counts)
     return count if least_s < (1 - _WORTHWHILE) * best.step_s else None
@@ -479,7 +485,8 @@ def _deal_best(
       sites: the devices of each replica.
       codecs: the user's request about codecs.
       counts: the number of microbatches of each replica; empty: the best numbers.
-      check: checks a replica before its codecs are chosen.
+      check: called with each replica before codecs are chosen; raises an error to
+        refuse it.
 
     Raises:
       InfeasibleError: no layouts fit.
@@ -534,7 +541,7 @@ def _search_alone(
 
 @dataclasses.dataclass(frozen=True)
 class _Shares:
-    """Layouts whose microbatches are to be shared among replicas.
+    """Layouts, to find the share of the microbatches for each replica.
 
     Attributes:
       base: the step in its microbatches.
@@ -555,7 +562,7 @@ class _Shares:
 
         All replicas send a gradient by the same codec. The codecs are chosen on the
         replica that is the slowest without codecs, and the shares are then chosen
-        again.
+        again, with these codecs.
 
         Raises:
           InfeasibleError: a replica does not fit the memory of its devices.
@@ -606,14 +613,14 @@ class _Shares:
 def best_shares(
     price: Callable[[int, int], float], replicas: int, count: int
 ) -> Sequence[int]:
-    """The shares with which the slowest replica ends earliest, found with few prices.
+    """The shares with which the slowest replica ends earliest, from few known prices.
 
     The seconds of a replica grow almost in proportion to its microbatches; only the
-    overlap of communication with work makes the growth uneven. So the seconds are
-    interpolated linearly between known prices. A choice is proved to be best once two
-    prices are known for each replica: with its share, and with one microbatch more. Any
-    better choice would have to give one more microbatch to a replica that still has
-    time for it.
+    overlap of communication with work makes the growth uneven. So seconds are
+    interpolated linearly between numbers of microbatches for which ``price`` was
+    called. A choice is proved to be best once the seconds of each replica are known
+    with its share, and with one microbatch more: a better choice would have to give one
+    of the replicas another microbatch.
 
     Args:
       price: the number of a replica and of its microbatches -> seconds.
@@ -676,7 +683,7 @@ def _write_plan(
         for site, n, c in zip(sites, dealt.counts, dealt.replicas, strict=True)
     )
     most = max(r.peak_memory_bytes for r in replicas)
-    # The step time of other shares and layouts has no proved bound.
+    # No lower bound is proved for the step under other shares and layouts.
     solver = msgspec.structs.replace(made.solver, status=status, gap=1.0, bound=0.0)
     return msgspec.structs.replace(
         made,

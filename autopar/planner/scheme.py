@@ -24,8 +24,8 @@ from autopar_passes.graph.roles import InputRole, Role
 
 DATA, CONTEXT, TENSOR, EXPERTS = "data", "sequence", "tensor", "experts"
 _KINDS = {BATCH: DATA, SEQUENCE: CONTEXT}
-# A scheme is named if an axis splits at least the first fraction of the work, or at
-# least the second fraction of the bytes.
+# A scheme is named after an axis that splits at least the first fraction of the work,
+# or at least the second fraction of the bytes.
 _NAMED, _MOST = 0.2, 0.5
 _NAMES = {
     CONTEXT: "sequence parallel",
@@ -45,16 +45,16 @@ class AxisSplit:
     Attributes:
       work: kind of dimension (batch, sequence, experts or other) -> the fraction of the
         FLOPs of matrix products in which the axis splits a dimension of this kind. If
-        the axis splits no matrix product, these are fractions of the bytes of the other
-        operators of the forward pass.
-      columns: whether, in some forward product with split parameters, the axis splits
-        a dimension of the result.
-      rows: whether, in some forward product with split parameters, the axis splits a
-        summed (contracted) dimension.
+        the axis splits no matrix product: the fraction of the bytes of the forward
+        pass's other operators.
+      columns: whether the axis splits a result's dimension of some forward product that
+        has split parameters.
+      rows: whether the axis splits a contracted dimension of some forward product that
+        has split parameters.
       ring: whether the axis splits the sequence of a kernel whose shards exchange
         arrays.
-      between: of the bytes of forward operators between matrix products whose arrays
-        have a sequence: the fraction that the axis splits along the sequence.
+      between: among forward operators between matrix products, whose arrays have a
+        sequence: the fraction of their bytes for which the axis splits the sequence.
       parameters: fraction of the bytes of parameters that the axis splits.
       optimizer: fraction of the bytes of optimizer state that the axis splits.
     """
@@ -189,8 +189,8 @@ def _of_products(
 ) -> tuple[dict[str, float], set[bool]]:
     """Fractions of the products' FLOPs, by the kind of dimension that an axis splits.
 
-    The second result is a set: True if some split tensor dimension is summed, False if
-    some split tensor dimension is not summed.
+    The second result is a set with True if the axis splits a contracted dimension of a
+    parameter's product, and with False if it splits another one.
     """
     flops: dict[str, float] = defaultdict(float)
     total, sides = 0.0, set[bool]()
@@ -241,7 +241,7 @@ def _between(assignment: Assignment, works: Sequence[OperatorWork], axis: int) -
 
 
 def _split_factors(assignment: Assignment, member: int, axis: int) -> list[int]:
-    """The factors of a class's rule that a mesh axis splits."""
+    """The factors of a node's sharding rule that a mesh axis splits."""
     node, mapping = _place(assignment, member)
     strategy = assignment.strategies[node.index]
     return [f for f, own in enumerate(mapping) if own >= 0 and axis in strategy[own]]
@@ -256,7 +256,7 @@ def _goes_around(assignment: Assignment, op: Operator, axis: int) -> bool:
 
 
 def _labels(assignment: Assignment, member: int) -> dict[int, str]:
-    """The factors of a class's rule that belong to the batch or to the sequence."""
+    """The factors of a node's rule that belong to the batch or to the sequence."""
     node, mapping = _place(assignment, member)
     known = assignment.analysis.node_labels.get(node.index, {})
     own = assignment.analysis.dim_labels.factors.get(member, {})
@@ -282,8 +282,9 @@ def _kind(assignment: Assignment, op: Operator, label: str, factor: int) -> str:
 
 
 def _is_parameter(assignment: Assignment, value: int | None) -> bool:
-    """Whether a value has the layout of a parameter: it is a parameter, or is made of
-    one parameter only.
+    """Whether a value has the layout of a parameter.
+
+    It is then a parameter, or made of one parameter only.
     """
     home = None if value is None else assignment.contraction.homes.get(value)
     if home is None:
@@ -294,7 +295,7 @@ def _is_parameter(assignment: Assignment, value: int | None) -> bool:
 
 
 def _split_share(assignment: Assignment, role: InputRole, axis: int) -> float:
-    """Of the bytes of inputs with a role, the fraction that an axis splits.
+    """The fraction of the bytes of inputs with a role that an axis splits.
 
     The result is 0 if no input has this role.
     """

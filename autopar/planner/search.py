@@ -116,11 +116,13 @@ def search(
       cluster: the devices to plan for.
       meshes: the meshes to try; default: `candidate_meshes`.
       seconds: time limit of the solver for each mesh.
-      restriction: for each mesh, a function that says which strategies are allowed.
+      restriction: for each mesh, a function that says which strategies are allowed
+        there.
       starts: known assignments; the result is at least as fast as each of them that
         fits.
-      experts: whether the search also tries the plans that people write, on meshes
-        whose first plan is not proved to be optimal.
+      experts: whether the search also tries the plans that people write
+        (`autopar.planner.experts`), on meshes whose first plan is not proved to be
+        optimal.
       untried: options that would need less memory. If no plan fits, the error names
         them, and a memory size that is enough. To find this size takes about as long as
         the search. None: the error names neither.
@@ -163,7 +165,7 @@ def search(
         raise _no_mesh(analysis, failures, seconds, restriction, untried)
     best = min(solved, key=lambda c: c.step_s)
     late = any(isinstance(error, TimeOutError) for _, error in failures)
-    # The bounds hold only for plans without codecs.
+    # The lower bounds hold only for plans without codecs.
     coded = best.sending is not None and best.sending.has_codecs
     floor_s = 0.0 if late or coded else min(c.bound_s for c in solved)
     spent_s = time.perf_counter() - start
@@ -172,7 +174,7 @@ def search(
 
 
 def _least_s(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> float:
-    """Seconds of a step of the best plan so far without codecs."""
+    """Seconds of a step under the best plan so far without codecs."""
     known = (c for _, c in tried if c is not None)
     return min((c.before_s or c.plain_s for c in known), default=math.inf)
 
@@ -187,7 +189,7 @@ def _best(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> str:
     return f"; best so far {seconds_text(best.step_s)}, on its mesh {near}"
 
 
-# Time limit for checking one memory size, in seconds.
+# Time limit of the solver for checking one memory size, in seconds.
 _CHECK_S = 10.0
 
 
@@ -242,7 +244,7 @@ def plan_mesh(
 def search_of_one(
     analysis: Analysis, cluster: Cluster, assignment: Assignment, names: Sequence[str]
 ) -> SearchResult:
-    """The result of a search that tries only one assignment.
+    """The result of a search in which only one assignment is tried.
 
     Args:
       analysis: the step.
@@ -276,7 +278,7 @@ def search_of_one(
     )
     found = candidate_of(analysis, formulation, solution, assignment)
     if not math.isfinite(cost):
-        # The cost is infinite because the problem forbids a copy that the layouts
+        # The solver's cost is infinite if the problem forbids a copy that the layouts
         # contain. Such layouts come from another batch size, for which reusing the copy
         # cost as much as making a new one. The record of a plan needs a finite cost.
         solution = dataclasses.replace(solution, cost=found.step_s)
@@ -296,8 +298,8 @@ def meshes_for_manual(
       meshes: the meshes to choose from.
 
     Raises:
-      PlanError: no mesh has such axes; or a ``shard_map`` uses an axis over which it
-        splits no array, so that the planner cannot map this axis to a mesh axis.
+      PlanError: no mesh has such axes; or a ``shard_map`` names an axis over which it
+        splits no array, so that the planner cannot choose a mesh axis for it.
     """
     if f"kernel '{manual.PRIMITIVE}'" in analysis.graph.unsupported:
         raise PlanError(

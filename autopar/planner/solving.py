@@ -1,24 +1,26 @@
 """Makes proposals for one mesh, and prices each proposal once with the full cost model.
 
-The objective of the layout problem is the sum of the seconds of work and of
+The *layout problem* chooses a strategy for each node of the program
+(`autopar.planner.problem`). Its objective is the sum of the seconds of work and of
 communication. This sum cannot express two effects that depend on the whole plan: how
 much communication overlaps with work, and which arrays share a message and its latency.
 So the problem is solved several times, with different prices of communication. Each
 resulting plan is priced once with the full cost model, and the fastest plan is taken.
 The problem is solved:
 
-- with weights at which the solution is a lower bound of the time of every plan
-  (`autopar.planner.weights`). The next weights are those at which the bound, estimated
-  from the plans known so far, is highest (cutting planes: Kelley, J. SIAM 8, 1960);
-- with communication that may overlap with work at a fraction of its price (`PARTLY`),
+- with weights, factors on seconds that may overlap with others, at which the least cost
+  is a lower bound of the step of every plan (`autopar.planner.weights`). The next
+  weights are those at which the bound, estimated from the plans known so far, is
+  highest (cutting planes: Kelley, J. SIAM 8, 1960);
+- with communication that may overlap with work at a fraction of its seconds (`PARTLY`),
   and then at fractions close to those that gave the fastest plan;
-- with messages as large as those of the fastest plan, where each array pays for the
-  fraction of the latency that it has of the message's bytes; and with one message for
-  each array;
+- with messages as large as those of the fastest plan, where an array that has a
+  fraction of a message's bytes costs this fraction of its latency; and with one message
+  for each array;
 - with the rules of plans that people write (`autopar.planner.recipes`);
-- if the user asked for codecs, with gradients that may be sent by codecs. Prices for a
-  codec's error and for the time of links are taken from the best choice of codecs so
-  far. Each plan is then priced with its codecs.
+- if the user asked for codecs, with gradients that may be sent by codecs. The prices of
+  a codec's error and of a second on the links, in seconds of the step, are those of the
+  best choice of codecs so far. Each plan is then priced with its codecs.
 """
 
 from __future__ import annotations
@@ -85,12 +87,12 @@ class Limit:
     """A limit on the time that the solver spends on a mesh.
 
     The limit counts CPU seconds of the thread, so that a busy machine does not lead to
-    worse plans. The time of pricing plans is not counted. It is bounded, because only a
-    few plans are priced for each solved problem.
+    worse plans. The time of pricing plans is not counted. It stays small, because only
+    a few plans are priced for each solved problem.
 
     Attributes:
       seconds: the limit; None: no limit.
-      spent_s: seconds spent.
+      spent_s: CPU seconds that solves have taken.
     """
 
     def __init__(self, seconds: float | None, parent: Limit | None = None) -> None:
@@ -123,27 +125,27 @@ class Limit:
 # The most times that the memory limit of the problem is lowered so that the exact peak
 # of the solution fits.
 _TIGHTENINGS = 5
-# After this many consecutive plans that came from problems with memory terms and were
-# hardly faster, only rules and codecs are still tried on the mesh. A problem with
+# How many plans in a row may come from problems with memory terms and be hardly faster.
+# After them, only rules and codecs are still tried on the mesh, because a problem with
 # memory terms takes about ten times as long as one without.
 _MOST_ALIKE = 2
-# The number of times that the weights of the bound are moved.
+# How many times the weights of the lower bound are changed to raise it.
 _ROUNDS = 4
 PARTLY = (WHOLE, partly(1.0, 0.33), partly(0.5, 0.0), partly(0.67, 0.67))
 # The most problems in which gradients may be sent by codecs. Each of these problems
 # uses the prices of the best choice so far.
 _CODED = 2
-# By how much `_Mesh.improve` changes the weights that gave the fastest plan.
+# The factors by which `_Mesh.improve` changes the weights that gave the fastest plan.
 _STEP = 0.25
-# The search for a plan by an expert's rule ends once its cost must exceed the time of
-# the fastest plan, and the least cost of the problem times this factor.
+# The search for a plan by an expert's rule ends once its cost exceeds both the seconds
+# of the fastest plan and the least cost of the problem times this factor.
 _FAR = 1.1
 # The relative gap to which the solver proves least costs.
 _GAP = 1e-3
-# Reason why a proposal led to no plan.
+# Reason that is recorded for a proposal that led to no plan.
 _TOO_LARGE = "does not fit"
-# The fractions of the remaining time that a problem may take: the first problem and
-# problems with codecs, and every other problem.
+# The fractions of the remaining time that a problem may take. The first is for the
+# first problem and for problems with codecs, the second for all others.
 _FIRST_SHARE, _SHARE = 0.45, 0.2
 
 
@@ -168,9 +170,9 @@ def solve_mesh(
       seconds: time limit of all problems of the mesh together.
       starts: known assignments.
       codecs: the user's request about codecs; None: no codecs.
-      weights: the only weights at which the problem is solved. (): the problem is
-        solved once, with messages like those of the known assignments. None: the
-        problem is solved at all the prices that the module's docstring lists.
+      weights: the only weights at which the problem is solved. (): it is solved once,
+        with messages like those of the known assignments. None: it is solved in all the
+        ways that the module's docstring lists.
       most_s: seconds of a step of the best plan of other meshes; the search ends when
         no plan of this mesh can be faster.
       experts: whether to try plans that people write, if they may be faster.
@@ -253,13 +255,14 @@ class _Mesh:
         self.bound_s = 0.0
         # Limit of the memory terms, in bytes; None: every plan has fitted so far.
         self.tight: float | None = None
-        # Consecutive plans that came from problems with memory terms and were hardly
+        # How many plans in a row came from problems with memory terms and were hardly
         # faster.
         self._alike = 0
         # Seconds of a step of the fastest plan, whatever memory the plan needs.
         self.free_s = math.inf
-        # Among the problems in which all work has weight 1: the prices of the problem
-        # that gave the fastest plan, the seconds of that plan, and the least cost.
+        # Of the problems in which all work has weight 1: the weights and messages of
+        # the problem that gave the fastest plan, the seconds of this plan, and the
+        # least cost.
         self.way = CommunicationWay(HIDDEN)
         self._way_s = self.least_s = math.inf
         self._planes: list[Plane] = []
@@ -284,10 +287,9 @@ class _Mesh:
         return self.bound_s >= min(most_s, least_s)
 
     def felt_weights(self, weights: Weights) -> Weights:
-        """The weights of a problem, raised for communication that overlaps with work.
+        """The weights of a problem, raised because hidden communication slows work.
 
-        Hidden communication is not free, because it slows the work that it overlaps
-        with.
+        Communication that overlaps with work slows this work, so it is not free.
         """
         if not self.hides:
             return WHOLE
@@ -295,7 +297,7 @@ class _Mesh:
         return weights.with_least(least)
 
     def solve(self, way: CommunicationWay) -> Candidate | None:
-        """Solves the problem with communication priced in a given way.
+        """Solves the problem with the communication costs of one of the ways.
 
         Returns None if it was already solved in this way, or if no time is left.
 
@@ -320,8 +322,7 @@ class _Mesh:
         return found
 
     def raise_bound(self, most_s: float) -> None:
-        """Raises the lower bound of the time of every plan, and collects the plans
-        found meanwhile.
+        """Raises the lower bound of every plan's step; collects the plans found.
 
         Raises:
           PlanError: no plan was found, and no plan was known before.
@@ -339,15 +340,16 @@ class _Mesh:
                 part *= 0.5
             if not self.hides or self.is_settled(most_s):
                 return
-            # A few planes bound the plans well only near their own weights, so the
-            # first moves go only half of the way to the new weights.
+            # With few planes (`autopar.planner.weights.Plane`), the bound is estimated
+            # well only near their own weights. So the first moves go only half of the
+            # way to the new weights.
             goal, most_bound_s = highest(self._planes, known.overlap)
             if most_bound_s <= (1.0 + WORTHWHILE) * self.bound_s:
                 return
             tried = (1.0 - part) * best + part * goal
 
     def propose(self, most_s: float) -> None:
-        """Solves the problem at other prices of communication."""
+        """Solves the problem with other costs of communication."""
         small = bool(self.small)
         for weights in PARTLY if self.hides else ():
             if not self.is_settled(most_s):
@@ -388,7 +390,7 @@ class _Mesh:
             moved = self.way != before
 
     def take(self, found: Candidate) -> None:
-        """Adds a plan."""
+        """Adds a plan; the faster of it and the best plan stays."""
         if self.hides:
             places = self.analysis.positions
             known = self.pricer.cluster.device.corrections
@@ -466,7 +468,7 @@ class _Mesh:
 
     @property
     def far_s(self) -> float:
-        """The cost, in seconds, above which no plan by an expert's rule is searched."""
+        """The least cost, in seconds, above which a rule's plan is not searched."""
         known = self.best.step_s if self.best is not None else math.inf
         return max(_FAR * self.least_s, known)
 
@@ -477,14 +479,14 @@ class _Mesh:
         inner: Restriction | None = None,
         name: str = "",
     ) -> Candidate | None:
-        """The best plan of the problem with communication priced in a given way.
+        """The best plan of the problem with communication costs of one of the ways.
 
         Memory terms make a problem hard to solve. So the problem is first solved
         without them. They are added only if the resulting plan does not fit but is
         faster than the best plan: memory terms cannot lower the least cost.
 
         Args:
-          way: how communication counts.
+          way: the weights, messages and prices of communication.
           start: a known plan.
           inner: a rule that says which strategies are allowed.
           name: name of the rule.
@@ -504,7 +506,8 @@ class _Mesh:
         left = _TIGHTENINGS
         proposer = f"rule: {name}" if name else way.name
         begin = time.thread_time()
-        # The fastest plan so far that sums gradients over devices in each microbatch.
+        # The fastest plan so far, with gradients summed over devices in each
+        # microbatch.
         each: Candidate | None = None
         while True:
             # Each problem is formulated only once with memory terms and once without.
@@ -526,8 +529,8 @@ class _Mesh:
                     self.small if way.small else frozenset(),
                     self._problems.get((key[0], None, None, way.small)),
                 )
-                # Every plan is priced with the full cost model, whatever problem gave
-                # it.
+                # Every plan's step is predicted with the full cost model, whatever
+                # problem gave it.
                 known = dataclasses.replace(known, pricer=self.pricer)
                 self._problems[key] = known
             formulation = known.at(weights).with_limit(tight)

@@ -1,11 +1,11 @@
-"""Breaks ties between layouts of batch inputs: prefers the layout with the most shards.
+"""Breaks ties between layouts of batch inputs: prefers the layout with most shards.
 
-If all readers of a batch input take slices of the input, the cost model charges nothing
-for replicating it on every device. Real input pipelines deliver shards. So among
-layouts of the same cost, the layout with the most shards is taken. The same is done for
-arrays that are made without inputs, such as a mask, and enter a loop. To compute such
-an array in full on every device costs nothing in the model, but the loop keeps it in
-the memory of every device. All these arrays are called free arrays here.
+If all readers of a batch input take slices of it, the cost model charges nothing for
+replicating the input on every device. Real input pipelines deliver shards, so among
+layouts of the same cost the one with the most shards is taken. The same is done for
+arrays that are made without inputs, such as a mask, and enter a loop. In the cost
+model, every device can compute such an array in full at no cost, but the loop keeps it
+in the memory of every device. All these arrays are called free arrays here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from autopar.steps.analysis import Analysis
 from autopar_passes.graph.roles import InputRole
 from autopar_solver import ShardingProblem, Solution
 
-# Costs that differ by less than this fraction of the step are equal up to rounding.
+# Costs that differ by less than this fraction of the step count as equal.
 _ROUNDING = 1e-12
 
 
 def tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
-    """Splits the free arrays of a candidate, unless the result no longer fits."""
+    """Splits the free arrays of a candidate, if the result still fits."""
     solution = split_most(analysis, found.formulation, found.solution)
     if solution.choices == found.solution.choices:
         return found
@@ -130,8 +130,9 @@ def _split(layout: Layout, sizes: Sequence[int]) -> tuple[int, int]:
 def _cheapest(
     problem: ShardingProblem, choices: Sequence[int], group: Sequence[int], first: int
 ) -> tuple[float, tuple[int, ...]]:
-    """The best choices of a group, with the choices of the first node and of all other
-    groups fixed.
+    """The best choices of a group of nodes, for a given choice of its first node.
+
+    The choices of all other nodes stay.
     """
     own = [np.array(problem.node_costs[n], dtype=float) for n in group]
     number = {n: k for k, n in enumerate(group)}

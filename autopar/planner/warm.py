@@ -37,8 +37,8 @@ from autopar.steps.update_batches import in_update_batches
 # Time limit of the solver on each mesh, and time after which no further mesh is tried,
 # in seconds.
 MESH_S, ALL_S = 0.6, 1.2
-# Time limit of the solver for further problems of a mesh, in seconds. They are solved
-# only if they may shorten the step by at least the second number, a fraction.
+# Time limit of the solver for further problems of a mesh, in seconds; and the fraction
+# of the step that they must be able to save to be solved.
 REFINE_S, _CLOSE = 0.15, 0.01
 
 
@@ -81,7 +81,7 @@ def warm_plan(
     asked = request_of(options, sent, errors)
     codecs = None if asked.mode == "none" else asked
     result = _search_in_time(split, cluster, meshes, options, running, codecs)
-    if result is None:  # the full search finds a plan or explains why there is none
+    if result is None:  # the full search finds a plan or says why there is none
         return plan_analysis(analysis, cluster, options, sent, errors)
     best = result.best
     check_pinned(options.pins or {}, split, best.assignment, best.pricer.mesh)
@@ -123,9 +123,7 @@ def _search_in_time(
     running: Plan,
     codecs: CodecRequest | None,
 ) -> SearchResult | None:
-    """The best plan of the meshes that can be tried in time; None if no plan
-    was found.
-    """
+    """The best plan of the meshes that can be tried in time; None without a plan."""
     start = time.perf_counter()
     tried: list[tuple[MeshShape, Candidate | None]] = []
     for mesh in meshes:
@@ -154,9 +152,9 @@ def _refine(
 ) -> Candidate:
     """The best plan after further problems, which are solved if they may save enough.
 
-    The first problem of a mesh does not model that several arrays may share a message
-    and its latency. In a small step, latencies are most of the time. The problems of a
-    small step are small, so there is time to solve further problems.
+    The first problem of a mesh does not model that several arrays share a message and
+    its latency. In a small step, latencies are most of the time, and there is time to
+    solve further problems, because they are small.
 
     Args:
       analysis: the step.
@@ -207,10 +205,13 @@ def _on_mesh(
     running: Plan,
     codecs: CodecRequest | None,
 ) -> Candidate | None:
-    """A good plan on one mesh; None if none was found in time."""
+    """A good plan on one mesh, from the running plan's layouts.
+
+    The result is None if time ran out.
+    """
     limit = _limit(analysis, pricer, options)
     starts: list[Candidate] = []
-    # Another number of microbatches or rows may give a program with other nodes.
+    # With another number of microbatches or rows, the program may have other nodes.
     alike = len(running.nodes) == len(analysis.contraction.nodes)
     if alike and len(pricer.sizes) == len(running.axis_sizes):
         with contextlib.suppress(PlanError):
@@ -245,6 +246,5 @@ def carried_plan(
 
     rule = Within(limit, same)
     found = solve_mesh(analysis, pricer, rule, MESH_S, weights=(HIDDEN,))
-    # The solver's bound holds only for plans with these layouts, so it is replaced by
-    # 0.
+    # The solver's bound holds only for plans with these layouts. So 0 is recorded.
     return dataclasses.replace(found, lower_s=0.0)

@@ -1,19 +1,22 @@
 """Weights of work and communication that may overlap, in the layout problem.
 
 The forward and the backward pass are each cut into segments. Communication that may
-overlap with work has a window: the segments in which it may run. The window of a gather
-goes from the start of the pass to the segment of its reader. The window of a gradient's
-sum goes from the segment in which the gradient is complete to the end of the update.
+overlap with work has a *window*: the segments in which it may run. The window of a
+gather goes from the start of the pass to the segment of its reader. The window of a
+gradient's sum goes from the segment in which the gradient is complete to the end of the
+update.
 
-A stretch is a sequence of segments that begins at the start of a pass or ends at its
-end. Communication is exposed if it does not overlap with work. The exposed
-communication of a stretch is at least 0, and at least the communication whose windows
-lie within the stretch, minus the work in the stretch (the interval bound of preemptive
+A *stretch* is a sequence of segments that begins at the start of a pass or ends at its
+end. Communication is *exposed* if it does not overlap with work. The seconds of exposed
+communication of a stretch have two lower bounds: 0, and the communication whose windows
+lie within the stretch minus the work in the stretch (the interval bound of preemptive
 scheduling on one machine, Horn 1974).
 
-Each stretch gets a weight, a number from 0 to 1. The weighted sum of these bounds is a
-sum of costs of single decisions, so the solver can minimise it. If the weights of each
-pass add up to at most 1, the least sum is a lower bound of the time of every plan.
+Each stretch gets a weight, a number from 0 to 1. Adding the second bounds, times these
+weights, to the seconds of work gives a sum over single decisions, which the solver can
+minimise. If the weights of each pass add up to at most 1, the least sum is a lower
+bound of the step of every plan. The weights of stretches determine a weight for each
+*kind* of seconds: those of work, gathers and sums in each segment.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from autopar.cost.overlap import Timeline
 from autopar.steps.positions import SEGMENTS, Positions
 from autopar_solver import highest_minimum
 
-# Bytes of the largest message of each group.
+# Maps each group of devices to the bytes of its largest message.
 Messages = tuple[tuple[Group, float], ...]
 
 # How many kinds of seconds there are: work in each segment of both passes and in the
@@ -87,14 +90,14 @@ def partly(gathers: float, sums: float) -> Weights:
     return Weights((1.0,) * _WORK, (gathers,) * _GATHERS, (sums,) * SEGMENTS)
 
 
-# WHOLE counts all communication in full. HIDDEN takes all communication that may
-# overlap with work as free.
+# WHOLE counts all communication in full. HIDDEN counts no communication that may
+# overlap with work.
 WHOLE, HIDDEN = partly(1.0, 1.0), partly(0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommunicationWay:
-    """The way in which a problem prices communication.
+    """How a problem counts the seconds of communication.
 
     Attributes:
       weights: weights of seconds that may overlap with other seconds.
@@ -104,7 +107,8 @@ class CommunicationWay:
         message do so.
       small: whether small state stays unsharded
         (`autopar.planner.problem.small_state`).
-      prices: prices with which gradients may be sent by codecs; None: no codecs.
+      prices: the prices of a codec's error and of the links, with which gradients may
+        be sent by codecs; None: no codecs.
     """
 
     weights: Weights
@@ -174,12 +178,12 @@ def lower_seconds(
 
 @functools.cache
 def _stretches() -> tuple[np.ndarray, np.ndarray]:
-    """The stretches.
+    """The stretches, as two arrays.
 
     Returns:
-      Two arrays. The first says for each stretch whether it contains the window or the
-      work of each kind, bool ``[stretches, KINDS]``. The second says for each pass
-      whether a stretch belongs to it, bool ``[2, stretches]``.
+      The first tells for each stretch which kinds of seconds have their window or work
+      in it, bool ``[stretches, KINDS]``. The second tells for each pass which stretches
+      belong to it, bool ``[2, stretches]``.
     """
     index = np.arange(SEGMENTS)
     rows: list[np.ndarray] = []
@@ -207,11 +211,11 @@ def nowhere() -> np.ndarray:
 
 
 def highest(planes: Sequence[Plane], share: float) -> tuple[np.ndarray, float]:
-    """The weights of stretches at which the minimum of all planes is largest.
+    """The weights of stretches at which the least of all planes is largest.
 
     Args:
-      planes: the planes of known plans.
-      share: fraction of the work that communication may overlap with.
+      planes: the planes of the plans that are known so far.
+      share: the fraction of work that communication may overlap with.
 
     Returns:
       The weights, float64 ``[stretches]``, and the minimum there, in seconds.
@@ -228,7 +232,7 @@ def weights_of(stretches: np.ndarray, known: Calibration) -> Weights:
 
     Args:
       stretches: float64 ``[stretches]``.
-      known: calibration of the overlap of communication and work.
+      known: measurements of how communication and work overlap.
     """
     inside, _ = _stretches()
     counted = np.minimum((stretches @ inside).round(4), 1.0)
@@ -240,10 +244,10 @@ def weights_of(stretches: np.ndarray, known: Calibration) -> Weights:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plane:
-    """A lower bound of one plan's time, as a linear function of stretches' weights.
+    """A lower bound of one plan's step, as a linear function of stretches' weights.
 
     Attributes:
-      base_s: seconds if all communication that may be hidden is hidden.
+      base_s: seconds of a step in which all communication that can be hidden is hidden.
       kinds: seconds of each kind that affect the exposed communication.
     """
 
@@ -263,10 +267,10 @@ def plane_of(
     """The plane of a plan.
 
     Args:
-      places: positions of operators.
+      places: the segment of each operator.
       seconds: seconds of a step under the plan.
       passes: work and communication of the plan's passes.
-      known: calibration of the overlap of communication and work.
+      known: measurements of how communication and work overlap.
     """
     rest, share = 1.0 - known.contention, known.overlap
     exposed_s = sum(one.exposed_s(share) for one in passes)

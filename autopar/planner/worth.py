@@ -27,13 +27,13 @@ from autopar_passes.rules.factor_rule import CUDNN_EFFICIENCY, PALLAS_EFFICIENCY
 _FUSED = {"gpu": (128, CUDNN_EFFICIENCY), "tpu": (256, PALLAS_EFFICIENCY)}
 # The dtypes that such a kernel supports.
 _HALF = frozenset({"bfloat16", "float16"})
-# The backward pass of a fused attention kernel has five matrix products, because it
-# computes the scores again. Without the kernel it has four. This is their ratio.
+# A fused attention kernel runs five matrix products in the backward pass, because it
+# computes the scores again. Without the kernel there are four. This is their ratio.
 _AGAIN = 1.25
 
 
 def worth_of(estimate: StepEstimate, step_s: float) -> Worth:
-    """Computes how well a plan uses its cluster.
+    """Computes how well a plan uses its cluster: speed-up, utilisation, idle axes.
 
     Args:
       estimate: work and messages of a step.
@@ -114,8 +114,9 @@ def model_work(analysis: Analysis) -> ModelWork:
 
 
 def fused_saves_s(analysis: Analysis, work: Work) -> float:
-    """Seconds of a step that a fused attention kernel would save; 0 if no kernel
-    supports the step.
+    """Seconds of a step that a fused attention kernel would save.
+
+    The result is 0 if no kernel supports the step.
 
     The kernel reads queries, keys and values and keeps the scores in on-chip memory.
     The kernel skips the work that a causal mask hides, and computes the scores again in
@@ -176,7 +177,7 @@ def axis_uses(
 
     Args:
       assignment: strategies as layouts.
-      work: the work of a device; splitting the work shortens everything except kernel
+      work: the work of a device. Splitting it shortens all seconds but those of kernel
         launches.
       pricer: prices on the mesh.
     """
@@ -208,7 +209,7 @@ def axis_uses(
 
 
 def _sums_s(assignment: Assignment, axis: int, pricer: Pricer) -> float:
-    """Seconds of the sums of all gradients over an axis, if rows were split over it."""
+    """Seconds of all gradients' sums over an axis, if the axis split the rows."""
     nbytes = 0.0
     for found in assignment.graph.inputs:
         if found.role is InputRole.PARAMETER:
@@ -219,12 +220,12 @@ def _sums_s(assignment: Assignment, axis: int, pricer: Pricer) -> float:
 
 
 def _part_left(split: float, total: float) -> float:
-    """The fraction of the work that is not split; 1 if there is no work."""
+    """The fraction of the work that an axis does not split; 1 if there is no work."""
     return min(1.0, max(0.0, 1.0 - split / total)) if total else 1.0
 
 
 def _axes(assignment: Assignment, member: int) -> frozenset[int]:
-    """The mesh axes over which the work of a class of operators is split."""
+    """The mesh axes that split the work of a class of equal operators."""
     contraction = assignment.contraction
     node = contraction.nodes[contraction.node_of[member]]
     strategy, mapping = assignment.strategies[node.index], node.members[member]
