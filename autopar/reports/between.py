@@ -1,18 +1,26 @@
 """The predicted bytes that processes send to each other in a step of a plan.
 
-The bytes are those of the messages that the cost model prices. Each device of a
-collective sends the bytes given by `autopar.cost.collectives.collective_bytes`. In an
-all-to-all, a device sends equal parts to all other devices. In all other collectives,
-it sends around a ring. All-reduces send to the previous device of the ring, and other
-collectives to the next device, as in gloo (``gloo/allreduce.cc``,
-``gloo/allgather.cc``), which XLA uses between CPUs. Stages send each other the values
-of `autopar.planner.stages.stage_costs.stage_messages`, cut into pieces
+The bytes are those of the messages that the cost model prices. In an all-to-all, a
+device sends equal parts to all other devices. In all other collectives, it sends around
+a ring. All-reduces send to the previous device of the ring, and other collectives to
+the next device, as in gloo (``gloo/allreduce.cc``, ``gloo/allgather.cc``), which XLA
+uses between CPUs. Stages send each other the values of
+`autopar.planner.stages.stage_costs.stage_messages`, cut into pieces
 (`autopar.layouts.pieces`). Bytes that stay inside a process do not count.
 
-Some messages are left out because their size does not grow with the model: headers, the
-messages of the coordination service, measurements (the noise scale, and telemetry of
-codecs between stages), and results of a step, such as the loss, that all processes
-receive.
+Between CPUs, gloo's headers count, too. For each message, the sender sends a notice and
+a header, and the receiver a notice (``Pair::send`` and ``Pair::recv`` in
+``gloo/transport/tcp/pair.cc``). Each is `_HEADER_BYTES` long. An array is sent in
+several messages: in an all-reduce at least two of each part, of which small arrays have
+fewer; in an all-gather the halves of each part; in an all-to-all or a permutation one.
+XLA passes the arrays to gloo one by one (``gloo_communicator.cc``). A reduce-scatter of
+codecs exchanges halves between partners, if their number is a power of two
+(``gloo/reduce_scatter.h``). For other numbers a ring is assumed.
+
+Some messages are left out because their size does not grow with the model: headers of
+TCP and of JAX's transfer servers, the messages of the coordination service,
+measurements (the noise scale, and telemetry of codecs between stages), and results of a
+step, such as the loss, that all processes receive.
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cluster import Cluster
+from autopar.cost.collectives import collective_bytes
 from autopar.layouts.floating import kept_layout
 from autopar.layouts.layout import Layout
 from autopar.layouts.pieces import Blocks, blocks_of, landings
@@ -39,6 +48,11 @@ from autopar_passes.stages.cut import Phase
 
 # (sending process, receiving process) -> bytes in a step.
 BytesBetween = Mapping[tuple[int, int], float]
+
+# Of gloo: the preamble of a message (six words, ``gloo/transport/tcp/pair.h``), the
+# content of a notice (an int, ``gloo/reduce_scatter.h``), and the largest segment of an
+# all-reduce (``gloo/allreduce.h``).
+_HEADER_BYTES, _NOTICE_BYTES, _SEGMENT_BYTES = 48, 4, 2**20
 
 
 def bytes_between(
@@ -82,42 +96,107 @@ def bytes_between(
 
 def _within_stage(bound: BoundPlan) -> Iterator[tuple[int, int, float]]:
     """Yields the collectives' messages: sender, receiver and bytes in a step."""
-    pricer, devices = bound.pricer, bound.plan.stage.devices
+    pricer, values = bound.pricer, bound.assignment.graph.values
+    grid = np.asarray(bound.plan.stage.devices).reshape(pricer.sizes)
+    is_gloo = pricer.cluster.device.kind == "cpu"
     for c in bound.collectives:
         kind = pricer.runs_as(c.step.kind)
-        # If the compiler uses an all-reduce in place of a reduce-scatter, twice as many
-        # bytes are sent.
-        ratio = 2.0 if kind != c.step.kind else 1.0
-        nbytes = ratio * c.sent_bytes(pricer)
-        yield from _collective(kind, c.step.axes, nbytes, pricer.sizes, devices)
+        if kind != "slice":
+            element_bytes = values[c.value].dtype.itemsize
+            for group in _groups(grid, c.step.axes):
+                for sent in _collective(kind, c.size, group, element_bytes, is_gloo):
+                    yield (*sent[:2], c.trips * sent[2])
     names = pricer.mesh.names
     for row in codec_rows(bound.plan.gradients, pricer):
-        axes = tuple(names.index(name) for name in row.axes)
-        yield from _collective(row.kind, axes, row.sent_bytes, pricer.sizes, devices)
+        axes = [names.index(name) for name in row.axes]
+        for group in _groups(grid, axes) if row.sent_bytes else ():
+            size = row.sent_bytes / collective_bytes(row.kind, 1, len(group))
+            yield from _collective(row.kind, size, group, 4, is_gloo)
+
+
+def _groups(grid: np.ndarray, axes: Sequence[int]) -> list[list[int]]:
+    """The groups of devices in which a collective over axes of a mesh runs."""
+    last = np.moveaxis(grid, sorted(axes), range(grid.ndim - len(axes), grid.ndim))
+    return last.reshape(-1, math.prod(grid.shape[a] for a in axes)).tolist()
 
 
 def _collective(
-    kind: str,
-    axes: Sequence[int],
-    nbytes: float,
-    sizes: Sequence[int],
-    devices: Sequence[int],
+    kind: str, nbytes: float, group: Sequence[int], element_bytes: int, is_gloo: bool
 ) -> Iterator[tuple[int, int, float]]:
-    """Yields the messages of a collective in which each device sends ``nbytes``."""
-    if not nbytes:
+    """Yields what the devices of a collective send: sender, receiver and bytes.
+
+    Args:
+      kind: as the device's compiler runs it.
+      nbytes: its size (`autopar.cluster.specs.Kind`).
+      group: its devices.
+      element_bytes: bytes of an element of the array.
+      is_gloo: whether gloo runs it, whose headers count.
+    """
+    count = len(group)
+    if is_gloo and kind == "reduce_scatter" and not count & (count - 1):
+        for k, to, data in _halving(nbytes, count):
+            yield group[k], group[to], data + 2 * _HEADER_BYTES + _NOTICE_BYTES
         return
-    grid = np.asarray(devices).reshape(sizes)
-    last = np.moveaxis(grid, sorted(axes), range(grid.ndim - len(axes), grid.ndim))
-    count = math.prod(sizes[a] for a in axes)
-    for group in last.reshape(-1, count).tolist():
-        for k, device in enumerate(group):
-            if kind == "all_to_all":
-                others = [d for d in group if d != device]
-            else:
-                behind = -1 if kind == "all_reduce" else 1
-                others = [group[(k + behind) % count]]
-            for other in others:
-                yield device, other, nbytes / len(others)
+    for k, to, data, messages in _messages(kind, nbytes, count, element_bytes):
+        headers = _HEADER_BYTES * messages * is_gloo
+        yield group[k], group[to], data + 2 * headers
+        yield group[to], group[k], headers
+
+
+def _messages(
+    kind: str, nbytes: float, count: int, element_bytes: int
+) -> Iterator[tuple[int, int, float, int]]:
+    """Yields sender, receiver, bytes and number of messages of ring algorithms."""
+    if kind == "all_reduce":
+        # A device owns a part of the array. It first sends sums of all other parts, and
+        # then the parts that are complete, but for that of the receiver.
+        parts = _ring_parts(nbytes, count, element_bytes)
+        for k in range(count):
+            data, messages = (2 * sum(x) - x[k] - x[k - 1] for x in parts)
+            yield k, (k - 1) % count, data, int(messages)
+        return
+    for k in range(count if nbytes else 0):
+        if kind == "all_to_all":
+            for other in range(1, count):
+                yield k, (k + other) % count, nbytes / count, 1
+        elif kind == "collective_permute":
+            yield k, (k + 1) % count, nbytes, 1
+        else:
+            data, messages = nbytes * (count - 1) / count, 2 * (count - 1)
+            yield k, (k + 1) % count, data, messages
+
+
+def _halving(nbytes: float, count: int) -> Iterator[tuple[int, int, float]]:
+    """Yields the messages of gloo's reduce-scatter: sender, receiver and bytes.
+
+    Partners exchange halves, quarters and so on. Each device then has the part whose
+    number is its own with the bits in reverse order, and sends the part to its owner.
+    """
+    bits = (count - 1).bit_length()
+    for k in range(count):
+        for bit in range(bits):
+            yield k, k ^ (1 << bit), nbytes / 2 ** (bit + 1)
+        owner = int(f"{k:0{bits}b}"[::-1], 2)
+        if owner != k:
+            yield k, owner, nbytes / count
+
+
+def _ring_parts(
+    nbytes: float, count: int, element_bytes: int
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Bytes of each device's part of an all-reduce, and messages that send it.
+
+    The array is cut into segments of equal size, at least two a part. The last segments
+    may be shorter. Empty segments are not sent.
+
+    >>> _ring_parts(40.0, 4, element_bytes=4)
+    ([16.0, 16.0, 8.0, 0.0], [2, 2, 1, 0])
+    """
+    each = max(2, math.ceil(nbytes / _SEGMENT_BYTES / count))
+    segment = element_bytes * math.ceil(nbytes / (each * count) / element_bytes)
+    starts = segment * np.arange(each * count).reshape(count, each)
+    sent = np.clip(float(nbytes) - starts, 0, segment)
+    return sent.sum(1).tolist(), (sent > 0).sum(1).tolist()
 
 
 # Between stages.
