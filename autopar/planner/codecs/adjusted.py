@@ -1,5 +1,8 @@
-"""Decisions whose codecs take their settings as inputs of the program
-(`autopar.compression.adjusting`).
+"""Decisions whose codecs get settings as inputs of the program.
+
+See `autopar.compression.adjusting`. A policy can change these settings without
+compiling again. A *decision* says how one gradient is sent. Codecs of one *family*
+differ only in such settings.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ Decisions = Sequence[GradientDecision]
 
 
 def codec_of(decision: GradientDecision) -> Codec:
-    """The codec in a gradient's compiled program.
+    """The codec that the compiled program has for a gradient.
 
-    The gradient's bytes are the bytes of this codec.
+    The bytes of the gradient in the decision are those that this codec sends.
     """
     if not decision.limit:
         return parse_codec(decision.codec)
@@ -39,7 +42,7 @@ def codec_of(decision: GradientDecision) -> Codec:
 
 
 def families(decisions: Decisions) -> set[Codec]:
-    """The families of the codecs that take inputs, among the given decisions."""
+    """The families of the decisions' codecs that take settings as program inputs."""
     limits = [parse_codec(g.limit) for g in decisions if g.limit]
     return {f for limit in limits if (f := family_of(limit)) is not None}
 
@@ -63,8 +66,8 @@ def adjust_inputs(
 ) -> tuple[GradientDecision, ...]:
     """Returns decisions in which exactly the codecs of the wanted families take inputs.
 
-    The bytes of a decision are the bytes that are sent. Each gradient's share of a
-    message is in proportion to the bytes that the gradient uses.
+    The program sends messages of fixed sizes. Each gradient gets a part of its message
+    in proportion to the bytes that its current settings need.
     """
     made = [_constant(g) for g in decisions]
     for family in wanted:
@@ -89,8 +92,7 @@ def adjusted_plan(plan: Plan, wanted: Collection[Codec]) -> Plan:
 
 
 def check_rooms(decisions: Decisions) -> None:
-    """Checks that the bytes which gradients send fit into the message sizes in the
-    decisions.
+    """Checks that what gradients send fits into the messages of the program.
 
     Raises:
       PlanError: a gradient does not fit.
@@ -114,9 +116,7 @@ def check_rooms(decisions: Decisions) -> None:
 
 
 def program_plan(plan: Plan) -> Plan:
-    """The part of a plan that determines its program: the inputs of codecs are left
-    out.
-    """
+    """The part of a plan that determines its program, without the codecs' inputs."""
     return plan.with_gradients(
         [
             msgspec.structs.replace(g, codec=g.limit, wire_bytes=0.0, error=0.0)
@@ -169,6 +169,6 @@ def _size(codec: Codec) -> float:
 
 
 def _together(decision: GradientDecision) -> tuple[Any, ...]:
-    """The key that gradients share if one message carries them."""
+    """A key that is equal for gradients whose codes one message carries."""
     g = decision
     return g.bucket, g.axes, g.within, g.workers, g.scatter

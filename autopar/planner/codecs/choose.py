@@ -1,12 +1,13 @@
 """Chooses the codec of each gradient, for given layouts.
 
 The choice is a small integer program (`autopar_solver.selection`). The program
-minimises the exposed and local seconds under an error budget. The search of layouts
-(`autopar.planner.solving`) chooses codecs for each of its plans in this way. The search
-then solves the problem of the layouts again, with a price on error and a weight on each
-second of the link, both taken from the best choice so far. At given prices, every
-gradient has a best codec for every pair of layouts. So only the costs on the edges that
-carry gradients change; the problem of the layouts stays the same otherwise.
+minimises the seconds for which a step waits for the links or runs codecs, within an
+error budget. The search of layouts (`autopar.planner.solving`) chooses codecs for each
+of its plans in this way. It then solves the problem of the layouts again, with prices
+(in seconds of the step) of error and of each second on a link, both taken from the best
+choice so far. At given prices, every gradient has a best codec for every pair of
+layouts. So only the costs of edges that carry gradients change in the problem of the
+layouts.
 """
 
 from __future__ import annotations
@@ -67,13 +68,15 @@ from autopar_solver import (
     solve_selection,
 )
 
-# Codecs that save less than this fraction of a step are not worth their error.
+# A codec that saves less than this fraction of a step is not worth its error.
 WORTHWHILE = 0.03
-# The effective relative error of each gradient may be at most this many times the
-# budget. Without this limit, the rest of the budget would be spent on large errors of a
-# few small gradients. In training such large errors do not average out: on 100 steps of
-# a character GPT, sending 6 % of the elements by `predicted` and `sign`, within a
-# budget of 0.1, raised the loss by 0.09 nats a character (docs/record).
+# The *effective relative error* of a gradient is the L2 norm of a codec's error divided
+# by that of the gradient, less what error feedback makes up for. That of each gradient
+# may be at most this many times the budget of the whole gradient. Without this limit,
+# the rest of the budget would be spent on large errors of a few small gradients. In
+# training such large errors do not average out: on 100 steps of a character GPT,
+# sending 6 % of the elements by `predicted` and `sign`, within a budget of 0.1, raised
+# the loss by 0.09 nats a character (docs/record).
 MOST_OF_BUDGET = 2.0
 
 # Name of a parameter -> codec -> measured relative error of the parameter's gradient.
@@ -96,10 +99,10 @@ class CodecRequest:
 
     Attributes:
       mode: the value of `PlanOptions.compression`.
-      codec: the codec that `mode` names.
-      budget: the most effective relative error of the whole gradient.
-      sent: a plan from which each gradient takes its codec.
-      errors: measured relative errors, by gradient and codec.
+      codec: the codec that `mode` names; None if it names none.
+      budget: the largest effective relative error that the whole gradient may have.
+      sent: a plan from which each gradient takes its codec, if there is one.
+      errors: measured relative errors, by gradient and codec; others are predicted.
       most: upper limit of the effective relative error of each gradient.
     """
 
@@ -112,7 +115,7 @@ class CodecRequest:
 
     @property
     def chooses(self) -> bool:
-        """Whether codecs are to be chosen."""
+        """Whether the planner is to choose the codecs."""
         return self.sent is None and self.codec is None
 
 
@@ -145,7 +148,8 @@ def sent_as_asked(
     found = sites(analysis, candidate.assignment, mesh, candidate.collectives)
     _check_codecs(found, request)
     layouts = candidate.assignment
-    # Replicas sum once a step among each other, whatever is summed within each.
+    # Replicas sum gradients among each other once per step, however gradients are
+    # summed within each.
     if layouts.sums_each_microbatch and not layouts.replicas:
         return dataclasses.replace(
             candidate, sending=_as_they_are(candidate, found, request)
@@ -165,7 +169,7 @@ def sent_as_asked(
 def sent_alike(
     analysis: Analysis, candidate: Candidate, sending: Sending, errors: Errors
 ) -> Candidate:
-    """Returns a candidate whose gradients are sent as in another candidate.
+    """Returns a candidate whose gradients use the codecs of another candidate.
 
     Args:
       analysis: the step.
@@ -188,8 +192,9 @@ def sent_alike(
 def _as_they_are(
     candidate: Candidate, found: Sequence[Site], request: CodecRequest
 ) -> Sending:
-    """The sending of gradients that are summed in each microbatch because accumulated
-    gradients do not fit the memory.
+    """How gradients are sent that are summed in each microbatch.
+
+    They are, if gradients that accumulate over microbatches do not fit the memory.
 
     Raises:
       PlanError: codecs were asked for. Codecs send only sums over all microbatches.
@@ -206,9 +211,7 @@ def _as_they_are(
 
 
 def _check_codecs(found: Sequence[Site], request: CodecRequest) -> None:
-    """Checks each codec whose class is defined outside of the package, on the first
-    gradient that can use the codec.
-    """
+    """Checks the codecs that are not autopar's own, each on a gradient it can send."""
     asked = request.codec
     texts = offered_codecs() if asked is None else [format_codec(asked)]
     for codec in map(parse_codec, texts):
@@ -259,9 +262,7 @@ def codecs_of(given: dict[str, GradientDecision], found: Sequence[Site]) -> list
 
 
 def _sends(site: Site, text: str, given: dict[str, GradientDecision]) -> bool:
-    """Whether a codec can send a gradient; '' (no codec) is possible only if the plan
-    says so.
-    """
+    """Whether a codec can send a gradient; '' (no codec) only if the plan says so."""
     return not site.refuses(parse_codec(text)) if text else site.name in given
 
 
@@ -277,7 +278,7 @@ def _choose_sending(
     known: dict[object, list[tuple[str, CodecOption]]] = {}
     rows: list[list[tuple[str, CodecOption]]] = []
     for site in large:
-        # Gradients with the same shape and the same devices have the same prices.
+        # Gradients with the same shape and the same devices have the same costs.
         own = errors.get(site.name)
         key = site.name if own else (site.shape, site.summations, site.itemsize)
         if key not in known:
@@ -366,14 +367,14 @@ def _waiting_cost(candidate: Candidate, texts: Mapping[int, str]) -> CostBreakdo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecOption:
-    """One codec for one gradient, as an option of the integer program.
+    """One codec for one gradient, as an option of the integer program of the choice.
 
     Attributes:
-      price: cost of the codec for this gradient only.
-      weighted_error: the squared error of the codec, times the number of elements of
-        the gradient.
-      memory_bytes: bytes of codec state on one device.
-      summation: how the devices share the work.
+      price: the cost of the codec for this gradient alone, in seconds.
+      weighted_error: the squared relative error of the codec, times the number of
+        elements of the gradient.
+      memory_bytes: bytes that the codec keeps on one device between steps.
+      summation: how the devices share the work of the sum.
     """
 
     price: CodecPrice
@@ -383,8 +384,9 @@ class CodecOption:
 
 
 def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> CodecOption:
-    """Prices a codec for a gradient, with the fastest way to share the work; '' is the
-    compiler's all-reduce.
+    """Computes the costs of a codec for a gradient; '' is the compiler's all-reduce.
+
+    The devices share the work in the fastest way.
     """
     mesh = pricer.mesh.axes
     if not text:
@@ -405,7 +407,7 @@ def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> CodecOptio
 
 @functools.lru_cache(maxsize=1 << 14)
 def _state_bytes(summation: Summation, codec: Codec) -> float:
-    """Returns the bytes of codec state on a device, including the residual."""
+    """Returns the bytes that a codec keeps on a device, including its residual."""
     kind = "residual" if codec.feedback else "none"
     how = Gradient("", summation.local_shape, codec, Feedback(kind=kind))
     state = jax.eval_shape(lambda: init_state(how, summation.workers))
@@ -446,8 +448,7 @@ def _selection(
         wire_s=wire_s,
         local_s=column(lambda o: o.price.local_s),
         error=column(lambda o: o.weighted_error),
-        # A message of many gradients is sent when the last of these gradients is
-        # complete.
+        # A message of several gradients is sent when the last of them is complete.
         ready_s=(0.0,) * len(large),
         backward_s=0.0,
         error_budget=budget**2 * total,
@@ -457,8 +458,9 @@ def _selection(
 
 
 def _felt_part(candidate: Candidate) -> float:
-    """The fraction of the compiler's all-reduce time that lengthens a step; the rest
-    overlaps with work.
+    """The fraction of the compiler's all-reduces that lengthens a step.
+
+    The rest overlaps with work.
     """
     known = candidate.pricer.cluster.device.corrections
     backward = [t for t in candidate.timelines if t.role is Role.BACKWARD]
@@ -467,9 +469,9 @@ def _felt_part(candidate: Candidate) -> float:
     return (exposed + known.contention * (sent - exposed)) / sent if sent else 1.0
 
 
-# Two costs count as equal if their difference is less than this fraction of the
-# backward pass and the cost together. The solver proves costs only up to this fraction.
-# Among equal costs, the choice with the smaller error is taken.
+# Two costs count as equal if they differ by less than this fraction of the sum of the
+# backward pass and the cost. The solver proves costs only up to it. Among equal costs,
+# the choice with the smaller error is taken.
 GAP = 1e-4
 
 
@@ -479,15 +481,16 @@ def with_less_error(
     """Replaces choices by choices with less error and the same cost, within the
     solver's gap.
 
-    For each gradient in turn, the option with the least error is taken whose own cost
-    is no higher, and with which the step costs no more while the other gradients keep
+    For each gradient in turn, takes the option with the least error that costs no more
+    seconds by itself, and no more seconds of the step while the other gradients keep
     their options.
     """
     most = answer.cost_s + GAP * (problem.backward_s + answer.cost_s)
     chosen, spent = list(answer.choices), answer.cost_s
     for site, errors in enumerate(problem.error):
         now, local, wire = chosen[site], problem.local_s[site], problem.wire_s[site]
-        # Work that cannot overlap with the backward pass costs all of its time.
+        # Work of codecs that cannot overlap with the backward pass adds all of its
+        # seconds.
         own = local if problem.backward_s else local + wire
         for k in np.argsort(errors, kind="stable").tolist():
             if errors[k] >= errors[now]:
@@ -505,7 +508,7 @@ def with_less_error(
 
 
 def prices_of(best: Candidate, request: CodecRequest) -> Prices:
-    """The prices of a second on the link and of an error at the best choice.
+    """The prices of a second on the link and of an error, at the best choice.
 
     If the best choice sends nothing by codecs, the price of an error is 0, because the
     exact choice keeps the budget later. A codec that the user named is used for every
@@ -552,9 +555,7 @@ def record_decisions(
 
 
 def _as_before(given: GradientDecision, made: GradientDecision) -> GradientDecision:
-    """Copies the fields of a plan's decision, other than the codec, to a new
-    decision.
-    """
+    """Copies all fields of a plan's decision except the codec to a new decision."""
     return msgspec.structs.replace(
         made,
         feedback=given.feedback,
@@ -575,7 +576,7 @@ def describe_compression(
     Args:
       parts: the stages, with the decisions on their gradients.
       request: the user's request about codecs.
-      before_s: seconds of a step without codecs, in the best layouts known.
+      before_s: seconds of a step without codecs, in the best known layouts.
       after_s: seconds of a step with codecs.
       more: further text about the step without codecs.
     """
@@ -633,9 +634,11 @@ def elements_of(sending: Sending) -> int:
 def gradients_s(candidate: Candidate) -> float:
     """Seconds that the sums of gradients add to a step without codecs.
 
-    An operator on a postponed sum takes longer, because the sum is not sharded on each
-    device. The extra time of such an operator is not counted here, because the operator
-    does not send the gradient.
+    A *postponed* sum is a gradient that stays a summand on each device until it is
+    sent.
+
+    An operator on a postponed sum takes longer, because each device holds a summand of
+    full size. This extra time is not included, because the operator sends nothing.
     """
     assert candidate.sending is not None
     texts = {site.value: "dense" for site in candidate.sending.sites}

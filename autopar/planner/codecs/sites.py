@@ -42,15 +42,15 @@ class Site:
 
     Attributes:
       value: number of the gradient's value in the graph.
-      name: path of the gradient's parameter.
+      name: path of the parameter that the gradient updates.
       shape: of the whole gradient.
       axes: mesh axes over which the gradient is summed.
       summations: the ways in which the devices can share the work; the first way sums
         over all links at once.
-      ready: the operator that completes the gradient.
-      itemsize: bytes that the compiler sums for one element of the gradient. The bytes
-        are in the dtype of the sum and count all operators that contribute to the
-        gradient.
+      ready: the operator that completes the gradient in the backward pass.
+      itemsize: bytes per element of the gradient that the compiler sums, in the dtype
+        of the sum. If several operators contribute to the gradient, their bytes are
+        added.
     """
 
     value: int
@@ -85,11 +85,13 @@ class Sending:
     Attributes:
       sites: the gradients.
       codecs: the codec of each gradient; '' if the compiler sums the gradient.
-      summations: how the devices share the work of each gradient.
-      each_s: seconds of a step that the codec of each gradient saves.
-      errors: relative error of each gradient, in the L2 norm.
-      error: effective relative error of the whole gradient.
-      memory_bytes: bytes of codec state on one device.
+      summations: for each gradient, how the devices share the work of its sum.
+      each_s: for each gradient, the seconds of a step that its codec saves.
+      errors: relative error of each gradient, the L2 norm of the error divided by that
+        of the gradient.
+      error: effective relative error of the whole gradient
+        (`autopar.planner.codecs.choose`).
+      memory_bytes: bytes that codecs keep on one device between steps.
       cost: cost of a step, including the time to send gradients by codecs.
       problem: the integer program of the choice; None: there was no choice to make.
     """
@@ -132,7 +134,7 @@ def sites(
 ) -> list[Site]:
     """Lists the gradients that codecs may send under an assignment, in program order.
 
-    The compiler sums the other gradients, as it does without codecs.
+    The compiler sums all other gradients.
 
     Args:
       analysis: the step.
@@ -174,7 +176,7 @@ def _summed_itemsize(
     held: Collection[int],
     summed: Mapping[int, float],
 ) -> float:
-    """Bytes that are summed for each element of the final values of a deferral.
+    """Bytes per element that a step without codecs sums for a deferral's final values.
 
     Args:
       graph: the operators.
@@ -184,8 +186,8 @@ def _summed_itemsize(
     """
     ends = [graph.values[v] for v in deferral.ends]
     nbytes = sum(summed.get(v, 0.0) for v in held)
-    # If another operator takes the sums, the bytes of the final values are counted
-    # instead.
+    # If an operator outside of the deferral takes the sums, the bytes of the final
+    # values are counted instead.
     return (nbytes or sum(v.nbytes for v in ends)) / max(1, sum(v.size for v in ends))
 
 
@@ -200,7 +202,7 @@ def parameter_names(
     """Names gradients by the parameter that they update.
 
     A gradient is followed through operators that keep its shape, to the first parameter
-    of the same shape that the step returns. If no parameter is reached, the gradient is
+    of this shape that the step returns. If no parameter is reached, the gradient is
     named after the module that computes it.
     """
     names: dict[int, str] = {}
@@ -262,7 +264,7 @@ def decision(
       site: the gradient.
       mesh: the axes of the mesh.
       codec: the codec as text; '': the compiler sums the gradient.
-      summation: how the devices share the work.
+      summation: how the devices share the work of the sum.
     """
     route = route_of(summation, mesh)
     made = GradientDecision(
@@ -306,7 +308,7 @@ _REMEDIES = {
     "documentation, 'What is not compressed')",
 }
 
-# The most names that a warning lists of one group.
+# The most names of gradients that a warning lists for one reason.
 _NAMES = 3
 
 _TOLD = contextvars.ContextVar("told", default=True)

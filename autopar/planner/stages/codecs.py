@@ -1,10 +1,11 @@
 """Chooses how the stages of a pipeline send their gradients.
 
 A stage sums its gradients after its last microbatch. So the codecs of a stage shorten
-the step if this stage ends last. The error budget applies to the whole gradient. First,
-the best codecs of each stage are computed under several budgets for that stage. After
-that, one option of each stage is chosen such that the last stage ends earliest. Among
-equally fast choices, the choice with the least error is taken.
+the step if this stage ends last. The error budget applies to the gradient of all stages
+together. First, the best codecs of each stage are computed under several budgets for
+this stage: its options. Then one option of each stage is chosen such that the last
+stage ends earliest. Among equally fast choices, the choice with the least error is
+taken.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from autopar_solver import ScheduleTable, play
 # have a larger error if other stages have smaller errors.
 _PARTS = (0.0, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0)
 
-# The stages, with their codecs.
+# The stages as candidates, with their codecs.
 Choices = tuple[Candidate, ...]
-# Seconds of a step with the codecs of each stage.
+# A function that returns the seconds of a step with given codecs of each stage.
 StepSeconds = Callable[[Sequence[Candidate]], float]
 
 
@@ -53,7 +54,7 @@ class StagedChoice:
 
     Attributes:
       choices: the candidate of each stage, with codecs.
-      costs: cost of the pipeline with these codecs.
+      costs: the costs of the pipeline's tasks with these codecs.
       compression: text with the reason for the choice.
       requests: the user's request about the codecs of each stage.
     """
@@ -167,9 +168,7 @@ def without_codecs(cut: CutStep, found: Sequence[Candidate]) -> Choices:
 def _by_site(
     graph: OperatorGraph, choices: Choices, request: CodecRequest, sent: Plan
 ) -> tuple[CodecRequest, ...]:
-    """The request for each stage, with the plan's gradients under the names that the
-    stage gives them.
-    """
+    """The request for each stage, with the stage's own names for the plan's gradients."""
     given = {g.name: g for g in sent.gradients}
     requests: list[CodecRequest] = []
     for names, choice in zip(gradient_names(graph, choices), choices, strict=True):
@@ -185,9 +184,7 @@ def _by_site(
 
 
 def with_codecs(costs: StageCosts, choices: Sequence[Candidate]) -> StageCosts:
-    """The cost of a pipeline with codecs; codecs change the work that a stage does once
-    a step.
-    """
+    """The cost of a pipeline with codecs, which change the work once per step."""
     saved = [choice.saved_s for choice in choices]
     tasks = dataclasses.replace(
         costs.tasks, step_s=np.maximum(0.0, costs.tasks.step_s - np.array(saved))
@@ -200,9 +197,7 @@ def with_codecs(costs: StageCosts, choices: Sequence[Candidate]) -> StageCosts:
 
 
 def summed_once(analysis: Analysis) -> Analysis:
-    """The analysis of a stage with the gradients that the stage accumulates over
-    microbatches.
-    """
+    """A stage's analysis, in which gradients are those accumulated over microbatches."""
     added = analysis.graph.accumulated
     deferrals = tuple(
         d if added.issuperset(d.ends) else dataclasses.replace(d, gradients=frozenset())
@@ -285,7 +280,8 @@ def _fastest(
 
     Args:
       options: the options of each stage; the first option has no error.
-      last: when the last task of each stage ends.
+      last: when the last task of each stage ends, in seconds from the start of the
+        step.
       costs: cost of the pipeline without codecs.
       budget: error budget of the whole gradient.
     """
@@ -309,6 +305,6 @@ def _fastest(
 
 
 def _squared_error(choice: Candidate) -> float:
-    """The squared error of a stage's gradients, times the number of their elements."""
+    """The squared relative error of a stage's gradients, times their elements."""
     sending = sending_of(choice)
     return sending.error**2 * elements_of(sending)

@@ -1,5 +1,7 @@
 """Builds the problem of the stages: the cost of each layer on each submesh.
 
+A *submesh* is a slice of the cluster with a mesh and layouts.
+
 *Bytes* of layers are counted on one device, for each number of microbatches. A device
 always holds parameters, optimizer moments and accumulated gradients. Activations are
 arrays that the forward pass computes and the backward pass reads. An activation belongs
@@ -43,12 +45,13 @@ class LayerBytes:
     """Bytes of example layers.
 
     Attributes:
-      state: float64 ``[examples]``, parameters, moments and the batch.
+      state: float64 ``[examples]``, bytes of parameters, moments and the batch. An
+        example layer stands for all equal layers.
       gradients: ``[examples]``, gradients accumulated over microbatches.
       accumulated: ``[examples]``, bytes read and written to add the gradients of one
         microbatch to the accumulated gradients.
-      activations: ``[examples, scales]``, arrays kept from the forward to the backward
-        pass.
+      activations: ``[examples, scales]``, bytes of arrays kept from the forward to the
+        backward pass. A scale stands for a number of microbatches.
       transient: ``[examples, scales]``, further bytes while a layer runs.
     """
 
@@ -65,8 +68,8 @@ class BytesPricer:
 
     Attributes:
       layers: the layers.
-      scales: rows of a microbatch divided by rows of the program, for each number of
-        microbatches.
+      scales: for each number of microbatches, the rows of a microbatch divided by the
+        rows of the program.
     """
 
     layers: LayerMap
@@ -99,8 +102,10 @@ class BytesPricer:
         )
 
     def life(self, device: DeviceSpec) -> Lifetimes:
-        """The lifetimes of values; products that compute gradients run in program
-        order.
+        """The lifetimes of values.
+
+        Products that compute gradients run in program order.
+
         """
         habits = dataclasses.replace(habits_of(device), late_gradients=0)
         analysis = self.layers.analysis
@@ -110,8 +115,10 @@ class BytesPricer:
 
     @functools.cached_property
     def around(self) -> tuple[int, ...]:
-        """The operators of example layers, the readers of their results, and the
-        producers of their inputs.
+        """The operators that the lifetimes of example layers' values depend on.
+
+        They are the layers' operators, the readers of their results, and the producers
+        of their inputs.
         """
         graph = self.layers.analysis.graph
         producer = self.layers.analysis.contraction.producer
@@ -128,15 +135,12 @@ class BytesPricer:
         return tuple(sorted(out))
 
     def keepers(self, found: Live) -> np.ndarray:
-        """For each array, the layer whose backward pass the array is kept for; -1:
-        none.
-        """
+        """For each array, the layer whose backward pass needs it; -1 if none does."""
         layers, graph = self.layers, self.layers.analysis.graph
         producer = layers.analysis.contraction.producer
         forward = {v for v, op in producer.items() if op.role is Role.FORWARD}
         roles = np.array([op.role is Role.BACKWARD for op in graph.operators])
-        # An array that is first used in the backward pass is gathered again for that
-        # pass.
+        # A gathered array that the backward pass uses first is gathered again for it.
         waits = np.array([int(v) in forward for v in found.values], dtype=bool)
         waits &= roles[found.last] & ~roles[found.first]
         waits[: found.held] = False
@@ -187,16 +191,16 @@ class BytesPricer:
         return held, moved
 
 
-# Seconds of layers on a submesh, for each number of microbatches.
+# Seconds of the layers on a submesh, for each number of microbatches.
 #
-# The work and the messages of a step (`autopar.cost.estimate`) are summed by layer, at
-# the rows of each microbatch. Of equal layers only one is priced, the example layer.
+# The work and the messages of a step (`autopar.cost.estimate`) are summed by layer, for
+# the rows that a microbatch has. Of equal layers, only the example layer is computed.
 #
 # Communication that no operator waits for overlaps with the work of its own layer.
 # Gathers of parameters overlap with the work of every microbatch. Sums of gradients
 # overlap with the backward pass of the last microbatch.
 
-# Columns of a table of seconds.
+# Columns of a table of seconds: what each second is spent on.
 FORWARD, INPUT, WEIGHT, STEP, AGAIN = range(5)
 _COLUMNS = 5
 
@@ -222,7 +226,7 @@ class LayerSeconds:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SecondsPricer:
-    """Prices layers.
+    """Computes the seconds of layers.
 
     Attributes:
       layers: the layers.
@@ -245,7 +249,7 @@ class SecondsPricer:
     def _add_work(self, submesh: Submesh, out: np.ndarray) -> None:
         work = work_of(submesh.assignment, submesh.pricer)
         table = work.table
-        # The update takes the same time at any microbatch size.
+        # The optimizer update takes the same time for any microbatch size.
         run_s = np.where(
             table.update[:, None], work.run_s(np.ones(1)), work.run_s(self.scales)
         )
@@ -258,8 +262,7 @@ class SecondsPricer:
 
     @functools.cached_property
     def _runs(self) -> tuple[list[tuple[int, int, int]], np.ndarray]:
-        """The columns, example layers and classes of operators, and their numbers of
-        runs.
+        """The columns, example layers and classes of operators, and the runs of each.
 
         ``[places]``.
         """
@@ -282,7 +285,7 @@ class SecondsPricer:
         layers, assignment = self.layers, submesh.assignment
         found = self._collectives(submesh)
         sent = messages_of(assignment, submesh.pricer, [c for c, _ in found])
-        # Sums of gradients have the same size at any microbatch size.
+        # Sums of gradients have the same bytes for any microbatch size.
         each_s = np.where(
             sent.once[:, None], sent.planned_s[:, None], sent.seconds(self.scales)
         )
@@ -340,7 +343,7 @@ def _overlap(
       waiting: seconds of communication that an operator waits for.
       free: seconds of communication that may overlap with work.
       share: fraction of the work that communication may overlap with.
-      contention: seconds by which each overlapping second of communication lengthens
+      contention: seconds by which each second of overlapping communication lengthens
         the work.
     """
     saved = np.zeros_like(work)
@@ -366,7 +369,7 @@ def _overlap(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Crossings:
-    """The values that cross the boundary behind each layer except the last.
+    """The values that cross the boundary after each layer except the last.
 
     Attributes:
       forward: activations, by boundary.
@@ -482,8 +485,8 @@ def shared_parameters(layers: LayerMap) -> Iterator[SharedLayerParameter]:
                 yield SharedLayerParameter(given.value, found[0], target)
 
 
-# A submesh is left out if, in every measure, another submesh of the same size costs at
-# most this many times as much.
+# A submesh is left out if another submesh of the same size costs at most this many
+# times as much in every measure (`Priced.measures`).
 _WORSE = 1.01
 
 
@@ -497,7 +500,7 @@ class Priced:
       nbytes: of the example layers.
       accumulate: float64 ``[examples]``, seconds of adding the gradients of one
         microbatch to the accumulated gradients.
-      possible: ``[scales]``, whether the layouts split a microbatch.
+      possible: ``[scales]``, whether the layouts can split the rows of a microbatch.
       sent: ``[layers - 1, scales]``, bytes of activations behind each layer.
       returned: ``[layers - 1, scales]``, bytes of cotangents behind each layer.
       entering: ``[layers, scales]``, bytes of activations that each layer reads.
@@ -514,7 +517,7 @@ class Priced:
 
     @property
     def measures(self) -> np.ndarray:
-        """All costs of the submesh, as one flat array."""
+        """All costs of the submesh, as one flat array of measures."""
         s, n = self.seconds, self.nbytes
         found = [
             np.where(self.possible, table, np.inf)
@@ -569,9 +572,7 @@ def _price_submesh(
 
 
 def _is_dominated(found: Sequence[Priced], number: int) -> bool:
-    """Whether another submesh of the same devices is at least about as good in every
-    measure.
-    """
+    """Whether another submesh of the same devices is about as good in each measure."""
     mine = found[number]
     key = (mine.submesh.group, mine.submesh.devices)
     for k, other in enumerate(found):
@@ -643,11 +644,11 @@ def with_copied_layers(
 ) -> StageProblem:
     """The problem in which stages get the state of their layers from other stages.
 
-    A stage with several chunks runs layers that are not next to each other, and stacked
-    arrays lie in the order of the layers. So the layers are sent before the
-    microbatches and sent back after the update, and a stage holds two copies. Which
-    chunks lie on their own stage depends on the number of stages. The costs are those
-    of a stage of which all layers are sent.
+    A stage with several chunks runs layers that are not consecutive, but it holds
+    consecutive layers of stacked arrays. So layers are sent to the stages that run them
+    before the microbatches, and sent back after the update, and a stage holds two
+    copies. How many layers are sent depends on the number of stages. The costs assume
+    that all are sent.
 
     Args:
       problem: the problem, with the costs of stages whose layers stay in place.
@@ -687,7 +688,7 @@ class _Links:
     def __init__(
         self, cluster: Cluster, found: Sequence[Priced], ends: Sequence[int]
     ) -> None:
-        """One submesh represents each kind of end."""
+        """Stores one submesh for each kind of end."""
         first = dict(zip(reversed(ends), reversed(found), strict=True))
         self.examples = [first[end] for end in range(len(first))]
         count = len(self.examples)
@@ -700,7 +701,10 @@ class _Links:
                 self.latency[a, b] = link.latency_s
 
     def seconds(self, scale: int, *, backward: bool) -> np.ndarray:
-        """Seconds of a link at its busier end, ``[layers - 1, links, links]``."""
+        """Seconds for which a link's busier end sends or receives.
+
+        The shape is ``[layers - 1, links, links]``.
+        """
         nbytes = np.stack(
             [(e.returned if backward else e.sent)[:, scale] for e in self.examples], 1
         )

@@ -78,7 +78,10 @@ def parts_at_loops(
 
 
 def _heaviest(whole: Analysis, parts: int) -> list[int]:
-    """The forward equations of the loop with most work, in program order."""
+    """The forward equations of the loop over layers with most work, in program order.
+
+    There is one for each piece of the loop.
+    """
     pieces = _piece_numbers(whole)
     graph = whole.graph
     once = update_equations(whole.program, graph)
@@ -125,12 +128,13 @@ def _piece_numbers(whole: Analysis) -> dict[int, int]:
 
 # Number of chunks of a stage under the interleaved schedule.
 _CHUNKS = 2
-# The most pieces into which loops over layers are cut for the search of stages.
+# The most pieces into which loops over layers are cut for the search of the best
+# stages.
 _MOST_PIECES = 16
-# Default number of microbatches per stage: with it the bubble of 1F1B is less than a
-# fifth of a step.
+# Default number of microbatches per stage: with it, stages are idle for less than a
+# fifth of a step under 1F1B.
 _PER_STAGE = 4
-# Seconds of launching a task, which is a call of a compiled function with its arrays
+# Seconds of launching a task: of calling a compiled function with its arrays
 # (docs/record/stages.md, `python benchmarks/pipeline_dispatch.py`).
 _ISSUE_S = 110e-6
 
@@ -232,8 +236,8 @@ def best_pipeline(
 ) -> Plan | None:
     """Finds the best pipeline of a step; None if one stage is better or necessary.
 
-    If the user did not ask for microbatches, microbatches must be exact. If they are
-    not exact, the step has one microbatch.
+    If the user did not ask for microbatches, only numbers that leave the step's result
+    unchanged are tried. If there is no such number, the step has one microbatch.
 
     Args:
       analysis: the step on the whole batch.
@@ -279,7 +283,7 @@ def best_pipeline(
 
     try:
         choice = choose_counts([asked] if isinstance(asked, int) else None)
-        if is_worse(choice):  # then with fewer numbers to choose from, too
+        if is_worse(choice):  # with fewer numbers, too
             return None
         if not isinstance(asked, int) and not _is_exact(whole, options, choice):
             choice = choose_counts([1])
@@ -336,7 +340,7 @@ def _of_loops(
     All parts have the same number of layers of each loop, because arrays of stacked
     layers are split evenly over devices. If the schedule is interleaved and the user
     did not ask for it, the plan without chunks is taken if it is faster, because the
-    search counts more copies of layers than a step makes.
+    search assumes more copies of layers than a step makes.
     """
     schedules = [choice.schedule]
     if choice.schedule.chunks > 1 and options.schedule is None:
@@ -455,9 +459,9 @@ def _with_recomputed(
 ) -> WantedPipeline:
     """The pipeline with the rematerialised layers that the options ask for.
 
-    ``auto`` keeps the layers of the pipeline if there are any, and otherwise takes as
-    many as are needed to fit. The layers are those of `layer_starts`, as for plans of
-    one stage.
+    ``auto`` keeps the rematerialised layers of ``wanted`` if there are any, and
+    otherwise takes as many as are needed to fit the memory. The layers are those of
+    `layer_starts`, as for plans of one stage.
 
     Raises:
       PlanError: the step has fewer layers, or its layers are a loop.
@@ -510,7 +514,8 @@ def cut_for(
 
     Args:
       whole: the step on the whole batch.
-      options: options, of which only the permission of coupled rows is read.
+      options: options, of which only ``couple`` is read: whether values that couple
+        rows may be computed per microbatch.
       wanted: the pipeline.
       count: the number of microbatches.
 

@@ -68,9 +68,10 @@ def layouts_in_stages(
     """Plans the stages that the options ask for, with the layouts of a plan of one.
 
     Inputs keep their layouts by the names of mesh axes, on a smaller mesh in each
-    stage. An axis for which a stage has no devices left splits nothing. Of the choices
-    of such axes, the fastest is taken. Unless the options ask for others, the stages
-    run the plan's microbatches, if it has several, and rematerialise as many layers.
+    stage. An axis for which a stage has no devices left splits nothing. If there are
+    several choices of such axes, the fastest is taken. Unless the options ask for
+    others, the stages run the plan's microbatches, if it has several, and rematerialise
+    as many layers.
 
     Args:
       analysis: the step on the whole batch.
@@ -129,7 +130,7 @@ def layouts_in_stages(
 
 
 def _input_pins(kept: Plan, axes: Sequence[str]) -> dict[str, PartitionSpec]:
-    """Pins the inputs of a step to their layouts in a plan, on some of its axes."""
+    """Pins the inputs of a step to a plan's layouts, restricted to some of its axes."""
     out: dict[str, PartitionSpec] = {}
     for path, spec in kept.inputs.items():
         own = [tuple(name for name in names if name in axes) for names in spec]

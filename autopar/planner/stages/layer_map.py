@@ -1,6 +1,6 @@
 """Maps each operator of a microbatch's program to its layer.
 
-Layers with the same operators cost the same. So one of these layers, the example layer,
+Layers with the same operators cost the same. So one of them, the *example layer*,
 represents all of them.
 """
 
@@ -32,8 +32,8 @@ class LayerMap:
       starts: the forward equation at which each layer begins.
       parts: the layer of each equation.
       batch: input values that are split into microbatches.
-      layer: int array ``[operators]``, the layer of each operator; `NOWHERE` for
-        operators that return results of the step.
+      layer: int array ``[operators]``, the layer of each operator; `NOWHERE` for the
+        operators that return the step's results.
       kept: ``[layers]``, the example layer of each layer.
     """
 
@@ -129,7 +129,7 @@ class LayerMap:
     def column(self, operator: int) -> int:
         """The task of an operator: 0 is forward, 1 gradients of inputs, 2 of weights.
 
-        3 is work that runs once a step.
+        3 is work that runs once per step.
         """
         return int(self._columns[operator])
 
@@ -167,9 +167,10 @@ def sent_back(layers: LayerMap) -> frozenset[int]:
 
 
 def needed_again(layers: LayerMap) -> frozenset[int]:
-    """The forward equations whose results the backward pass of their layer needs.
+    """The forward equations whose results their layer's own backward pass needs.
 
-    Results that only the next layer reads are not rematerialised.
+    They run again if the layer is rematerialised. Results that only the next layer
+    reads are not computed again.
     """
     flow = layers.parts.flow
     layer = layers.of_equation

@@ -53,12 +53,12 @@ SCHEDULES = (
     *(Schedule(ScheduleKind.INTERLEAVED, chunks) for chunks in (2, 3, 4)),
     Schedule(ScheduleKind.ZERO_BUBBLE),
 )
-# Least ratio of two consecutive numbers of microbatches that are tried.
+# Least ratio of two numbers of microbatches that are tried one after the other.
 _APART = 1.4
 # The number of microbatches for which the search of layouts counts gathers of
 # parameters.
 _TYPICAL = 16
-# Layers per device if there are few devices.
+# Number of layers per device if there are few devices.
 _LAYERS = 4
 
 
@@ -77,7 +77,7 @@ class StageChoice:
       recomputed: the layers of the stage that are rematerialised.
       memory_bytes: the most bytes that a device of the stage holds.
       limit_bytes: the memory of a device of the stage.
-      bubble: the fraction of the step in which the stage is idle.
+      bubble: the fraction of the step for which the stage is idle.
     """
 
     submesh: Submesh
@@ -107,8 +107,8 @@ class PipelineChoice:
       step_s: predicted seconds of a step.
       bound_s: lower bound of the seconds of a step of every pipeline in the search
         space.
-      gap: the most by which the step may be longer than the shortest step, relative to
-        the shortest.
+      gap: the largest fraction by which the step may be longer than the shortest
+        possible step.
       status: how the search ended, as text.
       one_stage_s: seconds of the best plan of one stage in the same search space;
         infinite if no such plan fits or none was considered.
@@ -317,7 +317,7 @@ def microbatch_counts(analysis: Analysis, analysed: int = 1) -> list[int]:
     """Numbers of microbatches to try, chosen from the divisors of the rows.
 
     Args:
-      analysis: analysis of the whole batch, or of one of ``analysed`` microbatches.
+      analysis: the step on the whole batch, or on one of ``analysed`` microbatches.
       analysed: the number of microbatches into which the batch was cut for the
         analysis.
     """

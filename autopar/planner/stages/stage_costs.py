@@ -39,7 +39,8 @@ class StageCosts:
     """The costs of a pipeline.
 
     Attributes:
-      tasks: seconds of each part's tasks and links, as input for playing a schedule.
+      tasks: seconds of each part's tasks and links, as input of
+        `autopar_solver.stages.schedules.play`.
       step_bytes: by stage, bytes on a device that do not depend on the schedule: state,
         gradients, and one microbatch.
       copy_bytes: by stage, bytes on a device while stages send each other layers that
@@ -95,7 +96,8 @@ def stage_costs(
     for holder, stage, value in copied_layers(cut):
         nbytes = _device_bytes(cut, [value], layouts[stage])
         held[holder] += nbytes
-        # A stage cuts the copies that it sends, and gets those that it runs.
+        # Stages slice the layers that they send to others, and receive layers that they
+        # run.
         copied[holder] += nbytes * (1 + (holder != stage))
     for source, _, nbytes in sent_layers(cut, layouts):
         shared[source] += nbytes
@@ -272,8 +274,8 @@ def _sent_once(cut: CutStep) -> set[tuple[int, int, int]]:
     """The values that stages send each other once a step, such as weights that two
     stages read.
 
-    A stage that reads state of another stage receives that state, and sends its
-    gradient back. Small values are left out, because their cost is neglected.
+    A stage that reads state of another stage receives this state, and sends back its
+    gradient. Small values are left out, because sending them takes negligible time.
 
     Returns:
       The sending stage, the receiving stage, and the value.
@@ -290,10 +292,10 @@ def _sent_once(cut: CutStep) -> set[tuple[int, int, int]]:
 def copied_layers(cut: CutStep) -> Iterator[tuple[int, int, int]]:
     """The pieces of stacked arrays that a step copies.
 
-    Between steps a piece is a part of its array on the stage that holds it. A step
-    copies the piece, sends the copy to the stage that runs it, and sends the result
-    back. It copies no piece that is all that its stage holds of the array and that the
-    stage runs itself.
+    Between steps, a piece is a part of its array on the stage that holds it. A step
+    copies the piece, sends the copy to the stage that runs its layers, and gets the
+    result back. No copy is made of a piece that its stage runs itself, if the stage
+    holds nothing else of the array.
 
     Yields the stage that holds the piece, the stage that runs it, and its value.
     """
@@ -319,8 +321,10 @@ def _state(cut: CutStep, stage: int) -> list[int]:
 def sent_layers(
     cut: CutStep, assignments: Sequence[Assignment]
 ) -> Iterator[tuple[int, int, float]]:
-    """Yields the messages of `copied_layers`, there and back: the sending stage, the
-    receiving stage, and the bytes that a device sends.
+    """Yields the messages of `copied_layers`, to the other stage and back.
+
+    Each has the sending stage, the receiving stage, and the bytes that one device
+    sends.
     """
     for holder, stage, value in copied_layers(cut):
         if holder != stage:
@@ -401,7 +405,7 @@ def _tasks_of(cut: CutStep, stage: int) -> dict[int, list[TaskKey]]:
 
 
 def _needed_equations(cut: CutStep, task: Task) -> list[int]:
-    """The equations of a task whose results are used; compilers remove the others.
+    """The equations of a task whose results are read; compilers remove the others.
 
     A task that rematerialises activations also has equations whose results only the
     next part reads.
@@ -504,7 +508,7 @@ def link_bytes(
 ) -> tuple[float, float]:
     """Bytes of a microbatch that a device sends from a part to the next, and back.
 
-    A value that skips parts is counted on the link to the last part that it reaches.
+    A value that skips parts is counted on the link that enters the part which reads it.
     Parts on the same stage send each other nothing.
 
     Args:

@@ -39,7 +39,7 @@ from autopar_passes.layouts import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageSite:
-    """Where a stage runs.
+    """The devices and the mesh of a stage.
 
     Attributes:
       devices: positions in the cluster, in the order of the mesh.
@@ -122,8 +122,8 @@ class StageSearch:
         check_matches(self.cut, self.hints.pins)
         found: dict[int, Candidate] = {}
         count = len(self.sites)
-        # The pieces of one array have the same layout on all stages. A stage in the
-        # middle determines this layout.
+        # All stages give the pieces of one array the same layout: that of a stage in
+        # the middle.
         middle = count // 2
         for number in sorted(range(count), key=lambda k: k != middle):
             say(f"planning stage {number + 1} of {count}")
@@ -149,7 +149,8 @@ class StageSearch:
 
         Args:
           number: number of the stage.
-          room: bytes that a device may hold while one microbatch runs.
+          room: bytes that a device may hold while one microbatch runs, which limits the
+            layouts.
           pins: pins of the stage's inputs.
           like: layouts of a stage that has pieces of the same arrays; these pieces get
             the same layouts here.
@@ -195,7 +196,7 @@ class StageSearch:
             return find_layouts(self.codecs)
         except InfeasibleError:
             raise
-        except PlanError:  # no gradient here can be sent by it
+        except PlanError:  # no gradient of the stage can be sent by the codec
             return find_layouts(None)
 
     def _restriction(
@@ -251,8 +252,9 @@ def _chunked_layers(analysis: Analysis) -> frozenset[int]:
 def _unsplit_layers(analysis: Analysis, chunked: Collection[int]) -> Restriction:
     """Allows no strategy that splits the layers of pieces, their first dimension.
 
-    The array of these pieces lies on the stage in the order of its layers. If pieces
-    were split by layers, their stage would have to exchange layers in every step.
+    The array of these pieces lies on the stage in the order of its layers. If their
+    layers were split over devices, the devices of the stage would exchange layers in
+    every step.
     """
     wanted: dict[int, list[Any]] = defaultdict(list)
     for value, home in analysis.contraction.homes.items():
@@ -300,7 +302,7 @@ def check_matches(cut: CutStep, pins: Pins) -> None:
 
 
 def layouts_like(analysis: Analysis, other: Candidate) -> dict[int, Layout]:
-    """The layouts that another stage gives to its pieces of the same arrays.
+    """The layouts that another stage gives to its pieces of a stage's arrays.
 
     Args:
       analysis: the stage.

@@ -36,8 +36,8 @@ from autopar_solver import (
     play,
 )
 
-# The most times that the stages are searched again. Each search allows less memory,
-# until the activations that the schedule keeps fit, too.
+# The most times that the stages are searched again. Each search allows less memory for
+# one microbatch, until the activations that the schedule keeps fit, too.
 _ROUNDS = 4
 # A limit of memory that no stage reaches, in bytes.
 _NO_LIMIT = 1e18
@@ -160,7 +160,7 @@ def _lay_stages(
         try:
             found = search.all(rooms)
         except InfeasibleError:
-            break  # what does not fit is said where the plan is written
+            break  # `_check_memory` reports what does not fit
     laid = _price_stages(cut, cluster, wanted, table, found)
     return dataclasses.replace(laid, found=_with_equal_names(cut, found))
 
@@ -168,8 +168,8 @@ def _lay_stages(
 def _with_equal_names(cut: CutStep, found: list[Candidate]) -> list[Candidate]:
     """The stages with equal names of mesh axes, if the stages share an array.
 
-    An array of which every stage has a piece lies on a mesh of all stages. So a stage
-    in the middle gives the names for the axes of all stages.
+    An array of which every stage has a piece is laid over one mesh of all stages. A
+    stage in the middle gives the names for the axes of all stages.
     """
     shared = sizes_by_path(cut.analysis.whole or cut.analysis)
     if not shared or len({c.pricer.mesh for c in found}) > 1:
@@ -199,11 +199,11 @@ def layers_by_pressure(
     hints: StageHints,
     number: int | None,
 ) -> tuple[int, ...]:
-    """The layers to rematerialise, those of the stages with the least memory first.
+    """The layers to rematerialise, those of the stages with least free memory first.
 
-    One layer is taken after the other, each from the stage that needs the largest part
-    of its devices' memory with the layers taken so far. A stage gives the layer with
-    the most bytes.
+    Takes one layer after the other, each from the stage that needs the largest part of
+    its devices' memory with the layers taken so far. In the stage, the layer with the
+    most bytes is taken.
 
     Args:
       cut: the step as stages, without rematerialised layers.
@@ -242,7 +242,7 @@ def layers_by_pressure(
     while number is None or sum(map(len, taken)) < number:
         giving = [k for k in stages if left[k]]
         if number is None and (not giving or max(map(pressure, stages)) <= 1.0):
-            break  # what does not fit is said where the plan is written
+            break  # `_check_memory` reports what does not fit
         if not giving:
             raise PlanError(
                 f"{sum(map(len, taken))} layers of the step keep activations that can "
@@ -380,7 +380,7 @@ def _with_codecs(cut: CutStep, plan: Plan, choice: StagedChoice) -> Plan:
 
 
 def _over(wanted: WantedPipeline, memory: Sequence[float]) -> list[int]:
-    """The stages that need more than the memory of their devices."""
+    """The stages that need more memory than their devices have."""
     return [
         k
         for k, (site, nbytes) in enumerate(zip(wanted.sites, memory, strict=True))
@@ -471,7 +471,7 @@ def _write_stages(
     timeline: TaskTimes,
     seconds: float,
 ) -> Plan:
-    """The plan as data: the plan of the first stage, to which all stages are added."""
+    """The plan as data: all stages, added to the plan of the first stage."""
     plans = [
         make_plan(analysis, SearchResult(c, ((c.pricer.mesh, c),), seconds))
         for analysis, c in zip(cut.stages, found, strict=True)

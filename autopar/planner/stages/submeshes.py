@@ -52,8 +52,9 @@ Shape = tuple[int, ...]
 # Relative gap of the search of layouts. A smaller gap is not needed, because the
 # objective weighs communication only roughly.
 _GAP = 5e-3
-# If the whole program needs less than this fraction of the memory, enough is left for
-# what a stage needs in addition: accumulated gradients, and microbatches in flight.
+# If the whole program needs less than this fraction of the memory, the rest is assumed
+# to be enough for what a stage needs in addition: accumulated gradients, and
+# microbatches in flight.
 _EASY = 0.5
 # The fraction of the remaining time that each search of layouts gets.
 _SHARE = 0.2
@@ -61,15 +62,16 @@ _SHARE = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule under which layouts are searched.
+    """A rule for layouts: which arrays mesh axes may split.
 
     Attributes:
       name: what people call it.
       parameters: mesh axes over which parameters are split between steps.
       optimizer: mesh axes over which optimizer state is split between steps.
       tensor: axes that split the model and never the batch.
-      sequence: whether the axes of ``tensor`` may split the sequence of products, too.
-        If False, each device sums the gradients of its own part of the weights.
+      sequence: whether the axes of ``tensor`` may split the sequence of matrix
+        products, too. If False, each device computes and sums the gradients of its own
+        part of the weights.
     """
 
     name: str
@@ -79,9 +81,7 @@ class Rule:
     sequence: bool = False
 
     def allows(self, kind: str, label: str, axes: Sequence[int]) -> bool:
-        """Whether axes may split a factor with a given label in a node of a
-        given kind.
-        """
+        """Whether axes may split a factor, such as the batch, in a kind of node."""
         if not set(self.tensor).intersection(axes):
             return True
         whole = kind == "contraction" and not self.sequence
@@ -195,7 +195,7 @@ def _suffice(
     """Whether the fastest layouts can split all microbatches, and leave spare memory.
 
     Args:
-      resized: makes submeshes of all sizes with some layouts.
+      resized: a function that makes submeshes of all sizes from layouts.
       sizes: number of submesh sizes.
       scales: as for `submeshes`.
       fastest: the layouts.
@@ -268,7 +268,7 @@ def _resize_group(
     pricer: Pricer,
     found: Sequence[tuple[str, Assignment]],
 ) -> Iterator[Submesh]:
-    """The same layouts on slices that use the same levels."""
+    """The given layouts on all slices that use the same levels of the cluster."""
     for shape in shapes:
         part = cluster.slice(shape)
         for mesh in _meshes(pricer.mesh, part):
@@ -377,7 +377,7 @@ def layouts_on(
 ) -> list[tuple[str, Assignment]]:
     """The fastest layouts of a whole program on one mesh, whatever memory they need.
 
-    The problem is formulated once; each rule removes strategies from it.
+    The problem of the solver is formulated once; each rule removes strategies from it.
 
     Args:
       analysis: the program.
@@ -385,7 +385,7 @@ def layouts_on(
       weights: weights of communication.
       largest: sizes of the mesh axes at which the layouts must be possible, too, for
         a large batch.
-      limit: time limit of the solver.
+      limit: time limit of the solver for all rules.
       suffice: says whether the fastest layouts are enough, so that no other rule is
         tried.
 
@@ -435,8 +435,9 @@ def _solve_by_rule(
 
 
 def _growing(analysis: Analysis, largest: Sequence[int]) -> Restriction:
-    """Allows strategies that also divide evenly on longer axes; factors of the batch
-    are exempt.
+    """Allows strategies that also divide arrays evenly on longer axes.
+
+    Factors of the batch are exempt.
 
     Args:
       analysis: the program.
@@ -557,7 +558,7 @@ def _in_order(
 
 
 def _step(cluster: Cluster, shape: Sequence[int]) -> int:
-    """The least number of devices between two positions where a slice may begin."""
+    """The least distance, in devices, between two positions where a slice may begin."""
     levels = [level.size for level in cluster.levels]
     step = 1
     for size, whole in zip(reversed(shape), reversed(levels), strict=True):
@@ -600,7 +601,7 @@ def stage_cluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
 
 
 def stage_pricers(plan: Plan, cluster: Cluster | None = None) -> tuple[Pricer, ...]:
-    """The pricer of each stage of a plan; works for plans of one stage, too.
+    """The pricer of each stage of a plan; plans of one stage have one.
 
     The pricer of a plan with replicas is that of the slowest replica.
 
