@@ -1,8 +1,8 @@
 """Process 0 plans, and all processes check that they hold the same plan.
 
-This module also tells the other processes when this process ends. Without that message
-the others would wait for it: at the end of a program `jax.distributed` waits minutes
-for all processes, and a collective waits as long for a failed process.
+This module also tells the other processes when this process ends. Without this message,
+they would wait minutes for it: `jax.distributed` at the end of a program, and a
+collective if the process has failed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Message(msgspec.Struct, omit_defaults=True):
 
     Attributes:
       what: the current work of the process, such as "planning".
-      versions: versions of the packages that tracing a step depends on.
+      versions: versions of the packages on which the trace of a step depends.
       failed: the error text of a failed process; '' for other processes.
       kind: name of the error's class.
       where: the line of the user's code that raised the error.
@@ -65,7 +65,7 @@ _MESSAGE = msgspec.msgpack.Decoder(_Message)
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of the packages that tracing a step depends on."""
+    """Returns the versions of the packages on which the trace of a step depends."""
     packages = {"jax": jax, "jaxlib": jaxlib, "flax": flax}
     return {name: p.__version__ for name, p in packages.items()} | {
         "autopar": __version__
@@ -73,7 +73,7 @@ def package_versions() -> dict[str, str]:
 
 
 def exchange_data(world: World, what: str, data: bytes = b"") -> list[bytes]:
-    """Gathers data from all processes; returns the data of each, by process number.
+    """Exchanges data between all processes; returns the data of each, by its number.
 
     Args:
       world: the processes.
@@ -103,7 +103,7 @@ def exchange_data(world: World, what: str, data: bytes = b"") -> list[bytes]:
 
 @contextlib.contextmanager
 def tell_errors(world: World, what: str) -> Generator[None]:
-    """Sends an error raised inside the ``with`` block to the other processes.
+    """Tells the other processes of an error that the ``with`` block raises.
 
     The other processes receive the error at their next call of `exchange_data`, and
     raise it there.
@@ -158,7 +158,7 @@ def run_together(world: World, what: str, work: Callable[[], T]) -> T:
 def compare_between_processes(
     world: World, what: str, key: bytes, detail: Callable[[], Any]
 ) -> list[Any] | None:
-    """Compares a key between processes.
+    """Compares a key between processes, such as a digest of a plan.
 
     Args:
       world: the processes.
@@ -222,7 +222,7 @@ def _check_versions(found: Mapping[int, Mapping[str, str]]) -> None:
         )
 
 
-# The largest number of differences that an error names.
+# The largest number of differences that an error message names.
 _MOST = 4
 
 
@@ -306,7 +306,7 @@ def check_plans(world: World, plan: Plan) -> None:
 
 
 def _odd(values: Sequence[Any]) -> int:
-    """Returns the first process whose value is not the most common value.
+    """Returns the first process whose value differs from the most common value.
 
     If two processes have different values, the result is the second process.
     """
@@ -371,8 +371,8 @@ def check_equal(world: World, leaves: Mapping[str, Any], *, first: bool) -> None
     Args:
       world: the processes.
       leaves: path -> array.
-      first: whether this is a first step, in which a process may send a failure instead
-        of its digest.
+      first: whether this is a first step. In a first step, a process may send a failure
+        instead of its digest.
 
     Raises:
       PlanError: the values differ between processes.
@@ -395,8 +395,8 @@ def check_same_creation(
 ) -> None:
     """Checks that all processes will create the same state, before they create it.
 
-    Replicated arrays of the state have a copy on every process. If the copies differed,
-    later steps would not notice it and would compute wrong results.
+    Each process has its own copy of the state's replicated arrays. If the copies
+    differed, later steps would not notice it, and would compute wrong results.
 
     Args:
       world: the processes.
@@ -515,10 +515,11 @@ def shared_array(world: World, values: np.ndarray) -> np.ndarray:
     return np.frombuffer(data, dtype=values.dtype).reshape(values.shape)
 
 
-# Keys of the store: the first failed process with its error, and the ended processes.
+# Keys in the coordination service's store: of the error of the first failed process,
+# and of the ended processes.
 _FAILED, _ENDED = "autopar/failed", "autopar/ended"
-# Process 0 hosts the store. At its end it waits at most this many seconds, so that the
-# other processes can still read the store; it checks at this interval, in seconds.
+# Process 0 hosts the store. At its end it waits for the other processes to read the
+# store, at most this many seconds. It checks at this interval, in seconds.
 _STAY_S, _POLL_S = 3.0, 0.05
 # Seconds that the other processes need to end after they have read the store.
 _LEAVE_S = 0.5
@@ -565,7 +566,7 @@ def _end() -> None:
 
 
 def _stay(found: jax_compat.Coordination) -> None:
-    """Waits a few seconds, so that the other processes can read this process's store.
+    """Waits a few seconds, so that other processes can read this process's store.
 
     The key-value store ends together with this process.
     """
@@ -579,7 +580,7 @@ def _stay(found: jax_compat.Coordination) -> None:
 
 
 def _report(found: jax_compat.Coordination, text: str) -> None:
-    """Prints the error of the process that failed first, unless it is this process."""
+    """Prints the error of the process that failed first, unless it is this one."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             found.client.key_value_set(_FAILED, f"process {found.index}: {text}")

@@ -54,12 +54,12 @@ class BatchArguments:
         """Remembers the batch rows of at most ``capacity`` signatures of calls."""
         self._step, self._capacity = step, capacity
         self._rows: Recent[Hashable, dict[int, int]] = Recent(capacity)
-        # Signature -> whether the processes have compared the shapes of such a call.
-        # A comparison is a collective, so all processes must make equally many.
+        # Signature -> whether the processes have compared the shapes of such a call. A
+        # comparison is a collective, so all processes must make the same comparisons.
         self._checked: Recent[Hashable, bool] = Recent(capacity)
 
     def enter(self) -> None:
-        """Forgets which shapes were compared; called when the processes change."""
+        """Forgets which signatures were compared; called when the processes change."""
         self._checked = Recent(self._capacity)
 
     def structs(self, call: StepCall, world: World) -> StepCall:
@@ -116,10 +116,10 @@ def _global(leaf: Any, struct: Any, process_count: int, dim: int) -> Any:
 
 
 def check_alive(name: str, call: StepCall) -> None:
-    """Checks that no array of a call was donated to, and so freed by, an earlier call.
+    """Checks that no array of a call was donated to an earlier call, which freed it.
 
     Raises:
-      PlanError: an array was consumed.
+      PlanError: an array was donated.
     """
     gone = [
         k

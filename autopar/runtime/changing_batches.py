@@ -1,8 +1,8 @@
 """Changes the batch size, microbatches, codecs or world of a `ParallelStep`.
 
-These functions change private attributes of `ParallelStep`, which no other module may
-do. They have their own module to keep the module of `ParallelStep` short. In another
-world the step keeps its analyses and plans, and drops everything on devices.
+Only this module may change private attributes of `ParallelStep`. A *world* is the set
+of processes and devices that run the step. In another world the step keeps its analyses
+and plans, and drops its programs and arrays.
 """
 
 # pyright: reportPrivateUsage=false
@@ -204,7 +204,7 @@ def measures_noise(step: ParallelStep[..., Any]) -> NoiseOptions | None:
 
 
 def measure_noise(step: ParallelStep[..., Any], options: NoiseOptions) -> None:
-    """Lets a step measure the noise of its gradients, unless it already does.
+    """Lets a step measure the noise of its gradients from the next program on.
 
     Raises:
       PlanError: the step already has a program without this measurement.
@@ -220,7 +220,7 @@ def measure_noise(step: ParallelStep[..., Any], options: NoiseOptions) -> None:
 
 
 def guard(step: ParallelStep[..., Any]) -> None:
-    """Turns the guard on: a step that is not finite then keeps the old state."""
+    """Turns the guard on: the old state is kept if a result is not finite."""
     if not step._store.guard:
         step._store.clear()
         step._store.guard, step._current = True, None
@@ -250,7 +250,8 @@ def enter_world(
     """Moves a step to another world, after the devices of the old world were lost.
 
     The step has no plan in use afterwards, but keeps its analyses and the plans that
-    were made. Codecs and the noise scale start anew, unless a saved state is assigned.
+    were made. The state of codecs and the averages of the noise scale start anew,
+    unless saved ones are assigned.
 
     Args:
       step: the step.

@@ -1,4 +1,9 @@
-"""Runs steps whose gradients are sent by codecs, and reports the codecs' telemetry."""
+"""Runs steps whose gradients are sent by codecs, and reports how the codecs do.
+
+*Telemetry* is what a step measures of its codecs, such as their relative errors. A
+*policy* changes codecs while training. *Fallback levels* number the codecs that a step
+tries in turn if a codec sends too little of a gradient.
+"""
 
 from __future__ import annotations
 
@@ -90,13 +95,13 @@ class CodecRun:
         self._links: Links | None = None
         self._telemetry: Any = None
         # The telemetry of the last step that measured it, and the number of steps that
-        # the codecs' state has seen.
+        # have updated the codecs' state.
         self._known: Any = None
         self._turn = 0
         self._level: Any = None
         self._taken: Any = None
-        # The columns of telemetry that measure the signal of gradients (the last
-        # columns), summed since the policy's last observation.
+        # The last columns of telemetry measure the signal of gradients. These are their
+        # sums since the policy's last observation.
         self._signals: Any = None
         # Whether the counts of fallback levels and the sums of signals restart at 0
         # with the next step.
@@ -128,8 +133,8 @@ class CodecRun:
 
         Args:
           state: the saved state; None to start without residuals.
-          held: whether steps without codecs come first, such as after a re-plan to a
-            plan without codecs.
+          held: whether steps without codecs may come first, such as after a re-plan to
+            a plan without codecs; the state is then kept for later.
         """
         self._saved, self._state, self._owner = state, None, None
         if held and state is not None:
@@ -142,7 +147,7 @@ class CodecRun:
         return self._saved is not None
 
     def resume_plan(self, plan: Plan) -> Plan:
-        """Returns the plan with the codecs of a restored state that no step has used.
+        """The plan with the codecs that a restored, not yet used state belongs to.
 
         Raises:
           PlanError: a saved codec is not known in this process.
@@ -152,7 +157,7 @@ class CodecRun:
         )
 
     def check_unused(self, plan: Plan) -> None:
-        """Checks that a plan without compression does not lose a restored state.
+        """Checks that a restored state is not lost because a plan has no codecs.
 
         Raises:
           PlanError: a state was restored and not used yet.
@@ -169,7 +174,7 @@ class CodecRun:
         """Measured relative errors, by gradient and codec.
 
         Errors of codecs in use come from the latest steps. Errors of other codecs come
-        from the last step in which a policy had them probed.
+        from the last step before which a policy had them measured (probed).
         """
         self._reader.look(wait=True)
         names = {*self._probed, *self._reader.errors}
@@ -184,7 +189,7 @@ class CodecRun:
             self._state, self._owner = None, None
 
     def move(self, links: Links | None) -> None:
-        """Lets the next step move the state to other devices.
+        """Lets the next step move the codecs' state to other devices.
 
         Args:
           links: links to the other processes that hold old or new devices; None if all
@@ -195,9 +200,9 @@ class CodecRun:
     def check(self, sums: AnySums | None) -> None:
         """Checks that the codecs' state can be carried over to another plan.
 
-        The state is carried over by the next step, not here. Before that step
-        `ParallelStep.recode` may choose other codecs, which may keep a residual that
-        the codecs of this plan would drop.
+        The state is carried over by the next step, not here. Until then
+        `ParallelStep.recode` may choose other codecs, which keep a residual that the
+        codecs of this plan would drop.
 
         Raises:
           PlanError: the state does not fit the plan's gradients.
@@ -208,11 +213,11 @@ class CodecRun:
     def prepare(
         self, planned: PlannedStep, placed: Sequence[Any], world: World
     ) -> None:
-        """Creates the state for a step, and probes the codecs that the policy asks for.
+        """Creates the codecs' state for a step, and measures the codecs to be probed.
 
-        First it warns of earlier steps that left the state unchanged because a gradient
-        was not finite. Python may raise the warning as an error. The warning therefore
-        comes before any array is consumed, so that no array is lost.
+        It first warns if earlier steps kept the state because a gradient was not
+        finite. Python may turn this warning into an error. So it comes before any array
+        is donated, and no array is lost.
         """
         self._reader.look()
         assert planned.sums is not None
@@ -262,7 +267,7 @@ class CodecRun:
         return flat, *rest
 
     def _count(self, sums: AnySums, new: bool) -> None:
-        """Counts the fallback levels of steps on the devices, without waiting."""
+        """Adds the steps' fallback levels to counts on the devices, without waiting."""
         anew = new or self._count_anew
         if sums.fallback is not None:
             self._taken = self._level if anew else _add(self._taken, self._level)
@@ -378,7 +383,7 @@ class CodecRun:
         return found
 
     def plan_of_policy(self, plan: Plan, codecs: Mapping[str, str]) -> Plan:
-        """Returns the plan with those codecs of the policy that gradients can use."""
+        """Returns the plan with the policy's codecs, where gradients can use them."""
         often = getattr(self.policy, "often", False)
         return self.recoding.change_codecs(plan, codecs, lenient=True, often=often)
 
@@ -391,7 +396,7 @@ class CodecRun:
         *,
         compiled: bool,
     ) -> bool:
-        """Decides whether to use the codecs that the policy wants from the next step.
+        """Decides whether the next step uses the codecs that the policy wants.
 
         Args:
           wish: the codecs that the policy wants.
@@ -460,7 +465,7 @@ def _report(
     decision: GradientDecision, row: np.ndarray, skipped: int
 ) -> GradientReport:
     wanted = float(row[WANTED])
-    # A ratio to a norm that is infinite or NaN is reported as NaN.
+    # If a norm is infinite or NaN, a ratio to it is reported as NaN.
     part = wanted if np.isfinite(wanted) else np.nan
     return GradientReport(
         codec=decision.codec,

@@ -34,7 +34,8 @@ from autopar.units import bytes_text
 
 # The largest number of plans to try; each plan needs less memory than the one before.
 _MOST_PLANS = 3
-# The memory limit for the next plan is also multiplied by this factor, as a margin.
+# The memory limit for the next plan is also multiplied by this factor, as a margin for
+# errors of the prediction.
 _BELOW = 0.995
 
 
@@ -47,33 +48,34 @@ def plan_that_fits(
     """Finds a plan; if it is near the memory limit, checks by compiling that it fits.
 
     A plan whose compiled program is too large is dropped. The next plan is searched for
-    with a lower memory limit. The new limit is the smaller of the old limit and the
-    predicted memory, times the ratio of the device's memory to the compiled memory.
+    with a lower memory limit. The old limit or the predicted memory, whichever is
+    smaller, is multiplied by the ratio of the device's memory to the compiled
+    program's.
 
     Args:
       analysis: the step.
       cluster: the cluster to plan for.
       options: the options, whose ``compile_check`` says whether plans are compiled.
-      find: finds a plan for a cluster (such as ``cluster`` with less memory). It skips
-        the programs in its second argument, which did not fit before.
+      find: finds a plan for a cluster, such as ``cluster`` with less memory per device.
+        It skips the programs in its second argument, which did not fit before.
 
     Raises:
       InfeasibleError: no plan fits.
     """
     unfit: Unfit = {}
     target = _target(cluster) if options.compile_check else None
-    # Groups of unequal devices have no common compiler and no common memory size.
+    # Groups of unequal devices have no common compiler, and no common memory limit.
     memory = 0 if target is None else cluster.memory_bytes
     try:
         found = find(cluster, unfit)
     except InfeasibleError as error:
-        # If there are no untried options, the search has also tried the programs that
-        # need least memory, and not even these fit.
+        # If no option is untried, the search has already tried the programs that need
+        # least memory, and these do not fit.
         pinned = decide_open(options).untried_options
         if target is None or target.kind == CPU.kind or not pinned:
             raise
         return _with_room_made(analysis, cluster, target, find, error)
-    # Seconds of all searches; the step is traced and analysed only once.
+    # Seconds of all searches together: the step is traced and analysed only once.
     solve_s = found.seconds.solve
     compile_s = 0.0
     allowed = float(memory)
@@ -159,7 +161,7 @@ def _is_near(plan: Plan, memory: float) -> bool:
 
 
 def _part_of(plan: Plan, cluster: Cluster) -> Cluster:
-    """The devices of a cluster that a plan uses; it was made for less memory."""
+    """The devices of a cluster that a plan made for less memory uses."""
     planned = plan.cluster.read()
     if planned.num_devices == cluster.num_devices:
         return cluster

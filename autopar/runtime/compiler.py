@@ -1,13 +1,13 @@
 """Compiles programs in a second process, so that training steps are not slowed down.
 
 XLA compiles CPU programs in its own threads. These threads share the cores with the CPU
-devices, and do not inherit a low priority from the thread that compiles. A second
-process can have the lowest priority, so it runs only on idle cores. It still takes
-caches and memory bandwidth from steps on other cores. The second process therefore
-works in bursts with rests between them, unless a thread waits for its program. A third
-process, the keeper, stops and continues the second process, and ends it when this
-process ends. The second process receives a lowered program, so it needs neither the
-step nor its data.
+devices, and a low priority of the thread that compiles does not extend to them. A
+second process can have the lowest priority, so it runs only on idle cores. Caches and
+memory bandwidth are still shared with steps on other cores. The second process
+therefore works in bursts with rests between them, unless a thread of this process waits
+for its program. A third process, the keeper, stops and continues the second process,
+and ends it when this process ends. The second process receives a lowered program, so it
+needs neither the step nor its data.
 
 Programs for accelerators are compiled in this process. Accelerators go on computing
 while the host compiles, and a second process could not use the same accelerators.
@@ -37,12 +37,12 @@ _LENGTH = struct.Struct("<q")
 _COUNT_FLAG = "host_platform_device_count"
 # Seconds of a burst, and of the rest after it. Training steps run undisturbed for three
 # quarters of the time, and compiling takes four times as long as without rests.
-# Stopping the process takes only some milliseconds, little compared with a burst.
+# Stopping the process takes some milliseconds, much less than a burst.
 _BURST_S, _REST_S = 0.1, 0.3
 
 
 class CompilerError(AutoparError):
-    """The other process cannot compile a program."""
+    """The second process cannot compile a program."""
 
 
 class CompilerClosedError(AutoparError):
@@ -61,10 +61,10 @@ class Compiler:
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: IO[bytes] | None = None  # to the keeper
         self._closed = False
-        # The process compiles one program at a time. `close` ends it at once, without
-        # waiting for the current program.
+        # Held while a program compiles, because the process compiles one at a time.
+        # `close` ends the process at once, without waiting for the program.
         self._turn, self._starting = threading.Lock(), threading.Lock()
-        # The number of threads that wait for a program. The other process rests only
+        # The number of threads that wait for a program. The second process rests only
         # while this number is 0.
         self._waiting = 0
         self._hurry, self._counting = threading.Event(), threading.Lock()
@@ -99,7 +99,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def hurry(self) -> Generator[None]:
-        """Lets the other process work without rests inside the ``with`` block."""
+        """Lets the second process work without rests inside the ``with`` block."""
         self._count(1)
         try:
             yield
@@ -115,7 +115,7 @@ class Compiler:
                 self._hurry.clear()
 
     def _await(self, answers: IO[bytes]) -> None:
-        """Lets the other process work in bursts until it answers or ends."""
+        """Lets the second process work in bursts until it answers or ends."""
         if self._orders is None:
             return
         answer = select.poll()
@@ -130,7 +130,7 @@ class Compiler:
                 self._order(keeper.CONTINUE)
 
     def _order(self, order: bytes) -> None:
-        """Tells the keeper to stop or continue the other process.
+        """Tells the keeper to stop or to continue the second process.
 
         Raises:
           OSError: the keeper has ended.
@@ -142,7 +142,7 @@ class Compiler:
             self._orders.write(order)
 
     def close(self) -> None:
-        """Ends the other process, even while it compiles a program."""
+        """Ends the second process, even while it compiles a program."""
         with self._starting:
             self._closed = True
             process = self._process
@@ -153,7 +153,7 @@ class Compiler:
             else:
                 self._orders.close()
             process.wait()
-        with self._turn:  # a thread that waited for an answer has seen the end
+        with self._turn:  # a thread that waited for an answer has then returned
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(OSError):
                     assert pipe is not None
@@ -200,7 +200,7 @@ def compile_lowered(lowered: Any) -> None:
       lowered: `jax.stages.Lowered`.
 
     Raises:
-      CompilerClosedError: the other process was ended by `Compiler.close`.
+      CompilerClosedError: `Compiler.close` ended the second process.
     """
     compiler = _COMPILER.get()
     if compiler is not None:
@@ -240,7 +240,7 @@ def _open_process(words: list[str], *descriptors: int) -> subprocess.Popen[bytes
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment of the other process.
+    """Returns the environment of the second process.
 
     It has the same number of CPU devices, the same modules, and no accelerator.
     """
@@ -248,7 +248,7 @@ def _environment() -> dict[str, str]:
     found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(x or ".") for x in sys.path)
     if _COUNT_FLAG not in found.get("XLA_FLAGS", ""):
         found["JAX_NUM_CPU_DEVICES"] = str(jax_processes.local_device_count())
-    # The training process caches compiled programs, so the other process need not.
+    # The training process caches the programs, so the second process need not.
     found.pop("JAX_COMPILATION_CACHE_DIR", None)
     return found
 
@@ -262,7 +262,7 @@ def _take(file: IO[bytes]) -> bytes:
     """Reads bytes that `_put` wrote.
 
     Raises:
-      EOFError: the other process has ended.
+      EOFError: the process at the other end has ended.
     """
     (size,) = _LENGTH.unpack(_read(file, _LENGTH.size))
     return _read(file, size)
@@ -295,7 +295,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
                     b"1",
                     jax_processes.compiled_bytes(module, options, devices),
                 )
-            except Exception as error:  # sent back as the answer
+            except Exception as error:  # becomes the answer
                 good, found = b"0", f"{type(error).__name__}: {error}".encode()
             _put(answers, good)
             _put(answers, found)

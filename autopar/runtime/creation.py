@@ -135,7 +135,7 @@ def with_leaves(state: Any, leaves: Sequence[Any]) -> Any:
 def plan_shardings(
     plan: Plan, meshes: Sequence[Mesh], count: int
 ) -> list[NamedSharding]:
-    """Returns the shardings that a plan gives its first inputs.
+    """Returns the shardings of a plan's first inputs.
 
     Args:
       plan: the plan.

@@ -28,19 +28,19 @@ from autopar_passes.program.trace import opened_within, step_name
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The largest number of compiled functions that an `Evaluation` keeps. It compiles one
-# for each form of call and each set of array shapes.
+# The largest number of compiled functions that an `Evaluation` keeps: one for each form
+# of call and each set of array shapes.
 FUNCTIONS = 16
 
 
 class Evaluation(Generic[P, R]):
     """A function compiled for arrays with the shardings of a planned step.
 
-    Arrays that lie on the devices of the plan's mesh are not moved. All other arrays
-    are a batch: their rows are split over the mesh axes that split the batch of the
-    step, as far as these axes divide the rows. No argument is consumed. The compiler
-    chooses the layouts inside the function. A named axis that is not bound has one
-    replica, as in a step.
+    Arrays on the devices of the plan's mesh are not moved. All other arrays are a
+    batch: their rows are split over the mesh axes that split the step's batch, as far
+    as these axes divide the rows. No argument is donated. The compiler chooses the
+    layouts inside the function. A collective over an axis name that no mesh binds sees
+    one replica, as in a step.
 
     If the plan has several stages, each call copies the state from the stages and
     splits it over all devices.
@@ -113,8 +113,8 @@ class Evaluation(Generic[P, R]):
 
         Args:
           call: the call.
-          names: names of axes that the function uses and that no mesh binds. Each is
-            bound with one replica. The first attempt has no names.
+          names: names of axes of collectives in the function that no mesh binds. Each
+            is bound with one replica. The first attempt has no names.
         """
         structs = arguments.abstract(call)
         key = arguments.signature(structs)
@@ -140,8 +140,8 @@ class Evaluation(Generic[P, R]):
         placed: list[Any] = []
         for x in call.arrays:
             if isinstance(x, jax.Array) and x.sharding.device_set == devices:
-                # If the caller has set a mesh, the step returned its state on that
-                # mesh, so the state is brought back to the plan's mesh here.
+                # If the caller has set a mesh, the step returned its state on this
+                # mesh. Here the state gets the shardings of the plan's mesh again.
                 placed += placement.given_back([x], running.mesh, ())
                 continue
             shape = placement.global_shape(x, count)

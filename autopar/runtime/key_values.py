@@ -17,9 +17,9 @@ import msgspec
 
 from autopar.errors import RunError
 
-# The longest wait of one request, in milliseconds. Ctrl-C takes effect only between
-# requests. The shorter time is for objects with a ``check``, which is called between
-# requests as well.
+# The longest wait of one request to the store, in milliseconds. Ctrl-C takes effect
+# only between requests. The shorter time is for objects with a ``check``, which is also
+# called between requests.
 _POLL_MS, _QUICK_MS = 500, 50
 # Seconds of waiting after which a warning is given.
 _PATIENCE_S = 60
@@ -30,17 +30,18 @@ _ROOT = "autopar"
 class KeyValueExchange:
     """Exchanges data of one process with all other processes, again and again.
 
-    An exchange has a number: each process counts its calls, and calls with equal
-    numbers belong to the same exchange.
-    Process 0 collects the data of all processes and publishes them under one key. A
-    process that fails publishes its failure under this key instead.
+    Exchanges are numbered: each process counts its calls, and calls with equal numbers
+    belong to the same exchange. Process 0 collects the data of all processes and
+    publishes them under one key. A process that fails publishes its failure under this
+    key instead.
 
     Attributes:
       client: the client of the coordination service.
       index: number of this process.
       count: number of processes.
       check: called while this object waits; raises an error to end the wait.
-      lane: the lane that the exchanges belong to (`autopar.runtime.world`).
+      lane: a name that keeps the exchanges of different threads apart
+        (`autopar.runtime.world`).
     """
 
     client: Any
@@ -75,7 +76,7 @@ class KeyValueExchange:
             found[process] = own
         self._publish(number, found)
         # A process that has sent data for this exchange has read the results of all
-        # earlier exchanges, so the last of these can be deleted.
+        # earlier exchanges. So the data of the last one can be deleted.
         self.client.key_value_delete(f"{self._root}/{number - 1}")
         return self._read_published(number, what)
 

@@ -15,9 +15,9 @@ from autopar.runtime import placement
 from autopar.runtime.planned import PlannedStep
 from autopar_passes.program.calls import StepCall
 
-# What to do with a batch of fewer rows than planned. "run": run the batch as it is,
-# split over the most devices whose number divides the rows. "drop": the plan splits the
-# rows into n parts; drop rows until n divides the rest. "pad": repeat the last row.
+# What to do with a batch of fewer rows than planned. "run": split it over the largest
+# number of devices that divides the rows. "drop": drop rows until the plan's number of
+# parts divides the rest. "pad": repeat the last row.
 LastBatch = Literal["run", "drop", "pad"]
 
 
@@ -41,8 +41,8 @@ def fewer_rows(
 ) -> BatchRows | None:
     """Returns the rows of a call that has fewer rows than the running step.
 
-    None for any other call. All batch arrays must have fewer rows by the same ratio,
-    and everything else must be as in the calls that the step was planned for.
+    None for any other call. All batch arrays must have fewer rows in the same ratio.
+    Everything else must be as in the calls that the step was planned for.
     """
     analysis = running.analysis
     if analysis.pytrees.form != call.form:

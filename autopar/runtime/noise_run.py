@@ -1,6 +1,10 @@
-"""Keeps the running averages that the noise scale of gradients is computed from.
+"""Keeps the running averages from which the noise scale of gradients is computed.
 
-The averages go on from step to step, and from one plan of the step to the next.
+The *noise scale* says how much gradients of single rows vary, compared with the
+gradient itself (`autopar.goodput.noise_scale`).
+
+The averages are carried over from step to step, and from one plan of the step to the
+next.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ class NoiseRun:
         return flat
 
     def _states(self, planned: PlannedStep) -> tuple[State, ...]:
-        """Returns the averages, if a program takes them as its last argument."""
+        """The averages in a tuple if a program takes them, else an empty tuple."""
         spec = planned.noise
         if spec is None:
             return ()
@@ -134,9 +138,9 @@ def carried_over(state: State, spec: NoiseSpec) -> State:
     """Converts averages to another plan of the same step.
 
     In general the averages do not depend on the plan, because all plans measure the
-    same parameters and rows. There is one exception: with a single group of workers the
-    averages have another bias. If one plan has a single group and the other plan has
-    several, the averages therefore start anew, as in Pollux.
+    same parameters and rows. There is one exception: with a single group of workers,
+    the averages are biased in another way. If one plan has a single group and the other
+    plan has several, the averages therefore start anew, as in Pollux.
 
     Args:
       state: the averages after some steps, as JAX or NumPy arrays.
@@ -158,8 +162,8 @@ def carried_over(state: State, spec: NoiseSpec) -> State:
         made.update({k: known[k] for k in ("weight", "sqr", "var", "excess", "steps")})
     if spec.options.base_batch is not None:
         made["base_batch"] = known["base_batch"]
-    # The averages are copied because a step consumes them. Fresh averages may hold one
-    # array at several places, and an array can be consumed only once.
+    # The averages are copied because a step donates them. Fresh averages may contain
+    # one array several times, and an array can be donated only once.
     return jax.tree.map(
         lambda x, like, where: placement.place(jnp.array(x, like.dtype), where),
         jax.tree.map(_of_this_process, made),

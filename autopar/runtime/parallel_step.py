@@ -39,8 +39,9 @@ def method_of(step: Any, instance: Any) -> Any:
     """Returns a step as a method of an object.
 
     A module or another tree of arrays becomes the first argument of the step, and is
-    state if the step returns it. Any other object is static: the first call fixes the
-    attributes that the step reads, and each object has its own plans.
+    state if the step returns it. Any other object is static: the program contains the
+    attributes that the step reads as they are in the first call. Each object has its
+    own plans.
 
     Args:
       step: the `ParallelStep` of the class.
@@ -53,7 +54,8 @@ def method_of(step: Any, instance: Any) -> Any:
         return functools.partial(step, instance)
     name, made = step.__name__, _bind_step(step, instance)
     try:
-        # An attribute of the object takes precedence over a descriptor without __set__.
+        # An attribute of the object takes precedence over a descriptor without
+        # ``__set__``.
         vars(instance)[name] = made
     except TypeError as error:
         kind = type(instance).__name__
@@ -146,7 +148,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self._repeated: RepeatedCall | None = None
 
     def _one_stage(self) -> str:
-        """Returns why the planner does not try stages on its own; '' if it does."""
+        """Returns why the planner does not try pipeline stages on its own.
+
+        The result is '' if it does.
+        """
         store = self._store
         reasons = {
             "several processes run it": self.world.process_count > 1,
@@ -197,8 +202,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
         With an example ``batch`` (or a plan given to `autopar.parallelize`) the state
         gets the shardings of the plan. Without a batch or plan, the state is split
-        evenly, and the first call moves it. Codecs and the noise scale start anew:
-        residuals of earlier steps are not added to gradients of the new state.
+        evenly, and the first call moves it. The state of codecs and the averages of the
+        noise scale start anew: residuals of earlier steps are not added to gradients of
+        the new state.
 
         Args:
           create_state: makes the state (for NNX: the model and optimizer). A plain
@@ -237,7 +243,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     @property
     def compression_state(self) -> Any:
-        """The state of the codecs, such as their residuals; None before the first step.
+        """The state of the codecs, such as residuals of error feedback.
+
+        None before the first step.
 
         Save it with the train state. After a restart, assign the saved value. The next
         call then places this state for the plan in use, and sends gradients by the
@@ -344,8 +352,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def _beside(self, call: StepCall) -> PlannedStep | None:
         """Returns the planned step for a full batch if this call has fewer rows.
 
-        Returns None if the call has a full batch. The caller plans a call of fewer rows
-        such that the state keeps the shardings that it has for a full batch.
+        Returns None if the call has a full batch. The caller then plans this call such
+        that the state keeps its shardings of a full batch.
         """
         current = self._current
         if current is None or current.has_stages:
@@ -523,7 +531,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             return
         planned = current.planned
         if self.world.process_count > 1:
-            # A program that was used before is compiled already.
+            # A program that has run before is compiled already.
             known = self._preparation.is_compiled(planned)
             work = (lambda _: None) if known else self._preparation.compile
             agreement.run_together(self.world, "compiling", lambda: work(planned))
@@ -548,8 +556,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
         """Plans for another cluster, moves the state there and returns it.
 
         The next call of the step runs under the new plan, which is compiled here. If
-        this raises an error, nothing has changed: the next call runs under the old plan
-        with the old state. Gradients are sent by the ``compression=`` of
+        `replan` raises an error, nothing has changed: the next call runs under the old
+        plan with the old state. Gradients are sent by the ``compression=`` of
         `autopar.parallelize`, or by the codecs of a given plan. Layouts given as
         ``layouts=`` are kept if the cluster has their mesh. Otherwise the planner finds
         new layouts and warns.

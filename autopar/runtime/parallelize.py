@@ -338,7 +338,7 @@ def _check_step(step: Any, static: Sequence[str]) -> None:
 
 
 def _plan_cache(folder: str | os.PathLike[str] | None) -> PlanCache | None:
-    """Where plans are kept; compiled programs beside them, unless JAX was told where.
+    """The cache of plans in a folder; the folder also gets JAX's compilation cache.
 
     Raises:
       PlanError: the folder cannot be made.
@@ -368,7 +368,7 @@ def _names(static: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-# What is said of other plans, beside one that is given: those of re-plans.
+# The options that may be given beside a plan: they apply to plans of later re-plans.
 _REPLANS = (
     "pins",
     "logical_axis_rules",
@@ -381,7 +381,7 @@ _REPLANS = (
 
 
 def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:
-    """Checks that nothing is said beside a plan that it would have to overrule."""
+    """Checks that no option contradicts a plan that the user gave."""
     if cluster is not None:
         raise PlanError("parallelize: give cluster= or plan=, not both.")
     if ignored := [
@@ -403,10 +403,10 @@ _WITHOUT = "has no effect without codecs; give compression=, or a plan that has 
 
 
 def _check_policy(policy: Policy | None, *, coded: bool, alone: bool) -> bool:
-    """Checks that there is something for a policy to change.
+    """Checks that the step has codecs which a policy can change.
 
     Returns:
-      Whether it asks for the signal of what is sent.
+      Returns whether the policy reads the signal of what is sent.
     """
     if policy is not None and not coded:
         raise PlanError(f"parallelize: policy= {_WITHOUT}")

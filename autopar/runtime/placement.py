@@ -1,8 +1,8 @@
 """Gives arrays the shardings of a plan, and returns results on the caller's mesh.
 
-A plan has its own mesh. Under ``jax.set_mesh`` JAX accepts only arrays of the mesh that
-is set. `given_back` therefore gives results a sharding with the axes of that mesh; the
-bytes stay on the same devices.
+A plan has its own mesh. Under ``jax.set_mesh``, JAX accepts only arrays on the mesh
+that is set. `given_back` therefore gives results an equal sharding on that mesh, and
+moves no bytes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
     """Returns an array with the given sharding; no copy if it has that sharding.
 
     The result has exactly this sharding and no weak type, because JAX looks up compiled
-    code by sharding and by weak type. An equivalent sharding on another mesh would be
-    an error for functions inside the program that JAX compiles separately.
+    code by sharding and by weak type. With an equivalent sharding on another mesh,
+    functions inside the program that JAX compiles separately would fail.
 
     If the sharding spans processes, a local array must have the same values on every
     process (`autopar.runtime.agreement.check_equal`). Each process then cuts its shards
@@ -94,10 +94,10 @@ def held_here(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def separate(given: Sequence[Any], placed: list[Any], donated: Iterable[int]) -> None:
-    """Copies arrays that stand more than once among the donated arrays.
+    """Copies arrays that occur more than once among the donated arrays.
 
     Args:
-      given: the arrays of the caller; one object may stand at several positions.
+      given: the arrays of the caller; one object may occur at several positions.
       placed: the same arrays with the shardings of the plan; copies are put here.
       donated: positions of the donated arrays.
     """
@@ -114,7 +114,7 @@ def consume(
     donated: Iterable[int],
     results: Iterable[Any],
 ) -> None:
-    """Deletes the arrays that a call consumed, even if their memory was not reused.
+    """Deletes the arrays that a call donated, even if their memory was not reused.
 
     If an argument had to be moved to another sharding before the call, only the moved
     copy is deleted, and the caller keeps the original. An array that is also a result
@@ -333,7 +333,7 @@ def _text(plan: Plan) -> str:
 
 
 def home_of(arrays: Iterable[Any]) -> Mesh | None:
-    """Returns the mesh that results of a call belong to; None for the plan's mesh.
+    """Returns the mesh on which the caller expects the results; None for the plan's.
 
     This is the mesh that the caller has set. If none is set, it is the mesh of the
     first argument whose type has an explicit sharding.
@@ -351,7 +351,7 @@ def home_of(arrays: Iterable[Any]) -> Mesh | None:
 def given_back(
     arrays: Sequence[Any], home: Mesh | None, state: Collection[int] | None = None
 ) -> list[Any]:
-    """Returns arrays on a caller's mesh.
+    """Returns arrays with shardings on a caller's mesh.
 
     An array gets an equal sharding on the caller's mesh, without a move. If the axes of
     that mesh cannot express the sharding, state stays on the plan's mesh, and any other
@@ -409,8 +409,8 @@ def _same_layout(
             continue
         at = [0] * mesh.devices.ndim
         at[position] = 1
-        # By how much the first index of a shard changes from one device to the next
-        # along this mesh axis.
+        # The differences of the first index of a shard from one device to the next
+        # along a mesh axis.
         moved = starts[tuple(at)] - starts[(0,) * mesh.devices.ndim]
         for dim in np.flatnonzero(moved):
             axes[dim].append((-int(moved[dim]), name))

@@ -1,4 +1,8 @@
-"""A planned step, and the jitted function of a planned step with one stage."""
+"""A planned step, and the jitted function of a planned step with one stage.
+
+The *flat* arguments and results of a step are its arrays, in order. A *guarded* step
+keeps its old state if a result is not finite.
+"""
 
 from __future__ import annotations
 
@@ -121,23 +125,25 @@ class PlannedStep:
       function: runs a step on the flat arguments. With ``sums`` it also takes the
         codecs' state after the flat arguments. It then returns the flat results, the
         new state, a row of telemetry for each gradient, and the fallback level of each
-        gradient. With ``noise`` its last argument and result are the averages of the
-        noise scale.
+        gradient. With ``noise``, its last argument and its last result are the averages
+        of the noise scale.
       mesh: the mesh that the step runs on (abstract if the step is only lowered). With
         several stages it has the devices of all stages, in order.
-      in_shardings: the sharding of each flat argument before a step. State has its
-        sharding between steps; the batch lies on the first stage that reads it.
+      in_shardings: the sharding of each flat argument before a step. State has the
+        sharding that it keeps between steps; the batch is on the first stage that reads
+        it.
       meshes: the meshes of the state: the mesh of each stage, and the mesh of all
         stages if the plan uses it.
       sums: how the program sums gradients over devices; None if the compiler inserts
         all these sums.
-      sums_of: returns ``sums`` for a plan that differs only in inputs of its programs.
+      sums_of: returns ``sums`` for a plan that differs only in settings of codecs that
+        are inputs of the program.
       gradients: a function of the flat arguments; returns, by name, the partial
-        gradients that are worth a codec, of the stages in this process. None if there
-        are no such gradients.
+        gradients of this process's stages that are large enough for a codec. None if
+        there are no such gradients.
       noise: how the step measures the noise of gradients; None if it does not.
-      guard: whether the step has a last flat result that says whether all results of
-        the step are finite.
+      guard: whether the step is guarded. Its last flat result then says whether all
+        results are finite.
       pipeline: the tasks of several stages; None with one stage, whose program is
         ``function``.
     """
@@ -161,10 +167,11 @@ class PlannedStep:
         return None if self.pipeline is None else self.pipeline.links
 
     def with_inputs_of(self, plan: Plan) -> PlannedStep:
-        """Returns the step under a plan that differs only in inputs of its programs.
+        """Returns the step under a plan with other settings of codecs, as inputs.
 
         Args:
-          plan: the other plan (`autopar.planner.codecs.adjusted.program_plan`).
+          plan: the other plan, with an equal
+            `autopar.planner.codecs.adjusted.program_plan`.
         """
         return dataclasses.replace(self, plan=plan, sums=self.sums_of(plan))
 
@@ -203,7 +210,7 @@ class PlannedStep:
         traced = self.function.trace(*structs)
         if abstract:
             cluster = self.plan.cluster.read()
-            # All groups of replicas run the same program.
+            # All groups of replicas run the same program, so one of them is compiled.
             kind = (cluster.groups[0] if cluster.groups else cluster).device.kind
             platform = platform or lowering_platform(graph, kind)
             with lowered_without_devices():
@@ -211,7 +218,7 @@ class PlannedStep:
         return traced.lower()
 
     def compile(self) -> None:
-        """Compiles the programs, so that a call with placed arguments finds them.
+        """Compiles the programs, so that calls with placed arguments need not compile.
 
         JAX also looks up compiled code by the shardings of the arguments. The structs
         for which the program is lowered therefore have shardings.
@@ -224,11 +231,11 @@ class PlannedStep:
     def settle_results(
         self, placed: Sequence[Any], flat: Sequence[Any]
     ) -> tuple[list[Any], Any]:
-        """Returns the flat results of a guarded step, and whether the step was finite.
+        """Returns the flat results of a guarded step, and whether all are finite.
 
-        The program of a single stage restores the state itself. Its last result says
-        whether the step was finite. The results of several stages are checked and
-        restored here: each process checks the parts that it holds.
+        With one stage, the program itself restores the state, and its last result says
+        whether all results are finite. With several stages, this method checks the
+        results and restores the state: each process checks the parts that it holds.
 
         Args:
           placed: the flat arguments of the step.
@@ -273,12 +280,11 @@ def planned_step(
       noise: how the step measures the noise of gradients; None if it does not.
       signals: whether the step measures the signal in the sent gradients.
       every: telemetry is measured once in this many steps.
-      guard: whether a step that is not finite leaves its state unchanged and reports
-        this.
+      guard: whether to build a guarded step.
       wait: for plans with replicas: a function that waits in each microbatch of a
         replica, to simulate slower devices (`autopar_passes.replay.replicas.Replicas`).
-      turns: for plans with replicas: a common number of microbatches for all replicas,
-        used only by audits; None for the plan's numbers.
+      turns: for plans with replicas: a number of microbatches that all replicas run
+        instead of the plan's, used only by audits; None for the plan's numbers.
 
     Raises:
       PlanError: the plan belongs to another step, or a kernel of the step cannot run
@@ -389,9 +395,9 @@ def _synchronised_step(
 ) -> Callable[..., Any]:
     """Adds codecs, a measurement of noise or a guard to the function of a step.
 
-    A step with codecs restores the carried state when a gradient is not finite. A
-    guarded step also restores it when a result is not finite. Its last flat result says
-    whether the step was finite.
+    A step with codecs keeps the old state if a gradient is not finite. A guarded step
+    also keeps it if a result is not finite, and its last flat result says whether all
+    results are finite.
     """
     analysis = assignment.analysis
     inputs = [given.value for given in analysis.graph.inputs]
@@ -443,9 +449,10 @@ def _compiler_options(
 
     On GPUs the options keep the program within the memory of the plan. On CPUs they
     keep optimization barriers, if the program needs them. By default, XLA's CPU
-    pipeline drops barriers before it merges equal expressions and loops. Values to
-    recompute (rematerialisation) would then stay in memory. Values to compute once,
-    such as a codec's payload, would be computed again in each loop that reads them.
+    pipeline drops barriers before it merges equal expressions and loops. Values that
+    are to be recomputed (rematerialisation) would then stay in memory, and values that
+    are to be computed once, such as a codec's payload, would be computed again in each
+    loop that reads them.
     """
     platform = "" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
     if platform == "gpu":
@@ -467,9 +474,9 @@ def _out_shardings(
 ) -> list[NamedSharding | None]:
     """Returns the sharding of each flat result.
 
-    Carried state is returned in the layout in which it is passed to the step. Only this
-    function ensures and checks this. The layouts must be equal for two reasons. First,
-    a result can then be the argument of the next call, in the memory of the old array
+    Carried state is returned in the layout in which it is passed to the step. Nothing
+    else ensures or checks this. The layouts must be equal for two reasons. First, a
+    result can then be the argument of the next call, in the memory of the old array
     (donation, `timing`). Second, `StateRestorer` can choose between the old and the new
     array without moving either of them.
 

@@ -52,8 +52,8 @@ class Setting:
       plan: a plan from the user, which is used instead of planning; None to plan.
       devices: the devices to run on, or their ids; None for the devices that the
         cluster names, or the first devices of the world.
-      codecs: options whose codecs and ``layouts`` replace those of the planner; None
-        for the planner's own.
+      codecs: options for the planner that differ from its own in codecs and
+        ``layouts``; None for the planner's own.
       sent: a plan whose codec of each gradient is to be used; None to choose codecs.
     """
 
@@ -71,7 +71,7 @@ def moved_setting(
     devices: tuple[Any, ...] | None,
     given: Plan | None,
 ) -> Setting:
-    """Returns the setting on another cluster, with the codecs that the user asked for.
+    """Returns a setting for another cluster, with the codecs that the user asked for.
 
     Args:
       setting: the setting that the step was planned for.
@@ -109,10 +109,10 @@ def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
 
 
 def sent_by_hand(plan: Plan) -> Plan | None:
-    """Returns the plan if no ``compression=`` value alone gives it its codecs.
+    """Returns the plan if its codecs follow from no ``compression=`` value; else None.
 
     This is so if a user set the codecs of single gradients, or if a plan without
-    compression has several codecs in use. In all other cases the result is None.
+    compression has several codecs in use.
     """
     several = plan.compression.mode == "none" and len(_dense_bytes(plan)) > 1
     return plan if several or (_by_hand(plan) and _dense_bytes(plan)) else None
@@ -126,8 +126,8 @@ def _dense_bytes(plan: Plan) -> dict[str, float]:
     """Returns, by codec, the dense bytes of one device's gradients with this codec.
 
     Dense bytes are the bytes that the device would send without compression. The codec
-    ``dense`` is left out if some gradient has another codec, because every plan with a
-    codec may still send densely those gradients that the codec would not make faster.
+    ``dense`` is left out if some gradient has another codec, because with any codec,
+    gradients that the codec would not make faster may be sent densely.
     """
     found: dict[str, float] = {}
     for g in plan.gradients:
@@ -170,8 +170,8 @@ class Running:
       analysed: the step, analysed for the shapes that it was planned for.
       planned: the program of the plan.
       ready: whether all processes have compiled the program.
-      full: the step of a full batch, if this step is for a batch with fewer rows. Both
-        steps have the same shardings of the state.
+      full: the step of a full batch, if this step is for a batch with fewer rows; None
+        otherwise. Both steps have the same shardings of the state.
     """
 
     analysed: Analysed
@@ -227,17 +227,16 @@ class Preparation:
         # Signature and setting -> plan. If a step returns to an earlier cluster, its
         # plan there still has the codecs that `recode` had set.
         self._plans: Recent[Hashable, Plan] = Recent(PLANS)
-        # The functions that have run. The first call of a function compiles it.
+        # The functions that have run; the first call of a function compiles it.
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
         self._links: Links | None = None
-        # Plans that were made in earlier worlds.
+        # Plans that were made by earlier sets of processes.
         self._earlier: dict[Hashable, Plan] = {}
 
     def enter(self, cache: PlanCache | None) -> None:
         """Prepares for a new set of processes, which may remember different plans.
 
-        If this process is process 0 of the new set, it uses the plans that it remembers
-        again.
+        Process 0 of the new set uses the plans that it remembers.
 
         Args:
           cache: the plans on disk, used if the planner has no cache yet.
@@ -378,7 +377,7 @@ class Preparation:
     def reprice(
         self, analysed: Analysed, setting: Setting, cluster: Cluster, plan: Plan
     ) -> Plan:
-        """Returns a plan with the layouts of another plan and newly chosen codecs.
+        """Returns a plan with a plan's layouts and newly chosen codecs.
 
         Args:
           analysed: the step.
@@ -462,7 +461,7 @@ class Preparation:
         return self._links
 
     def links_between(self, old: PlannedStep, new: PlannedStep) -> Links | None:
-        """Returns the links to the other processes that a move of the state needs.
+        """The links to other processes that moving the state between plans needs.
 
         None if both plans use the same devices and neither step has links, or in a
         world of one process.
@@ -481,7 +480,7 @@ class Preparation:
         return planned.function in self._started
 
     def load_program(self, planned: PlannedStep) -> None:
-        """Marks a program as compiled."""
+        """Marks a program as compiled: `compile` need not compile it."""
         self._started.add(planned.function)
 
     @without_mesh()
@@ -533,8 +532,8 @@ class Preparation:
         whole: dict[str, Any] = {}
         placed: list[Any] = []
         world = self._world()
-        # In a first step the processes compare arrays by an exchange that can also
-        # carry a failure, so an error here reaches the other processes.
+        # In a first step, the processes compare arrays by an exchange that can also
+        # carry a failure. So an error here reaches the other processes.
         what = "placing the arguments"
         with agreement.tell_errors(world, what) if first else contextlib.nullcontext():
             for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
@@ -574,7 +573,7 @@ class Preparation:
     def state_shardings(
         self, name: str, leaves: Sequence[Any], setting: Setting
     ) -> list[Any]:
-        """Returns the shardings of a state that is created before planning.
+        """Returns the shardings of a state that is created before its step is planned.
 
         If the setting has a plan, these are the shardings of that plan. Otherwise the
         state is split evenly.
@@ -598,7 +597,7 @@ class Preparation:
 
 
 def _shape(cluster: Cluster) -> str:
-    """Returns a fingerprint of a cluster that does not depend on its device ids.
+    """Returns a fingerprint of a cluster's form, without its device ids.
 
     With groups of devices, the fingerprint does depend on the ids.
     """

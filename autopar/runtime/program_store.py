@@ -48,13 +48,13 @@ class ProgramStore:
 
         Args:
           donate: whether programs consume the carried state.
-          fallback: the codecs to use in steps in which the plan's codecs would send too
-            small a fraction of the gradient.
+          fallback: the codecs to use in a step in which the plan's codecs would send
+            too small a fraction of the gradient.
           noise: how programs measure the noise of gradients; None if they do not.
           signals: whether programs measure the signal in the sent gradients.
           every: telemetry of codecs is measured once in this many steps.
-          guard: whether a step with a NaN or an infinity in its results leaves the
-            state unchanged.
+          guard: whether programs are guarded: a step with a NaN or an infinity in its
+            results leaves the state unchanged.
           capacity: the largest number of programs.
           clock: returns the current time in seconds.
 
@@ -89,15 +89,15 @@ class ProgramStore:
         )
 
     def consumed_arguments(self, planned: PlannedStep) -> dict[int, int]:
-        """Returns the arguments that a program consumes, each with its result."""
+        """Returns the arguments that a program donates, each with its result."""
         return planned.analysis.carried_arguments if self.consumes(planned.plan) else {}
 
     def consumes(self, plan: Plan) -> bool:
-        """Whether the program of a plan consumes the carried state.
+        """Whether the program of a plan donates the carried state.
 
-        A guard restores the state after a step that is not finite. The stages of a
-        pipeline cannot do this inside their programs. With a guard they therefore do
-        not consume the state, and the old state stays in memory until the step ends.
+        A guard keeps the old state if a result is not finite. The programs of a
+        pipeline's stages do not know this while they run. With a guard, they therefore
+        do not donate the state: the old state stays in memory until the step ends.
         """
         return self.donate and not (self.guard and len(plan.stages) > 1)
 
@@ -117,7 +117,9 @@ class ProgramStore:
         like: PlannedStep | None = None,
         links: Links | None = None,
     ) -> PlannedStep:
-        """Returns the program of a plan on these devices; builds it if it is not held.
+        """Returns the program of a plan on these devices.
+
+        Builds it if the store lacks it.
 
         Args:
           analysed: the step.
@@ -178,7 +180,7 @@ class ProgramStore:
     def is_compiled(
         self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
     ) -> bool:
-        """Whether the program of a plan on these devices is held and compiled."""
+        """Whether the store has a plan's program on these devices, compiled."""
         key = _key(analysed, plan, stage_meshes(plan, devices))
         known = key in list(self._programs)
         return known and self._programs.peek(key).function in self._compiled
@@ -217,9 +219,9 @@ class ProgramStore:
 def _key(analysed: Analysed, plan: Plan, meshes: Sequence[Any]) -> Hashable:
     """Returns the key of a program: signature, weak types, plan and devices.
 
-    The step is identified by its signature, and not by tree structures. Tree structures
-    hold functions, so two structures of the same step may differ. Parameters of codecs
-    that are inputs of the program are not part of the key.
+    The arguments are identified by their signature, not by their tree structures: these
+    contain functions, so two structures of equal arguments may differ. Parameters of
+    codecs that are inputs of the program are not part of the key.
     """
     used = tuple(d for mesh in meshes for d in mesh.devices.flat)
     return analysed.key, analysed.weak, content_digest(program_plan(plan)), used

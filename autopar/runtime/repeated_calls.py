@@ -30,7 +30,7 @@ _Taken = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Loose:
-    """An array that is checked and placed in each call, such as a NumPy array."""
+    """An array that each call checks and places anew, such as a NumPy array."""
 
     position: int
     struct: jax.ShapeDtypeStruct
@@ -57,14 +57,15 @@ class RepeatedCall:
       tree: the tree structure of the arguments.
       types: the type of each leaf of the arguments.
       static: position of a leaf -> the static leaf at this position.
-      arrays: selects the arrays among the leaves.
-      kept: selects those arrays that already have the program's shardings.
+      arrays: a function that selects the arrays among the leaves.
+      kept: a function that selects those arrays that already have the program's
+        shardings.
       avals: shape and dtype of each array that ``kept`` selects.
       shardings: sharding of each array that ``kept`` selects.
       loose: the arrays that ``kept`` does not select.
-      consumed: positions of the arrays that the call consumes, with their results.
-      donated: selects the consumed arrays.
-      moves_state: whether some consumed array, such as a random key, has to be placed
+      consumed: positions of the arrays that the call donates, with their results.
+      donated: a function that selects the donated arrays.
+      moves_state: whether some donated array, such as a random key, has to be placed
         again in each call.
     """
 
@@ -133,7 +134,7 @@ class RepeatedCall:
     def consume(
         self, given: Sequence[Any], placed: Sequence[Any], results: Sequence[Any]
     ) -> None:
-        """Deletes the consumed arrays (`autopar.runtime.placement.consume`)."""
+        """Deletes the donated arrays (`autopar.runtime.placement.consume`)."""
         gone = ConcreteArray.is_deleted
         if self.moves_state or not all(map(gone, self.donated(placed))):
             placement.consume(given, placed, self.consumed, results)
@@ -159,7 +160,7 @@ def repeated_call(
       kwargs: keyword arguments of the call.
       placed: flat arguments of the call, as placed.
       flat: flat results of the call.
-      consumed: positions of the arguments that were consumed, with their results.
+      consumed: positions of the arguments that were donated, with their results.
     """
     form = call.form
     keywords = tuple(k for k in form.names[len(args) :] if k in kwargs)

@@ -41,16 +41,16 @@ from autopar_errors import InputError
 from autopar_passes import jax_compat
 from autopar_passes.program.static_leaves import StaticError
 
-# For each dim of a block: its first index, and the index after its last one.
+# For each dim of a block: its first index, and the index after its last.
 Block = tuple[tuple[int, int], ...]
 
 
 def is_movable(array: Any, sharding: Any) -> bool:
     """Whether `move_array` should move an array to a sharding.
 
-    It should if all old and new devices belong to this process, and they are either
-    CPUs or two different sets of devices. Within one set of accelerators,
-    ``device_put`` is better: JAX then moves the array over the links of the devices.
+    It should if all old and new devices belong to this process, and are CPUs or two
+    different sets of devices. Within one set of accelerators, ``device_put`` is better:
+    JAX then moves the array over the links of the devices.
     """
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return False
@@ -129,11 +129,12 @@ def return_memory(but: int = 0) -> None:
     The C library of Linux does not return memory that is freed in small pieces to the
     system. Without this function, a state that is moved array by array may therefore
     take twice its memory. Other C libraries have no function to return memory.
-    Returning pages takes as much time as the move itself, so small amounts stay with
+    Returning memory takes as much time as the move itself, so small amounts stay with
     the process.
 
     Args:
-      but: a number of bytes; nothing is done if the process holds at most this many.
+      but: a number of bytes: if the process holds at most as many, the function does
+        nothing.
     """
     if 0 < resident_bytes() <= but:
         return
@@ -180,10 +181,10 @@ def _within(common: Sequence[tuple[int, int]], block: Block) -> tuple[slice, ...
     )
 
 
-# If the old state is consumed, old arrays are freed whenever copies of this many bytes
+# If the old state is consumed, its arrays are freed whenever copies of this many bytes
 # have been made.
 IN_FLIGHT_BYTES = 16 << 20
-# Freed memory that the process keeps during a move, for the next arrays.
+# Bytes of freed memory that the process keeps during a move, for the next arrays.
 _KEPT_BYTES = 24 << 20
 # The name and size of each axis of a mesh, outermost axis first.
 Axes = tuple[tuple[str, int], ...]
@@ -217,7 +218,7 @@ class StateLayout:
         the plan uses that mesh.
 
     Raises:
-      InputError: an array lies on a stage or an axis that does not exist.
+      InputError: an array is on a stage or an axis that does not exist.
     """
 
     leaves: dict[str, LeafLayout]
@@ -261,7 +262,7 @@ _LAYOUT = msgspec.json.Decoder(StateLayout)
 
 
 class Transport(Protocol):
-    """Moves one array to another layout; the given array stays valid."""
+    """Moves an array to another layout; the old array stays valid."""
 
     def carry(self, array: Any, source: LeafLayout | None, target: LeafLayout) -> Any:
         """Returns the array in the target layout.
@@ -279,8 +280,8 @@ class DevicePut:
     """A transport that uses ``jax.device_put``.
 
     Within a process it moves any array to any devices of the process. If the devices
-    change, it moves the array block by block, without a copy of the whole array
-    (`move_array`).
+    change, it moves the array block by block (`move_array`): no device and no host
+    holds a copy of the whole array.
 
     If devices of several processes are involved, it can move two kinds of arrays: an
     array that already lies on the devices of the target's mesh, and an array of which
@@ -295,7 +296,7 @@ class DevicePut:
 
     def carry(self, array: Any, source: LeafLayout | None, target: LeafLayout) -> Any:
         """See `Transport`."""
-        del source  # JAX knows where an array lies
+        del source  # JAX knows the array's devices
         wanted = sharding(self.meshes[target.stage], target)
         _check_reachable(array, wanted)
         if is_movable(array, wanted):
@@ -325,7 +326,7 @@ def sharding(mesh: Mesh, leaf: LeafLayout) -> NamedSharding:
     """Returns the sharding of an array on the mesh of its stage."""
     entries = [axes or None for axes in leaf.spec]
     while entries and entries[-1] is None:
-        entries.pop()  # as in the program: equal shardings then compare equal
+        entries.pop()  # as in the program, so that equal shardings compare equal
     names = (x[0] if x and len(x) == 1 else x for x in entries)
     return NamedSharding(mesh, PartitionSpec(*names))
 
@@ -402,10 +403,13 @@ def move(
 
 
 class _Consumed:
-    """Moved arrays, which are freed once their copies are complete."""
+    """Arrays that were moved, to be freed once their copies are complete."""
 
     def __init__(self, state: Iterable[Any]) -> None:
-        """Frees no array yet. Arrays that stand twice in the state are never freed."""
+        """Frees no array yet.
+
+        Arrays that occur twice in the state are never freed.
+        """
         counts = collections.Counter(id(x) for x in state)
         self._kept = {k for k, times in counts.items() if times > 1}
         self.count = 0
@@ -443,7 +447,7 @@ class _Consumed:
 
 
 def layout_of(state: Mapping[str, Any]) -> StateLayout:
-    """Returns the layout of arrays that are not split, such as arrays on the host."""
+    """Returns the layout of arrays that are whole, such as arrays on the host."""
     leaves = {
         path: LeafLayout(
             shape=tuple(np.shape(x)),
@@ -517,7 +521,7 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float))
 
 
-# For each dim, the range of elements that a device holds.
+# For each dim, the range of elements that a device holds: a box.
 _Box = tuple[tuple[int, int], ...]
 
 
@@ -537,7 +541,7 @@ class Move:
 def move_of(
     shardings: Sequence[Any], structs: Sequence[Any], plan: Plan, devices: Sequence[Any]
 ) -> Move:
-    """Returns the bytes to move to give a state the shardings of a plan.
+    """Returns the bytes that must be moved to give a state a plan's shardings.
 
     A device keeps the elements that it holds. Only elements that the device lacks are
     counted.

@@ -36,8 +36,8 @@ class Analysed:
 
     Attributes:
       key: the signature of the arguments.
-      weak: positions of the weakly typed arrays (JAX's weak types) among the arguments,
-        except for the state that the step carries from call to call.
+      weak: positions of the arguments' weakly typed arrays (JAX's weak types), without
+        the state that the step returns with new values.
       analysis: the step, traced on arguments of these shapes.
       hints: the planning options. Logical axis names of the arguments are already
         turned into pins, which fix the layouts of these arguments.
@@ -84,14 +84,15 @@ class StepPlanner:
         """
         self.cache = cache
         self._one_stage, self._may_idle = one_stage, may_idle
-        # Whether every plan uses all devices, because the caller also plans for parts.
+        # Whether every plan uses all devices. The caller then also plans for parts of
+        # them.
         self.uses_all = False
         self.step = step
         self.options = options
         self._analysed: Recent[Hashable, tuple[Analysed, ...]] = Recent(capacity)
         # Position of an array of the state -> the sharding in the array's JAX type (on
-        # a mesh with explicit axes). A plan moves the state to other devices, but the
-        # step must always be traced with the same types.
+        # a mesh with explicit axes). The step must always be traced with the same
+        # types, although plans move the state to other devices.
         self._types: dict[int, Any] = {}
 
     def analyse_structs(self, call: StepCall) -> Analysed:
@@ -142,8 +143,9 @@ class StepPlanner:
     def hold(self, spares: Spares) -> None:
         """Makes all later plans leave memory for spare copies of the state.
 
-        Devices hold such copies to recover from failures. Drops all analyses if the
-        copies differ from those of the last call.
+        A spare copy lets devices recover the state after a failure.
+
+        Drops all analyses if the copies differ from those of the last call.
 
         Args:
           spares: the copies that devices hold in addition to the state in use.
@@ -194,7 +196,7 @@ class StepPlanner:
     ) -> Plan | None:
         """Returns the plan of a step from the disk; None if the disk has no such plan.
 
-        The plan is the one that `plan` makes for the same arguments.
+        It is the plan that `plan` made for the same arguments.
 
         Args:
           analysed: the step.

@@ -1,13 +1,13 @@
 """The processes and devices that a step runs on.
 
 Only this module of the runtime asks JAX for processes and devices. All other modules
-are given a `World`. A world may have only a part of a process's devices, so two steps
-can run side by side in one process.
+get a `World`, which may have only a part of a process's devices. So two steps can run
+side by side in one process.
 
-A lane is a sequence of numbered exchanges between processes. Each process must make the
-same exchanges of a lane in the same order, because equal numbers are matched. Two
-threads of a process run in no fixed order. A thread that works at the same time as
-training steps therefore has its own lane, with its own numbers.
+A *lane* is a sequence of numbered exchanges between processes. Exchanges with equal
+numbers belong together, so each process must make the same exchanges of a lane in the
+same order. Two threads of a process run in no fixed order. A thread that works beside
+training steps therefore has a lane of its own.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _LANE: contextvars.ContextVar[str] = contextvars.ContextVar("autopar_lane", defa
 
 @contextlib.contextmanager
 def in_lane(name: str) -> Generator[None]:
-    """Lets this thread exchange in a lane inside the ``with`` block.
+    """Gives this thread a lane of its own inside the ``with`` block.
 
     Args:
-      name: the name of the lane, the same in all processes. Each lane needs a new name:
-        a lane with an old name would go on with the old lane's numbers.
+      name: the name of the lane, equal in all processes. It must be new: a lane with an
+        earlier name would continue with its numbers.
     """
     token = _LANE.set(name)
     try:
@@ -118,9 +118,9 @@ class JaxChannel:
     """The channel of all processes of ``jax.distributed``.
 
     `broadcast` and `gather` use the devices. `exchange` uses the coordination service,
-    so that a failed process does not leave others waiting in a collective. In a lane of
-    another thread all calls use the service: the devices meanwhile run the collectives
-    of training steps.
+    so that a failed process does not leave others waiting in a collective. In a lane
+    other than that of training steps, all calls use the service, because the devices
+    run collectives of training steps at the same time.
     """
 
     def broadcast(self, data: bytes) -> bytes:
@@ -132,7 +132,8 @@ class JaxChannel:
         buffer = np.zeros(length, dtype=np.uint8)
         if first:
             buffer[:] = np.frombuffer(data, dtype=np.uint8)
-        # The broadcast is a sum, which may return small integers in a wider dtype.
+        # The broadcast is computed as a sum, which may return small integers in a wider
+        # dtype.
         received = np.asarray(multihost_utils.broadcast_one_to_all(buffer))
         return received.astype(np.uint8).tobytes()
 
@@ -146,7 +147,7 @@ class JaxChannel:
         return [x.tobytes() for x in found]
 
     def _in_lane(self, data: bytes) -> list[bytes]:
-        """Gathers through the coordination service; returns data by process.
+        """Gathers data through the coordination service; returns it by process.
 
         Raises:
           PlanError: a process has failed, and sent its failure instead of data.
@@ -179,7 +180,7 @@ class JaxChannel:
 
     def _service(self) -> KeyValueExchange | None:
         found = jax_compat.coordination()
-        if found is None:  # such as on TPUs that jax.distributed did not start
+        if found is None:  # for example, TPUs that `jax.distributed` did not start
             return None
         return KeyValueExchange(
             found.client, found.index, found.count, lane=current_lane()
@@ -203,7 +204,7 @@ class World:
       channel: sends data between the processes.
 
     Raises:
-      InputError: there is no device, a device stands twice, the process number is out
+      InputError: there is no device, a device occurs twice, the process number is out
         of range, or several processes have no channel.
     """
 
@@ -249,7 +250,7 @@ class World:
 
     @property
     def is_left(self) -> bool:
-        """Whether this process was forked; its devices then belong to the parent."""
+        """Whether this process was forked; its devices then belong to its parent."""
         return was_forked()
 
     def take(self, chosen: Sequence[Any]) -> tuple[Any, ...]:
@@ -259,7 +260,7 @@ class World:
           chosen: devices, or the ids of devices.
 
         Raises:
-          PlanError: a device is not in this world, or stands twice.
+          PlanError: a device is not in this world, or occurs twice.
         """
         by_id = {d.id: d for d in self.devices}
         found = [by_id.get(d) if isinstance(d, int) else d for d in chosen]
@@ -277,7 +278,7 @@ class World:
         """Returns the devices at these positions of the world's devices.
 
         Raises:
-          PlanError: a position does not exist, or stands twice.
+          PlanError: a position does not exist, or occurs twice.
         """
         count = len(self.devices)
         if wrong := [k for k in positions if not 0 <= k < count]:

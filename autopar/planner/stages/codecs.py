@@ -168,7 +168,7 @@ def without_codecs(cut: CutStep, found: Sequence[Candidate]) -> Choices:
 def _by_site(
     graph: OperatorGraph, choices: Choices, request: CodecRequest, sent: Plan
 ) -> tuple[CodecRequest, ...]:
-    """The request for each stage, with the stage's own names for the plan's gradients."""
+    """The request for each stage, with the stage's own names for the gradients."""
     given = {g.name: g for g in sent.gradients}
     requests: list[CodecRequest] = []
     for names, choice in zip(gradient_names(graph, choices), choices, strict=True):
@@ -197,7 +197,7 @@ def with_codecs(costs: StageCosts, choices: Sequence[Candidate]) -> StageCosts:
 
 
 def summed_once(analysis: Analysis) -> Analysis:
-    """A stage's analysis, in which gradients are those accumulated over microbatches."""
+    """A stage's analysis, with the gradients that it accumulates over microbatches."""
     added = analysis.graph.accumulated
     deferrals = tuple(
         d if added.issuperset(d.ends) else dataclasses.replace(d, gradients=frozenset())
