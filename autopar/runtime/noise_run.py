@@ -1,7 +1,7 @@
 """Keeps the running averages from which the noise scale of gradients is computed.
 
 The *noise scale* says how much gradients of single rows vary, compared with the
-gradient itself (`autopar.goodput.noise_scale`).
+gradient itself (`autopar.runtime.noise.averages`).
 
 The averages are carried over from step to step, and from one plan of the step to the
 next.
