@@ -3,16 +3,16 @@
 The state has two parts. The residual of a worker is the part of its gradients that was
 not sent yet. The sum of the residuals over all workers must not change, because it is
 still to be applied. If a new plan has another number of workers or other layouts, each
-worker gets an equal part of this sum. The codec's own state (a basis, a mask, a
-threshold) fits only the same codec with the same shapes; otherwise it starts from new.
-If a parameter of the codec is an input of the program, arrays of its own state are
-padded with zeros, or cut, to the size of the new limit.
+worker gets an equal part of this sum. The codec's own state (such as a basis, a mask or
+a threshold) fits only the same codec with the same shapes; otherwise the codec starts
+from a new state. If a parameter of the codec is an input of the program, arrays of its
+own state are padded with zeros, or cut, to the size of the new limit.
 
 A plan of several stages may sum a gradient in several parts. The gradient of stacked
 layers has one part for each stage (``kernel@0:2``). The gradient of a parameter that
 several stages use also has one part for each stage (``table (stage 0)``). If a new plan
 has other parts, the residuals of the old parts are joined and then divided among the
-new parts. Legend: d devices.
+new parts. In shapes, d is the number of devices.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SINCE = {"skipped", "codecs"}
 
 
 def carry_over(state: State, new: AnySums) -> State:
-    """The state for a new plan, from the state under another plan of the same step.
+    """The codecs' state for a new plan, from the state under another plan of the step.
 
     Args:
       state: the old state, as JAX or NumPy arrays.
@@ -78,7 +78,7 @@ def carry_over(state: State, new: AnySums) -> State:
     step = placement.place(state["step"], shardings["step"])
     # A state that was saved by an earlier version has no count of skipped steps.
     skipped = jnp.asarray(state.get("skipped", 0), jnp.int32)
-    # 0: the telemetry of the next step is measured.
+    # With 0, the next step measures its telemetry.
     counters = {"skipped": skipped, "due": jnp.int32(0)}
     placed = {
         name: placement.place(value, shardings[name])
@@ -132,14 +132,14 @@ def _of(fresh: State | None, name: str) -> Any:
 
 
 def _levels(codec: Any, how: AnySums) -> tuple[Any, ...]:
-    """The codec's state for each level: the plan's codec, then each fallback codec."""
+    """A gradient's new state for each level: the plan's codec, then the fallbacks."""
     return (codec,) if how.fallback is None else codec
 
 
 def _old_level(old: Any, struct: Any, level: int) -> Any:
     """The old codec state of a level; None: no old state has the right shapes.
 
-    An old state without a fallback is the state of level 0.
+    An old state that was made without fallback codecs is the state of level 0.
     """
     found = [old] if level == 0 else []
     if isinstance(old, tuple) and len(old) > level:
@@ -152,7 +152,7 @@ def _fit_tree(old: Any, struct: Any) -> Any:
     """The old arrays in the tree structure of the new state.
 
     Named tuples and tuples count as equal, because a checkpoint stores named tuples as
-    tuples. None: number, shapes or dtypes of the arrays differ.
+    tuples. The result is None if the number, shapes or dtypes of the arrays differ.
     """
     structure = jax.tree.structure
     if structure(_drop_types(old)) != structure(_drop_types(struct)):
@@ -217,11 +217,11 @@ def _check_residual(name: str, old: Any, struct: Any) -> None:
 
 
 def _alike(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Whether the shapes are equal, except that one shape may cut a dim in two."""
+    """Whether shapes are equal, except that one may divide a dim into two."""
     if math.prod(old) != math.prod(new):
         return False
-    # Products of the first dims: one shape refines the other if it has all of the
-    # other's products.
+    # The products of the first 1, 2 ... dims tell: one shape divides dims of the other
+    # if it has all of the other's products.
     begins = [set(itertools.accumulate(s, operator.mul)) for s in (old, new)]
     return begins[0] <= begins[1] or begins[1] <= begins[0]
 
@@ -255,7 +255,7 @@ def regroup_gradients(
     Returns:
       Name of a part -> its state, for parameters whose parts differ between the plans.
       Each residual is as for one worker, ``(1, *shape)``. The codec state is empty, so
-      the codec starts from new.
+      the codec starts from a new state.
     """
     old, new = _by_parameter(gradients), _by_parameter(wanted)
     out: dict[str, Any] = {}
@@ -279,7 +279,10 @@ def _by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _layers(name: str) -> tuple[int, int]:
-    """First layer and end of a part of stacked layers; (0, 0) for other parts."""
+    """The first layer of a part of stacked layers, and the layer after its last.
+
+    (0, 0) for other parts.
+    """
     alone = _STAGE.sub("", name)
     if not whole_path(alone):
         return 0, 0
@@ -292,10 +295,10 @@ def _divide(
 ) -> dict[str, np.ndarray]:
     """Divides the sum of residuals over workers among other parts of a parameter.
 
-    Parts of the same layers are added. Layers of which no part has a residual count as
-    zeros. If several new parts have the same layers, the first part with feedback gets
-    the residual and the other parts get zeros. A part whose codec has no feedback gets
-    its share as rows of layers.
+    Residuals of parts with the same layers are added. Layers of which no old part has a
+    residual count as zeros. If several new parts have the same layers, the first part
+    with feedback gets the residual and the others get zeros. If a part's codec has no
+    feedback, its share is added to rows of layers of the other parts.
 
     Args:
       residuals: name of an old part -> its residual; a tuple if it has none.
@@ -315,7 +318,8 @@ def _divide(
     }
     sizes = [*((name, x.size) for name, x in old.items()), *new.items()]
     parts = [(*_layers(name), size) for name, size in sizes]
-    # Elements of a layer, and the number of layers; one layer if there are no pieces.
+    # The elements of a layer, and the number of layers; without pieces, the array
+    # counts as one layer.
     each = next((n // (end - begin) for begin, end, n in parts if end), parts[0][2])
     count = max(end or n // each for _, end, n in parts)
     total = np.zeros((count, each), np.float32)
@@ -335,10 +339,10 @@ def _divide(
 
 
 def adjusted_state(old: Any, kept: Any, struct: Any, member: Member) -> Any:
-    """The codec state of a gradient, if the old or the new codec has inputs.
+    """The codec state of a gradient if the old or the new codec has inputs.
 
     A codec has inputs if some of its parameters are inputs of the compiled program
-    (`autopar.compression.adjusting`). Their values are called amounts.
+    (`autopar.compression.adjusting`). The values of these inputs are called *amounts*.
 
     Args:
       old: the state under the old plan; with a fallback, a tuple with the state of each
@@ -371,7 +375,7 @@ def _with_inputs(old: Any, struct: Any, member: Member) -> Any:
         return None
     devices = next(iter(struct["now"].values())).shape[0]
     now = _arrays(member.amounts, devices)
-    # Zero differs from all amounts, so a codec that restarts if amounts change does so.
+    # Amounts are never zero, so a codec that restarts when its amounts change does so.
     last = _arrays(dict.fromkeys(now, 0), devices)
     if adjusted and set(old["last"]) == set(now):
         last = old["last"]

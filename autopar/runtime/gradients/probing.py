@@ -3,17 +3,17 @@
 A probing policy (`autopar.compression.policies.policy.ProbingPolicy`) needs the
 measured errors of codecs. Two kinds of programs measure them, in addition to the
 program of the step. The first program takes the arguments of the step and returns the
-partial gradients. The second program exists once for each shape of gradient. It adds
-the residual to the partial gradient and encodes the result by every codec. Neither
-program depends on the codecs in use, so a change of codecs needs no new compilation of
-these programs. The gradients stay sharded on the devices. Only a few sums leave the
-devices.
+partial gradients. There is one second program for each shape of gradient. It adds the
+residual to the partial gradient and encodes the result by every codec. Neither program
+depends on the codecs in use, so a change of codecs needs no new compilation of these
+programs. The gradients stay sharded on the devices. Only a few numbers per gradient
+leave the devices.
 
-Each worker encodes its array without communication, as if all other workers had the
-same array. `autopar.compression.fallback` measures its codecs in the same way. A codec
-with state starts from a new state, and encodes a few times before its error is
-measured. With ``w`` the array that a worker wants to send, and ``C(w)`` the array that
-a receiver decodes::
+Each worker encodes its array without communication, as if all workers had the same
+array. `autopar.compression.fallback` measures its codecs in the same way. A codec with
+state starts from a new state, and encodes a few times before its error is measured.
+With ``w`` the array that a worker wants to send, and ``C(w)`` the array that a receiver
+decodes::
 
     error = sqrt(sum |w - C(w)|^2 / sum |w|^2)        sums over the workers
 """
@@ -73,7 +73,7 @@ class _Recorder:
 
 
 def probed_members(sums: GradientSums) -> list[Member]:
-    """The gradients that are large enough for a codec."""
+    """The gradients that are large enough to be sent by a codec."""
     return [m for m in sums.members.values() if worth_a_codec(m.decision.shape)]
 
 
@@ -120,7 +120,7 @@ def measure_errors(
 
     Args:
       sums: the sums of gradients of the step.
-      partials: the partial gradients, from `partial_gradients`; they are consumed.
+      partials: the partial gradients, from `partial_gradients`; they are donated.
       state: the state of the codecs in use, before the step.
       texts: the codecs to measure, as text.
       world: the processes; all get the numbers of the first process.
@@ -176,9 +176,9 @@ def _measured_errors(
     gradient, workers = member.gradient, member.summation.workers
     wanted, *errors = (float(x) for x in row)
     elements = math.prod(member.decision.shape)
-    # Sums run over all devices. The mean square of the elements that devices encode,
-    # times the elements of the gradient, is the squared norm for one worker, whether
-    # other devices hold copies or other shards.
+    # The sums in ``row`` are over all devices. The mean square of all elements that
+    # devices encode, times the number of the gradient's elements, is the squared norm
+    # for one worker. This holds whether other devices have copies or other shards.
     devices = math.prod(sums.mesh.shape.values())
     norm = math.sqrt(wanted * elements / (gradient.size * devices))
     choices: list[Choice] = []
@@ -210,8 +210,8 @@ def _program_of(
     )
 
 
-# Largest number of programs that are kept. Each shape of gradient and set of codecs has
-# its own program.
+# Largest number of programs that are kept: one for each shape of gradient and set of
+# codecs.
 PROGRAMS = 256
 
 

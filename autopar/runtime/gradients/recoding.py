@@ -1,8 +1,8 @@
 """Changes the codecs of a plan while training.
 
-`Recoding` changes the codecs of a plan, and saves the codecs in checkpoints. A
-checkpoint holds a codec as an array with the bytes of its text, because every
-checkpoint library can store arrays.
+`Recoding` changes the codecs of a plan, and saves them in checkpoints. A checkpoint
+holds a codec as an array with the bytes of its text, because every checkpoint library
+can store arrays.
 
 `Adoption` decides whether faster codecs are worth the compilation of their program. A
 policy asks for faster codecs by `autopar.compression.policies.policy.Saving`, if the
@@ -13,11 +13,11 @@ codecs is not compiled already, it is compiled only if::
 
 Here ``saved_s`` is the predicted number of seconds that the change saves per step.
 ``steps`` is the number of steps for which the change is expected to stay. ``compile_s``
-is the duration of the last compilation. ``missed_s`` is the time that earlier steps
-would have saved by changes that were put off, counted since the last compilation.
-``missed_s`` grows while a change is put off, so a change that the policy keeps asking
-for is compiled at some time. Until then the steps have lost no more time than the
-compilation takes.
+is the duration of the last compilation. ``missed_s`` is the number of seconds that
+earlier steps would have saved by changes that were put off, counted since the last
+compilation. It grows while a change is put off, so a change that the policy keeps
+asking for is compiled at some time. Until then, the steps have lost no more seconds
+than the compilation takes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from autopar.runtime.agreement import content_digest
 from autopar.runtime.recent import Recent
 from autopar.units import seconds_text
 
-# Largest number of changed plans whose original codecs are remembered.
+# Largest number of changed plans for which the original codecs are remembered.
 PLANS = 64
 
 
@@ -249,9 +249,9 @@ class CodecChange:
     """A change of codecs that a policy has asked for.
 
     Attributes:
-      step: number of finished steps when the policy first asked for the change.
+      step: number of steps that had run when the policy first asked for the change.
       codecs: name of a gradient -> its new codec.
-      adopted: whether steps use the codecs from then on; otherwise the change was put
+      adopted: whether steps use the codecs from then on; if not, the change was put
         off.
       reason: why the change was adopted or put off, in words.
       saved_s: predicted seconds saved per step; 0 if no times were compared.
@@ -272,20 +272,20 @@ class CodecChange:
 
     @property
     def pays(self) -> bool:
-        """Whether the saved time is at least the time of the compilation."""
+        """Whether the saved seconds are at least those of the compilation."""
         expected_s = self.saved_s * self.steps + self.missed_s
         return self.saved_s > 0 and expected_s >= self.compile_s
 
 
 class Adoption:
-    """The changes that a policy has asked for, and the time lost by those put off."""
+    """The changes that a policy has asked for, and the seconds lost by delays."""
 
     def __init__(self) -> None:
         """Creates the object without changes."""
         self._changes: deque[CodecChange] = deque(maxlen=CHANGES)
         self._missed_s = 0.0
-        # The change that was put off last, if the policy still asks for it, and the
-        # step up to which its missed time has been counted.
+        # The change that was put off last, if the policy still asks for it. The step up
+        # to which its missed seconds are counted.
         self._waiting: CodecChange | None = None
         self._counted = 0
 
@@ -300,7 +300,7 @@ class Adoption:
         return {} if self._waiting is None else self._waiting.codecs
 
     def count_missed(self, step: int) -> None:
-        """Adds the time that steps up to number ``step`` would have saved."""
+        """Adds the seconds that steps up to number ``step`` would have saved."""
         if self._waiting is not None:
             steps = step - self._counted
             self._missed_s += max(0.0, self._waiting.saved_s) * steps
@@ -354,7 +354,7 @@ class Adoption:
 
     def _note(self, change: CodecChange) -> None:
         last = self._waiting
-        # A change that is put off several times in a row is recorded once.
+        # A change that is put off several times in a row is recorded only once.
         if last is not None and not change.adopted and last.codecs == change.codecs:
             self._changes.remove(last)
             change = dataclasses.replace(change, step=last.step)

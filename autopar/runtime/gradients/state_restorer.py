@@ -1,10 +1,11 @@
-"""Restores the state of a step if a gradient is not finite.
+"""Restores the carried state of a step if a gradient is not finite.
 
-Carried state is state that a step reads and returns, such as parameters and moments.
-If a step does not check its gradients itself, all its carried state is restored. A step
+Carried state is state that a step reads and returns, such as parameters and moments. If
+a step does not check its gradients itself, all its carried state is restored. A step
 with a dynamic loss scale checks its gradients itself, and must keep the result of this
-check. For such a step only two kinds of state are restored: state that is computed from
-the gradients (`autopar_passes.sums.poisoned`), and state that is itself not finite.
+check. For such a step, only two kinds of arrays are restored: state that is computed
+from the gradients (`autopar_passes.sums.poisoned`), and state that is itself not
+finite.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Carried:
       result: position of its next value among the flat results.
       old: number of the argument's value in the program.
       new: number of the result's value in the program; None: the result is a constant.
-      own: whether the step itself decides on the next value, as for a loss scale. Such
-        an array is restored only if its next value is not finite.
-      alone: whether ``new`` is the next value of this argument only.
+      own: whether the step itself decides on the next value, as for its loss scale.
+        Such an array is restored only if its next value is not finite.
+      alone: whether ``new`` is the next value of no other argument.
     """
 
     argument: int
@@ -75,10 +76,10 @@ def early_state(
 ) -> frozenset[int]:
     """The values of a whole step that are restored as soon as they are computed.
 
-    Later operators then read the restored value; for example parameters are computed
+    Later operators then read the restored value: for example, parameters are computed
     from restored moments. If moments were restored at the end of the step, their old
-    values would be needed until then. A compiler that updates moments in place would
-    first have to copy them. On a CPU this costs two more passes over parameters and
+    values would be needed until then, and a compiler that updates moments in place
+    would have to copy them first. On a CPU, this adds two passes over parameters and
     moments.
 
     Args:
@@ -97,7 +98,7 @@ def early_state(
 
 
 class Looked(Protocol):
-    """The result of a check of the gradients of a step."""
+    """A check of the gradients of a step in the course of a trace."""
 
     @property
     def complete(self) -> bool:
@@ -112,7 +113,7 @@ class Looked(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """A known result of the check: whether all gradients of a step are finite."""
+    """A check whose result is known: whether all gradients of a step are finite."""
 
     finite: Any
     complete: bool = True
@@ -133,16 +134,16 @@ class StateRestorer:
         Args:
           looked: the check of the step's gradients.
           places: position of a flat result -> the state that it holds.
-          given: value of an argument -> its array.
-          early: values that are restored as soon as they are computed, if ``looked`` is
-            complete at that time.
+          given: number of an argument's value in the program -> its array.
+          early: numbers of values that are restored as soon as they are computed, if
+            all gradients have been checked by then.
         """
         self._looked, self._places, self._given = looked, places, given
         self._early = {c.new: c for c in places.values() if c.new in early}
         self._done: set[int] = set()
 
     def replace_made(self, value: int, array: Any) -> Any:
-        """Returns the array that later operators read, restored for an early value.
+        """The array that later operators read: the restored one for an early value.
 
         `autopar_passes.replay.run.replay` calls this for each new value.
         """
@@ -185,8 +186,8 @@ def kept_or_restored(old: Any, new: Any, finite: Any, *, own: bool) -> Any:
 def is_finite(analysis: Analysis, flat: Sequence[Any]) -> bool:
     """Whether the results of a finished step are finite.
 
-    Parameters and results that are not state are checked. If the step checks its
-    gradients itself, parameters are not checked.
+    Checks parameters, and results that are not state. If the step checks its gradients
+    itself, parameters are not checked.
 
     Args:
       analysis: the analysis of the step.
@@ -209,7 +210,7 @@ def with_old_state(
 ) -> list[Any]:
     """The flat results of a step, with the state as it was before the step.
 
-    State on which the step itself decides keeps its new value.
+    State on which the step itself decides, such as a loss scale, keeps its new value.
 
     Args:
       analysis: the analysis of the step.
@@ -226,9 +227,9 @@ def with_old_state(
 class Soundness:
     """Checks in one trace of a step whether gradients and results are finite.
 
-    A `StateRestorer` reads `complete` and `finite`. `is_sound` is for the caller of the
-    step. If the step checks its gradients itself, as with a dynamic loss scale,
-    `is_sound` depends only on the results of the step.
+    A `StateRestorer` reads `complete` and `finite`. `is_sound` is reported to the
+    caller of the step. If the step checks its gradients itself, as with a dynamic loss
+    scale, `is_sound` depends only on results that are not state.
     """
 
     def __init__(

@@ -55,18 +55,19 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Member:
-    """One gradient of a bucket.
+    """One gradient of a bucket: of gradients that one message carries.
 
     Attributes:
       decision: the decision of the plan on this gradient.
-      gradient: options of the gradient's sum on one device.
+      gradient: the codec and the options of the gradient's sum, as one device computes
+        it.
       summation: how the devices share the work.
       stacked: layout of the stacked partial gradient.
-      result: layout of the sum that the codec makes.
-      home: layout of the sum that the plan needs.
+      result: layout of the sum as the codec returns it.
+      home: layout of the sum as the plan's readers need it.
       amounts: values of the codec's parameters that are inputs of the program; None: no
         parameter is an input.
-      levels: ``gradient`` with its own codec, then with each codec of the fallback;
+      levels: ``gradient`` with the plan's codec, then with each codec of the fallback;
         empty without a fallback.
     """
 
@@ -97,8 +98,8 @@ class Member:
         """Shape and layout of the residuals of all workers.
 
         If ``summation.interleaved``, the split dim becomes two dims: one over workers,
-        and one inside a worker's part. Without this a device's residual would not be a
-        contiguous block of the array.
+        and one inside a worker's part. Only then is a device's residual a contiguous
+        block of the array.
         """
         summation, shape = self.summation, self.decision.shape
         layout = list(self.stacked[1:])
@@ -137,7 +138,7 @@ class GradientSums:
 
     @property
     def num_levels(self) -> int:
-        """Number of levels: the plan's codec, and each codec of the fallback.
+        """Number of levels: one for the plan's codec, and one for each fallback codec.
 
         Each step sends a gradient by one level.
         """
@@ -355,7 +356,10 @@ class StagedSums:
 
     @property
     def every(self) -> int:
-        """Steps from one measurement of telemetry to the next: here always 1."""
+        """Steps from one measurement of telemetry to the next.
+
+        Always 1 with several stages.
+        """
         return 1
 
     @property
@@ -365,7 +369,7 @@ class StagedSums:
 
     @property
     def columns(self) -> int:
-        """How many numbers of telemetry each gradient has."""
+        """The number of columns of telemetry that each gradient has."""
         return NON_FINITE + 1 + (COLUMNS if self.signals else 0)
 
     @property
@@ -406,12 +410,12 @@ class StagedSums:
 
 
 def _make_state(part: GradientSums) -> dict[str, Any]:
-    """The state of one stage's gradients, without shards if another process has it."""
+    """The state of one stage's gradients; without shards on other processes."""
     where = part.shardings()["gradients"]
     if part.mesh.local_devices:
         return part.init()["gradients"]
     return jax.tree.map(placement.absent, part.structs()["gradients"], where)
 
 
-# The sums of a step of one stage, or of several stages.
+# The sums of a step, of one stage or of several.
 AnySums = GradientSums | StagedSums

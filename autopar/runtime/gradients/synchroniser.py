@@ -1,9 +1,9 @@
 """Sums stacked partial gradients through codecs while a planned step runs.
 
 The replay of a step passes stacked partial gradients to a `CodecSynchroniser`. It sums
-a bucket of gradients in one `jax.shard_map` that is manual over all mesh axes. So a
-gradient that is sharded over other axes is never gathered, and only payloads of codecs
-cross the slow links.
+a bucket of gradients in one `jax.shard_map` that is manual over all mesh axes. A
+*bucket* is a set of gradients that share messages. A gradient that is sharded over
+other axes is thus never gathered, and only payloads of codecs cross the slow links.
 
 Fast links may carry float32 instead of payloads. Then the partial gradients are first
 summed over the fast links (reduce-scatter), then over the slow links by codecs. At the
@@ -83,7 +83,7 @@ def gather_within(
 ) -> list[jax.Array]:
     """All-gathers sums over the fast links.
 
-    Sums with `Summation.keeps` stay split.
+    Sums with `Summation.keeps` stay split over these devices.
 
     Args:
       summations: as for `sum_within`.
@@ -137,11 +137,12 @@ Arrays = Sequence[jax.Array]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measure:
-    """A measurement of a bucket of gradients, on one device's arrays.
+    """A measurement of a bucket of gradients, on the arrays of one device.
 
-    The measurement runs in the `jax.shard_map` that sums the bucket. The inputs of a
-    codec and its received payloads are in memory there, so a branch can read them. A
-    step that does not take the branch stores nothing for the measurement.
+    The measurement runs in the `jax.shard_map` that sums the bucket. There, the inputs
+    of a codec and its received payloads are in memory, so a measurement in a branch
+    (``lax.cond``) can read them. A step that does not take the branch stores nothing
+    for the measurement.
 
     Attributes:
       look: the function that measures. Its arguments are this device's shards of
@@ -149,8 +150,8 @@ class Measure:
         sums in the layouts of `Member.result`. It returns a row, (1, k).
       given: other arrays that ``look`` reads.
       specs: partition specs of ``given``.
-      seldom: whether ``look`` reads the sums only in a branch that few steps take. The
-        sums are then computed again in this branch.
+      seldom: whether ``look`` reads the sums only in a branch that few steps take. This
+        branch then computes the sums again.
     """
 
     look: Callable[[Any, Arrays, Callable[[], Arrays]], jax.Array]
@@ -167,9 +168,9 @@ class CodecSynchroniser:
         self.sums = sums
         self.state = state
         self.new: dict[str, Any] = {}
-        # Name of a gradient -> its row of telemetry, summed over the devices.
+        # Name of a gradient -> its row of telemetry, added up over the devices.
         self.rows: dict[str, jax.Array] = {}
-        # Name of a gradient -> number of the level whose codec sent it.
+        # Name of a gradient -> number of the level whose codec has sent it.
         self.levels: dict[str, jax.Array] = {}
         self._totals: jax.Array | None = None
 
@@ -262,8 +263,8 @@ class CodecSynchroniser:
         step is counted as skipped.
 
         Returns:
-          The state, and telemetry, float32 (gradients, 6 or 10). Its columns are
-          those of `autopar.compression.synchronise.synchronise`.
+          The state, and telemetry, float32 (gradients, 6 or 10), with the columns of
+          `autopar.compression.synchronise.synchronise`.
         """
         old = {name: self.state["gradients"][name] for name in self._names}
         new = {name: self.new[name] for name in self._names}
@@ -290,7 +291,7 @@ class CodecSynchroniser:
 
 
 def _spoilt(rows: jax.Array) -> jax.Array:
-    """Returns terms that restore a NaN or an infinity that a codec may have lost.
+    """Returns terms that restore a NaN or an infinity which a codec may have lost.
 
     A codec may turn a NaN or an infinity into a finite number. A step that checks its
     gradients must still find it. So the term of each gradient is added to all elements
@@ -304,8 +305,8 @@ def _spoilt(rows: jax.Array) -> jax.Array:
       The terms, float32 (k,).
     """
     kind = jnp.where(jnp.isnan(rows[:, WANTED]), jnp.nan, jnp.inf)
-    # The barrier makes the compiler compute the terms once, not again in each loop that
-    # reads a term.
+    # The barrier makes the compiler compute the terms once. Without it, each loop that
+    # reads a term would compute it again.
     return add_barrier(jnp.where(rows[:, NON_FINITE] > 0, kind, 0.0))
 
 
@@ -345,8 +346,8 @@ def _sum_bucket(
     summations = [m.summation for m in members]
     parts = [x[0] for x in arrays]
     if look is not None:
-        # The barrier makes codecs and the branch of the measurement read the same
-        # arrays; otherwise the branch would read copies.
+        # Because of the barrier, the codecs and the branch of the measurement read the
+        # same arrays. Without it, the branch would read copies.
         parts = [add_barrier(x) for x in parts]
     partials = sum_within(summations, parts, fast)
     together = sums.fallback is None and set(names) == set(mesh_names)
@@ -360,8 +361,8 @@ def _sum_bucket(
     spoilt = _spoilt(rows)
 
     def whole(totals: Sequence[Any]) -> list[Any]:
-        # Each sum is written to memory here anyway. Added later, the term would be
-        # added again by each operator that reads the sum.
+        # This writes each sum to memory in any case. If the term were added later, each
+        # operator that reads the sum would add it again.
         gathered = gather_within(summations, totals, fast)
         each = zip(gathered, spoilt, arrays, strict=True)
         return [(total + term).astype(x.dtype) for total, term, x in each]

@@ -19,9 +19,9 @@ from autopar_errors import warn_user
 UNREAD = 64
 # Least weight of the latest step in the running mean of squared errors.
 LATEST = 0.1
-# An error is too large if it exceeds TIMES * the error that the plan expects. The
-# limit is at least LITTLE, which does not harm training, and at most MOST_LOST. The
-# first EARLY steps with a set of codecs give no warning.
+# An error is too large if it exceeds TIMES * the error that the plan expects. This
+# limit is raised to LITTLE, an error that does not harm training, and lowered to
+# MOST_LOST. The first EARLY steps with a set of codecs give no warning.
 TIMES, LITTLE, EARLY = 2.0, 0.1, 16
 
 
@@ -41,7 +41,7 @@ class MeasuredGradient:
 
     @property
     def most(self) -> float:
-        """The largest error without a warning."""
+        """The largest relative error without a warning."""
         return min(MOST_LOST, max(LITTLE, TIMES * self.error))
 
 
@@ -66,7 +66,7 @@ class TelemetryReader:
         self._unread: deque[tuple[int, int, Sequence[MeasuredGradient], Any]] = deque()
         self._warns = warns
         self._measured: Counter[MeasuredGradient] = Counter()
-        # Gradients whose last measured error was too large.
+        # Gradients whose last measured relative error was too large.
         self._lossy: set[MeasuredGradient] = set()
         self._told: set[str] = set()
 
@@ -125,8 +125,8 @@ class TelemetryReader:
             known = self.errors.setdefault(gradient.name, {})
             before = known.get(gradient.codec, math.sqrt(squared)) ** 2
             self._measured[gradient] += 1
-            # The weight 1 / number of steps gives the plain mean of the first steps.
-            # The first step is special, because it has no residual to send.
+            # With the weight 1 / number of steps, the mean begins as the plain mean.
+            # The first step is not typical, because it has no residual to send.
             weight = max(LATEST, 1 / self._measured[gradient])
             mean = (1 - weight) * before + weight * squared
             known[gradient.codec] = math.sqrt(mean)

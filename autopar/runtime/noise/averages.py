@@ -11,7 +11,7 @@ group i and G the mean of all g_i::
 
 The formulas are those of Pollux (Qiao et al., OSDI 2021) and of McCandlish et al.
 (arXiv 1812.06162). The formulas are linear in the norms. So gradients with different
-numbers of groups are estimated separately, and the estimates are added up. ``sqr`` and
+numbers of groups can be estimated separately, and their estimates added up. ``sqr`` and
 ``var`` are averaged over steps with exponential weights: each step multiplies the old
 averages by ``decay ** (M / M0)``. Each average is divided by the sum of its weights,
 which corrects the bias towards zero.
@@ -32,11 +32,10 @@ import numpy as np
 from autopar.errors import PlanError
 from autopar.runtime.noise.sources import GradientSource, Sources
 
-# Steps from one measurement to the next where a measurement sends gradients a second
-# time, because codecs send them.
+# Number of steps from one measurement to the next, if a codec sends the gradients: a
+# measurement then sends them a second time without the codec.
 SPARSE = 32
-# Steps from one measurement to the next among the first `SPARSE` steps, in which the
-# noise is not known yet.
+# The same number among the first `SPARSE` steps, when the noise is not known yet.
 EARLY = 4
 
 
@@ -108,10 +107,10 @@ class NoiseScale:
       steps: number of measured steps in the averages.
       skipped: number of measured steps that are not in the averages because a gradient
         was not finite.
-      biased: whether the estimate is biased: a gradient has only one group and was
-        compared with the gradient of the step before, or a gradient was not found.
-      excess: average increase of the squared norm of the gradient by codecs. For
-        unbiased codecs this is the squared error of the sum.
+      biased: whether the estimate is biased. It is if a gradient has only one group and
+        is compared with that of the step before, or if a gradient was not found.
+      excess: average of the squared norm of the codecs' sum minus that of the exact
+        sum. For unbiased codecs it is the squared error of the sum.
       local: mean of the squared norms of the groups' gradients in the last measured
         step.
       total: squared norm of the mean gradient in the last measured step.
@@ -170,8 +169,8 @@ def estimates(norms: Any, groups: Groups) -> tuple[Any, Any]:
       norms: (gradients, 3). Column 0 is the sum over the groups of the squared norms of
         their partial gradients; these partial gradients add up to the gradient. Column
         1 is the squared norm of the gradient, column 2 the squared norm of the sum that
-        the codec makes. A gradient with only one group is treated as two groups: half
-        the gradient of this step, and half the gradient of the step before.
+        the codec makes. If a gradient has only one group, its two groups are half the
+        gradient of this step and half the gradient of the step before.
       groups: the number of groups of each gradient.
     """
     alone = groups.alone
@@ -275,9 +274,9 @@ class NoiseSpec:
     Such a gradient is compared with its value in the step before.
 
     Attributes:
-      sources: the gradients.
+      sources: the measured gradients, with their partial gradients.
       options: how the gradients are measured.
-      everywhere: the sharding of the averages.
+      everywhere: the sharding of the averages, with a copy on each device.
       homes: name of a gradient with only one group -> the sharding of its previous
         value.
       structs_of: name of a gradient with only one group -> shape and dtype.

@@ -1,9 +1,9 @@
 """Measures the squared norms of partial gradients while a planned step runs.
 
-The partial gradients are in memory in two places: before a deferred sum over devices
-(`autopar.layouts.stacking`), and in a loop that adds up the gradients of microbatches.
-So no gradient is computed a second time. A measurement reads each partial gradient once
-more, and sums a few numbers over the devices.
+The partial gradients are in memory at two places of a step: before a deferred sum over
+devices (`autopar.layouts.stacking`), and in the loop that adds up the gradients of
+microbatches. So no gradient is computed a second time. A measurement reads each partial
+gradient once more, and adds up a few numbers over the devices.
 
 A second moment is recognised by its computation, not by its name. It is optimizer state
 whose next value is a weighted sum of the old value and of the square of the gradient.
@@ -41,7 +41,8 @@ from autopar_passes.replay.layout_plan import Read
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
 
-# Value -> the operators that read it, each with the value's place among the operands.
+# Maps a value to the operators that read it, each with the value's place among the
+# operands.
 Readers = Mapping[int, Sequence[tuple[Operator, int]]]
 
 # Operators whose output still counts as a gradient (or as its square), because they
@@ -137,7 +138,7 @@ class WholeNoise:
 
     @functools.cached_property
     def turns(self) -> dict[int, tuple[int, ...]]:
-        """Gradient that is transposed before its sum -> the permutation (`turn_of`)."""
+        """Gradient transposed before its sum -> the permutation (`turn_of`)."""
         found = {
             s.value: turn_of(self.assignment, s.value, s.bare)
             for s in self.spec.sources.found
@@ -212,7 +213,7 @@ def _moments(assignment: Assignment, sources: Sources) -> dict[int, int]:
 def _without(sources: Sources, coded: frozenset[int]) -> Sources:
     """The sources without the gradients that have one group and are sent by a codec.
 
-    For such a gradient only the lossy result of the codec exists as a whole.
+    The exact gradient never exists as a whole, only the lossy result of the codec.
     """
     found = [s for s in sources.found if s.groups > 1 or s.value not in coded]
     lost = [s.name for s in sources.found if s.groups == 1 and s.value in coded]
@@ -250,9 +251,9 @@ class NoiseMeter:
         self._partial: dict[int, Stacked] = {}
         self._parts: dict[int, Norm] = {}
         self._whole: dict[int, Norm] = {}
-        # Gradient that a codec sends -> norms on each device, (devices, 3).
+        # A gradient that a codec sends -> norms on each device, (devices, 3).
         self._sent: dict[int, jax.Array] = {}
-        # Gradient -> norms of its microbatches' parts, (microbatches, devices).
+        # A gradient -> norms of its microbatches' parts, (microbatches, devices).
         self._micro: dict[int, jax.Array] = {}
         self._values: dict[int, Any] = {}
         self.measured = self.spec.is_measured(state["step"])
@@ -273,7 +274,7 @@ class NoiseMeter:
         return {value: self._total(value, x) for value, x in partials.items()}
 
     def _total(self, value: int, partial: Stacked) -> Any:
-        """Sums a stacked partial gradient without a codec.
+        """Computes the sum of a stacked partial gradient, without a codec.
 
         If the gradient is transposed, the array before the transposition is summed, and
         the sum is transposed. In this order each device transposes only its shard of
@@ -303,13 +304,13 @@ class NoiseMeter:
         return made
 
     def _as_kept(self, source: GradientSource, array: Any) -> Norm:
-        """The norm of a gradient in its home layout."""
+        """A gradient's norm, of the array in the layout that readers need."""
         layout = self.noise.assignment.home_layout(source.value)
         array = constrain(array, self.noise.mesh, layout)
         return Norm(array, layout, (), self._moment(source))
 
     def _parts_of(self, source: GradientSource, partial: Stacked) -> Norm:
-        """The norm of the partial gradients of the replicas."""
+        """The norm of a gradient's partial gradients on the data replicas."""
         summed = tuple(a for a in partial.axes if a not in source.replicas)
         return Norm(
             partial.array, (partial.axes, *partial.layout), summed, self._moment(source)
@@ -383,7 +384,7 @@ class NoiseMeter:
     def _finite(self) -> jax.Array:
         """Whether all gradients with only one group are finite.
 
-        The next step is compared with these gradients.
+        They are kept for the next step, which is compared with them.
         """
         arrays = [self._values[s.value] for s in self.spec.alone]
         return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays] or [True]))
@@ -393,7 +394,7 @@ class NoiseMeter:
         wanted: list[Norm] = []
         for source in self.spec.sources.found:
             wanted.extend(self._norms_to_take(source))
-        # One column for each norm.
+        # One column for each array whose norm is computed.
         rows = device_norms(self.noise.mesh, wanted) if wanted else None
         columns: list[Any] = []
         place = 0
@@ -405,7 +406,7 @@ class NoiseMeter:
         return found.reshape(-1, 3)
 
     def _norms_to_take(self, source: GradientSource) -> list[Norm]:
-        """The norms of a gradient that are not measured yet."""
+        """The norms of a gradient that the loop and codecs have not measured."""
         value = source.value
         if value in self._sent:
             return []
@@ -417,7 +418,7 @@ class NoiseMeter:
         return [self._parts[value], whole]
 
     def _halves_and_sum(self, source: GradientSource, whole: Norm) -> list[Norm]:
-        """The norms of the gradient now and in the step before, and of their mean.
+        """The norms of the gradient, of that of the step before, and of their mean.
 
         Such a gradient has only one group, so it is compared with the step before.
         """

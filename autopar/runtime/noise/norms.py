@@ -4,7 +4,7 @@ Each element counts once, also if several devices hold a copy of it. A gradient 
 codec sends has three norms: the norm of the replicas' partial gradients, the norm of
 their exact sum, and the norm of the sum that the codec makes. The exact sum needs a
 second communication without the codec. So these norms are measured only in some steps,
-at the place where the gradient is summed.
+in the program that sums the gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.runtime.gradients.synchroniser import Arrays, CodecSynchroniser, Me
 from autopar_passes.layouts import automatic_axes, constrain, partition_spec
 from autopar_passes.sums.stacked import Stacked
 
-# The default of `optax.adam`.
+# Epsilon, the default of `optax.adam`.
 EPSILON = 1e-8
 # Profiles show the measurement under this name.
 SCOPE = "gradient_noise"
@@ -31,7 +31,7 @@ SCOPE = "gradient_noise"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Norm:
-    """An array whose squared norm is wanted.
+    """An array whose squared norm is to be computed.
 
     Attributes:
       array: the array on the mesh; it may have a leading dim of partial sums.
@@ -91,7 +91,7 @@ def device_norms(mesh: Any, wanted: Sequence[Norm]) -> jax.Array:
 
 
 def own_norms(mesh: Any, blocks: Sequence[Norm]) -> jax.Array:
-    """One device's part of k squared norms, float32 (1, k).
+    """One device's part of the squared norms of k arrays, float32 (1, k).
 
     Args:
       mesh: the mesh. The caller's `jax.shard_map` is manual over its automatic axes.
@@ -103,7 +103,7 @@ def own_norms(mesh: Any, blocks: Sequence[Norm]) -> jax.Array:
 
 
 def _own_part(mesh: Any, norm: Norm) -> jax.Array:
-    """One device's part of a squared norm, from its shard of the array."""
+    """One device's part of a squared norm, computed from its shard of the array."""
     names, used = mesh.axis_names, axes_of(norm.layout)
     free = automatic_axes(mesh)
     copies = math.prod(
@@ -151,7 +151,7 @@ class SentGradient:
     """A gradient of a bucket.
 
     Attributes:
-      place: number of the gradient in the bucket.
+      place: position of the gradient in the bucket.
       axes: mesh axes over which the gradient is summed.
       layout: layout of the partial gradients, without the leading dim.
       inner: the mesh axes of ``axes`` that do not separate replicas: their devices work

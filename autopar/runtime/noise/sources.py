@@ -6,8 +6,8 @@ is the sum of the partial gradients of all groups.
 
 Replicas of unequal devices share the A microbatches of a step. Each microbatch belongs
 to one of them, so K counts the data replicas within such a replica. The groups have
-equal sizes even though the replicas have unequal numbers of rows. A gradient without
-partial gradients of single microbatches has K groups, each with rows of all
+equal sizes even though the replicas have unequal numbers of rows. If a gradient has no
+partial gradients of single microbatches, it has K groups, each with rows of all
 microbatches.
 """
 
@@ -42,11 +42,12 @@ class GradientSource:
       groups: number of groups with separate partial gradients, n.
       parts: the value that holds the partial gradients of the groups, as partial sums
         over devices or as one value for each microbatch.
-      bare: an earlier value that becomes ``parts`` by transposing or reshaping only,
+      bare: an earlier value that only transpositions and reshapes turn into ``parts``,
         so that both have the same norm (`bare_of`).
       loop: the equation of the loop over microbatches that makes ``parts``; -1: no loop
         makes ``parts``.
-      share: factor of each microbatch's partial gradient in the gradient.
+      share: the factor with which each microbatch's partial gradient counts in the
+        gradient.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Sources:
 
 
 def with_waiting(assignment: Assignment) -> Assignment:
-    """The assignment with the sum over devices deferred for all gradients that can."""
+    """The assignment with every gradient's sum over devices deferred, if it can be."""
     waiting = frozenset(gradients_of(assignment.analysis))
     return dataclasses.replace(assignment, waiting=waiting)
 
@@ -111,7 +112,7 @@ def trained_paths(graph: OperatorGraph) -> list[str]:
 
 
 def alone_in(names: dict[int, str]) -> dict[int, str]:
-    """Value -> name of its parameter, for parameters that only one value updates.
+    """Value -> name of its parameter, if this value alone updates the parameter.
 
     If several values update a parameter, each is only a part of the gradient, so none
     is returned.
@@ -124,7 +125,7 @@ def alone_in(names: dict[int, str]) -> dict[int, str]:
 
 
 def _candidates(analysis: Analysis) -> Iterator[int]:
-    """Yields the values that may be gradients.
+    """Yields the values that may be gradients of parameters.
 
     Gradients whose sum over devices is deferred come first.
     """
@@ -155,9 +156,9 @@ def _candidates(analysis: Analysis) -> Iterator[int]:
 
 
 def _micro_values(analysis: Analysis) -> dict[int, tuple[int, int, float]]:
-    """Gradient -> its value in one microbatch, the loop over microbatches, the share.
+    """Gradient -> its value in one microbatch, the loop over microbatches, its share.
 
-    The share is the factor of one microbatch in the gradient.
+    The share is the factor with which one microbatch counts in the gradient.
     """
     split, whole = analysis.split, analysis.whole
     if split is None or whole is None:
@@ -189,8 +190,8 @@ def _source(
     workers = math.prod(assignment.sizes[a] for a in replicas)
     count = assignment.analysis.microbatches if value in micro else 1
     if rows % (workers * count):
-        # The rows cannot be divided equally, so several devices work on the same row,
-        # and no device has the partial gradient of separate rows.
+        # The rows cannot be divided equally. So several devices work on the same row,
+        # and no device has the partial gradient of rows of its own.
         replicas, workers = (), 1
     parts, loop, share = micro.get(value, (value, -1, 1.0))
     bare = bare_of(assignment, parts)
@@ -206,9 +207,9 @@ _LAYING = ("copy", "reshape", "squeeze", "transpose")
 def bare_of(assignment: Assignment, value: int) -> int:
     """The earliest value that has the same elements as ``value``.
 
-    Copies, transpositions and reshapes before ``value`` are followed back while the
-    partial sums stay over the same mesh axes. The measurement reads this earlier array:
-    the compiler can fuse a transposition with a sum, but would have to store the
+    Copies, transpositions and reshapes before ``value`` are followed back as long as
+    the values are partial over the same mesh axes. The measurement reads this earlier
+    array: the compiler can fuse a transposition with a sum, but would have to store the
     transposed array if the measurement read it.
     """
     held = assignment.partial_layout(value)

@@ -78,8 +78,8 @@ class TaskNoise:
         return device_norms(mesh, wanted)
 
 
-# Where a measured number is added: number of the gradient, the columns of its norms
-# (`estimates`), and the factor.
+# The places to which a measured number is added: number of the gradient, the columns of
+# its norms (`estimates`), and the factor.
 Column = tuple[int, tuple[int, ...], float]
 
 
@@ -92,7 +92,7 @@ class StagedNoise:
       tasks: task -> the norms that it measures.
       sent: stage -> the gradients that its codecs send; each with the mesh axes that
         separate data replicas, whose devices work on different rows.
-      columns: task or stage -> for each measured number where it is added.
+      columns: task or stage -> for each measured number, where it is added.
       meshes: the mesh of each stage.
     """
 
@@ -131,7 +131,7 @@ class StagedNoise:
         return jax.ShapeDtypeStruct((count,), jnp.float32)
 
     def lies(self, place: Place) -> NamedSharding:
-        """The sharding of the result of `added_up`: a copy on each device."""
+        """The sharding of the result of `added_up`: each device has a copy."""
         stage = place.stage if isinstance(place, TaskKey) else place
         return NamedSharding(self.meshes[stage], PartitionSpec())
 
@@ -216,7 +216,7 @@ def staged_noise(
 
 
 def _gradients(cut: CutStep) -> dict[int, str]:
-    """Value of microbatches -> name of the parameter that only this value updates."""
+    """Value of microbatches -> its parameter's name, if no other value updates it."""
     summed = [c.value for c in cut.found.crossings if c.combine in _SHARES]
     return alone_in(updated_parameters(cut.analysis.graph, summed))
 
@@ -284,8 +284,8 @@ def _noise_of_tasks(
         columns[key].append((k, (0,), source.share**2))
         if source.value in spec.coded:
             sent[key.stage][source.value] = source.replicas
-            # A stage's codec sends the sum over all microbatches. Its norm before the
-            # codec is the norm of no group, so the factor is zero.
+            # A stage's codec sends the sum over all microbatches. The norm of this sum
+            # before the codec is not that of a group, so its factor is zero.
             columns[key.stage] += [(k, (), 0.0), (k, (1,), 1.0), (k, (2,), 1.0)]
             continue
         reader = _reader(cut, source.value)

@@ -41,7 +41,7 @@ class StagedCodecs:
 
     @functools.cached_property
     def decide(self) -> Any:
-        """A jitted function that decides whether all gradients are finite.
+        """A jitted function that tells whether all gradients of the step are finite.
 
         Its arguments are the telemetry and the levels of all stages, and the counters.
         It returns whether all gradients are finite, the joined telemetry and levels,
@@ -112,8 +112,8 @@ class CodecStep:
           codecs: the codecs of the pipeline.
           state: the state from `StagedSums.init`, or after the step before.
           links: the connections to other processes; None: there is one process.
-          due: bool scalar: whether the norms of gradients are measured in this step;
-            None: in every step, or never.
+          due: bool scalar: whether this step measures the norms of gradients; None:
+            every step does, or none.
         """
         self.codecs = codecs
         self.links = links
@@ -139,10 +139,10 @@ class CodecStep:
         return dict(zip(stages, placement.replicate_array(scalar, where), strict=True))
 
     def sum_inputs(self, stage: int, *, measured: bool) -> tuple[Any, ...]:
-        """The arguments of `finish_code` before the running sums.
+        """The arguments of `finish_code` that come before the running sums.
 
-        These are the number of the step and the state of the stage's codecs. If norms
-        are measured only in some steps, whether this step is measured follows.
+        They are the number of the step and the state of the stage's codecs. If norms
+        are measured only in some steps, a third one says whether this step is measured.
         """
         every = self.state["gradients"]
         found = self.steps[stage], {n: every[n] for n in self.codecs.names(stage)}
@@ -169,7 +169,7 @@ class CodecStep:
         self.finite = self._hand_scalar(own, finite)
 
     def give_up(self) -> None:
-        """Sends zeros to other processes for telemetry that this process lacks."""
+        """Sends zeros in place of telemetry that this process has not computed."""
         for stage in self.codecs.sums.stages:
             if stage not in self.shared:
                 self._own_telemetry(stage)

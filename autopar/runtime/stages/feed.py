@@ -164,7 +164,7 @@ class Feed:
         return (made, *beside) if beside else made
 
     def _gather_noise(self, noise: StagedNoise, ran: Ran) -> dict[Place, Any]:
-        """The norms that all stages have measured, on devices of this process."""
+        """The norms of all stages, on devices of this process."""
         links, out = self.pipeline.links, dict[Place, Any]()
         for number, (place, rows) in enumerate(ran.noise.items()):
             found = noise.added_up(place, list(rows)) if rows else None
@@ -212,8 +212,8 @@ class Feed:
         state = set(self.analysis.carried_arguments.values())
         held = {id(out[k]) for k in state}
         for k, x in enumerate(out):
-            # The next step consumes its state, so a result that is the same array as
-            # state must be copied.
+            # The next step donates its state. So a result that is the same array as a
+            # state array must be copied.
             if k not in state and id(x) in held and x.sharding.addressable_devices:
                 out[k] = jax.numpy.copy(x)
         return out, ran
@@ -222,7 +222,8 @@ class Feed:
         """Name of a gradient -> its partial gradients; see `partial_gradients`."""
         found = partial_gradients(self.pipeline, *self._deal_inputs(flat))
         if self.pipeline.links is not None:
-            # The step uses the same tags of transfers, so it needs another number.
+            # Transfers are matched by number of the step, so this call, which is no
+            # step, needs a number of its own.
             self.pipeline.links.number += 1
         return found
 
@@ -239,7 +240,7 @@ class Feed:
         given_ahead = self._whole_batch_inputs(flat)
         known.update({v: x for k, (v, x) in given_ahead.items() if k not in split})
         # If there is only one microbatch, updates may read the batch itself. With
-        # several microbatches, updates read no rows of these arguments.
+        # several microbatches, updates read these arguments only if they have no rows.
         known.update({self.values[k]: flat[k] for k in self.read_late})
         micro = [dict(given) for given in self.numbers]
         arguments = self.program.body.inputs
@@ -262,7 +263,7 @@ class Feed:
         atom = self.program.body.outputs[k]
         if not isinstance(atom, Scalar) and atom not in self.constants:
             return (ran.state if k in self.state else ran.told)[atom]
-        # Each step makes a new array, because the next step consumes the state.
+        # Each step must make a new array, because the next step donates the state.
         known = (
             np.asarray(atom.value, atom.aval.dtype)
             if isinstance(atom, Scalar)
@@ -291,7 +292,7 @@ class Feed:
         return out
 
     def clear_cache(self) -> None:
-        """Frees compiled code."""
+        """Frees the compiled code."""
         self.pipeline.clear_cache()
         for code in (*self.deal.values(), *self._late.values()):
             code.clear_cache()

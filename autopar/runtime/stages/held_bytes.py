@@ -1,6 +1,7 @@
-"""The bytes that a device of a stage holds while each program of the stage runs.
+"""The bytes that a device of a stage holds when each program of the stage begins.
 
-The bookkeeping is that of `autopar.runtime.stages.run`, with sizes in place of arrays.
+The sizes of arrays are followed in the same way as `autopar.runtime.stages.run` follows
+the arrays.
 """
 
 from __future__ import annotations
@@ -78,11 +79,11 @@ class _HeldBytes:
         self.total[stage] -= sum(place.pop(v, 0) for v in values)
 
     def note(self, key: ProgramKey, stage: int) -> None:
-        """Records what a stage holds as a program begins."""
+        """Records the bytes that a stage holds as a program begins."""
         self.found[key] = max(self.found.get(key, 0), self.total[stage])
 
     def begin(self) -> None:
-        """Adds the inputs of the step, their copies, and the running sums."""
+        """Adds the step's inputs, their copies on other stages, and running sums."""
         cut = self.pipeline.cut
         batch, later = cut.parts.flow.batch, cut.parts.gathered
         given = [
@@ -108,7 +109,7 @@ class _HeldBytes:
         return [(v, _shard_bytes(known[v], sharding)) for v, sharding in pairs]
 
     def run_task(self, key: TaskKey, number: int) -> None:
-        """Follows a task of a microbatch."""
+        """Follows the arrays in a task of a microbatch."""
         call = self.pipeline.calls[key]
         if not call.idle:
             self.note(key, key.stage)
@@ -122,7 +123,7 @@ class _HeldBytes:
         self.drop(key.stage, own, call.last)
 
     def end(self) -> None:
-        """Follows the sums over microbatches, and the updates."""
+        """Follows the arrays in the sums over microbatches and in the updates."""
         for stage in self.pipeline.finish:
             self.finish_sums(stage)
         self.join_rows()
@@ -137,7 +138,7 @@ class _HeldBytes:
                 self.send_once(key.stage, call.code.sent)
 
     def finish_sums(self, stage: int) -> None:
-        """Follows the program that finishes the running sums of a stage."""
+        """Follows the arrays in the program that finishes a stage's running sums."""
         self.note(stage, stage)
         self.total[stage] -= self.sums[stage]
         own = self.pipeline.stages[stage].seen_by_updates
@@ -147,14 +148,14 @@ class _HeldBytes:
         self.send_once(stage, self.pipeline.finish_sent[stage])
 
     def send_once(self, stage: int, every: Iterable[Sent]) -> None:
-        """Follows values that are sent once a step; results stay on the stage."""
+        """Follows values that are sent once per step; the results stay on the stage."""
         for sent in every:
             target = stage if sent.stage == RESULT else sent.stage
             for value, nbytes in self.sizes(sent):
                 self.put(target, self.step[target], value, nbytes)
 
     def join_rows(self) -> None:
-        """Follows the values of microbatches that updates read as one array."""
+        """Follows the values of microbatches that updates read joined to one array."""
         crossed, cut = self.pipeline.crossed, self.pipeline.cut
         for stage, numbers in enumerate(self.micro):
             kept = {v: numbers[-1][v] for v in crossed.same if v in numbers[-1]}

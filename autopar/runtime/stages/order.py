@@ -84,7 +84,7 @@ class Turn:
       issue: the task.
       number: number of the task in the order of all tasks.
       waits_for: numbers of the tasks of other stages whose results the task reads.
-      tells: numbers of the threads with tasks that read results of this task.
+      tells: numbers of the threads that have tasks which read results of this task.
     """
 
     issue: Issue
@@ -135,8 +135,8 @@ def run_in_threads(
     """Issues tasks in several threads.
 
     Each thread keeps the order of its tasks. It issues a task after all tasks that the
-    task waits for have been issued. Each thread has an inbox for the numbers of issued
-    tasks. Only numbers of tasks that this thread waits for are put into it.
+    task waits for have been issued. Each thread has an inbox. It receives the numbers
+    of those issued tasks for which the thread waits.
 
     Args:
       executor: has a thread for each list of ``by_stage``.

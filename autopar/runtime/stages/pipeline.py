@@ -58,7 +58,7 @@ class Ran:
     Attributes:
       state: value -> its array, for values that leave the step, in the sharding that
         they have between steps.
-      told: value -> its array on this process, for values that every process receives.
+      told: value -> its array in this process, for results that every process receives.
       noise: the norms of gradients that tasks measured.
       codecs: the codecs in this step; None if the pipeline has no codecs.
     """
@@ -150,10 +150,11 @@ class Call:
 
     Attributes:
       code: the compiled code of the task.
-      last: the inputs of a microbatch that no later task of the stage reads, so that
-        their memory can be freed.
-      inputs: function that selects the inputs of the task from the arrays of its stage.
-      totals: function that selects the running sums that the task adds to.
+      last: the inputs of a microbatch that no later task of the stage reads; their
+        memory can be freed afterwards.
+      inputs: a function that selects the inputs of the task from the arrays of its
+        stage.
+      totals: a function that selects the running sums to which the task adds.
       calls_back: whether the task calls functions of the host; these may fail after the
         task was issued.
     """
@@ -182,7 +183,7 @@ class StageCopy:
     Attributes:
       stage: the stage that sends.
       sent: the values, and the stage that receives them.
-      layout: function that reshards the values to the layout in which they are sent.
+      layout: a function that reshards the values to the layout in which they are sent.
     """
 
     stage: int
@@ -236,18 +237,18 @@ class StagePipeline:
         self.recorder: Any = None
         # Seconds that the last step needed to issue the tasks of its microbatches.
         self.issuing_s = 0.0
-        # For `progress`: stage of this process -> the task that was issued last, and
-        # the stages that are issuing a task now.
+        # For `progress`: each stage of this process -> the task that was issued last;
+        # and the stages that are issuing a task now.
         self.issued: dict[int, Issue] = {}
         self.inside: set[int] = set()
-        # CPUs run small programs and callbacks in the thread that issues them. With a
-        # thread for each stage, stages do not wait for each other.
+        # CPUs run small programs and callbacks in the thread that issues them. So each
+        # stage has a thread, and stages do not wait for each other.
         on_cpu = first is not None and first.platform == "cpu"
         count = 1 if self.joint else len(stages)
         self.threads = Threads(count, "stage") if on_cpu else None
-        # On CPUs, collectives of the same devices cannot be told apart, and programs of
-        # different threads run in any order. So no other collective may run at the same
-        # time as a stage of several processes: it could have the same devices.
+        # On CPUs, collectives over the same devices cannot be told apart, and programs
+        # of different threads run in any order. So while a stage of several processes
+        # runs, no other collective may run that could have the same devices.
         self.alone = self.joint and on_cpu
         self.by_stage = [
             [issue for issue in order if issue.key.stage == stage]
@@ -268,8 +269,8 @@ class StagePipeline:
             for key, task in cut.tasks.items()
             if calls_back(equations_of(cut.program, task))
         )
-        # If an update calls the host it may fail, so the old state must stay in memory
-        # until the update has ended.
+        # An update that calls the host may fail. The old state must therefore stay in
+        # memory until the update has ended.
         fails = any(key.phase is Phase.UPDATE for key in self._calling)
         self._donated = self._donations() if donate and not fails else {}
         self.calls = {key: self._call(task) for key, task in cut.tasks.items()}
@@ -397,8 +398,8 @@ class StagePipeline:
     def _readers(self, task: Task, stage: int) -> set[int]:
         """The results of a task that tasks of a stage read directly.
 
-        Tasks of microbatches and tasks that run once only read each other's results
-        through crossings, which do not count here.
+        The tasks of microbatches and the tasks that run once read each other's results
+        only through crossings (see below), which do not count here.
         """
         once = task.key.phase is Phase.UPDATE
         return {
@@ -431,7 +432,7 @@ class StagePipeline:
         return tuple(out)
 
     def _leaving(self, stage: int, values: Iterable[int]) -> Iterator[Sent]:
-        """The values that leave the step, sent to their sharding between steps."""
+        """The values that leave the step, sent to their shardings between steps."""
         outputs = self.outputs
         found = tuple(v for v in values if v in outputs)
         if found:
@@ -478,8 +479,8 @@ class StagePipeline:
         later = tasks[tasks.index(task) + 1 :]
         read = {v for t in later for v, _ in t.inputs}
         batch = self.cut.parts.flow.batch
-        # Rows of microbatches are joined after all microbatches, on the stage that
-        # makes them, so they must be kept.
+        # Updates read the rows of all microbatches joined, on the stage that makes
+        # them. So these rows must be kept until the end.
         read |= {
             v
             for v, maker in task.inputs
@@ -539,7 +540,7 @@ class StagePipeline:
                 )
         return out
 
-    # Values that go from microbatches to the tasks that run once.
+    # Crossings: values that microbatches make and that tasks which run once read.
 
     def _summed_values(self) -> dict[int, tuple[int, ...]]:
         """Stage -> the values that it sums over microbatches."""
@@ -601,10 +602,9 @@ class StagePipeline:
         return out
 
     def _late_copies(self) -> tuple[StageCopy, ...]:
-        """The copies of values that are not summed over microbatches.
+        """The copies of crossings that are not summed over microbatches.
 
-        Such a value is made by microbatches of one stage, and is read by updates of
-        another stage.
+        A stage's microbatches make such a value, and another stage's updates read it.
         """
         out: list[StageCopy] = []
         for stage in range(len(self.stages)):
@@ -614,7 +614,7 @@ class StagePipeline:
         return tuple(out)
 
     def _results_not_summed(self) -> Iterator[tuple[int, int]]:
-        """Results of microbatches that are not summed, each with its stage."""
+        """Results that microbatches make and that are not summed, with their stages."""
         found: set[int] = set()
         wanted = self.outputs & {*self.crossed.same, *self.crossed.rows}
         for key, task in self.cut.tasks.items():

@@ -19,7 +19,7 @@ from autopar.runtime.stages.transport import Links
 
 
 class _Lies(enum.StrEnum):
-    """The place of an array, as one process sees it."""
+    """Where an array is, from the view of one process."""
 
     PLACED = "placed"  # the array already has the sharding of the plan
     OWN = "own"  # this process has the whole array
@@ -37,9 +37,9 @@ def place_arrays(
 ) -> list[Any]:
     """Moves arguments to their shardings, on devices of any processes.
 
-    For an array of the batch, each process passes its own rows, the same number on each
-    process. Every other argument is either equal on all processes, or one array with
-    shards on devices of any processes. If all shards of a result are on other
+    For an array of the batch, each process passes its own rows; all pass the same
+    number of rows. Every other argument is either equal on all processes, or one array
+    with shards on devices of any processes. If all shards of a result are on other
     processes, this process gets an array without shards.
 
     Args:
@@ -93,7 +93,10 @@ def moved_between(
 def _place_by_path(
     links: Links, wanted: Mapping[str, tuple[Any, NamedSharding]], *, first: bool
 ) -> dict[str, Any]:
-    """Path -> the array in its wanted sharding; also begins a step on all processes."""
+    """Path -> the array in its wanted sharding.
+
+    The exchange between processes also begins a step on all of them.
+    """
     lies = {path: _lies(x, sharding) for path, (x, sharding) in wanted.items()}
     digests = agreement.digests_of(
         {path: wanted[path][0] for path, how in lies.items() if how is _Lies.OWN}
@@ -154,8 +157,8 @@ def _put(
     """
     how = set(lies)
     if how == {_Lies.PLACED}:
-        # Only an array that one process holds can have a weak type; `place` makes the
-        # type strong.
+        # Only an array that one process has alone can have a weak type; `place` makes
+        # the type strong.
         return (
             leaf if not leaf.is_fully_addressable else placement.place(leaf, sharding)
         )

@@ -82,7 +82,7 @@ def pipelined_step(
       cut: the step cut into the plan's stages.
       plan: the plan.
       devices: the devices of the plan's cluster, by position.
-      donate: whether a call of the step consumes the carried state.
+      donate: whether a call of the step donates the carried state.
       wait_s: task -> the least number of seconds that it takes (`StagePipeline`).
       links: the connections to other processes; None: there is one process.
       noise: how the noise of gradients is measured; None: it is not measured.
@@ -227,7 +227,7 @@ def _as_written(
       plan: the plan.
       feed: the step that takes pieces.
       meshes: the mesh of each stage.
-      donate: whether a call of the step consumes the carried state.
+      donate: whether a call of the step donates the carried state.
     """
     if not whole.pieces:
         return feed, feed.in_shardings

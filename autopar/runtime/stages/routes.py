@@ -1,8 +1,8 @@
 """Reshards an array between devices of several processes.
 
-A block is the part of the array on one device. A piece is the part of a block of the
-target that one block of the source contains (`autopar.layouts.pieces`). Each process
-receives the pieces of its target blocks and assembles the blocks.
+A *block* is the part of the array on one device. A *piece* is the overlap of a block of
+the target with a block of the source (`autopar.layouts.pieces`). Each process receives
+the pieces of its target blocks and assembles the blocks.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def run_step(
     Args:
       pipeline: the tasks.
       step: value of each input that all microbatches share -> its array on the stage
-        that owns it. For stages in other processes the array may be any placeholder.
+        that owns it. If the stage is in another process, the array may be any
+        placeholder.
       microbatches: one mapping for each microbatch: value of each input that is split
         into microbatches -> its array on the stage that owns it.
       codecs: the state of the codecs; None if the pipeline has no codecs.
@@ -76,8 +77,8 @@ def partial_gradients(
 ) -> dict[str, Any]:
     """Name of a gradient that codecs could send -> its partial gradients.
 
-    The state is not updated, and no argument is consumed. Gradients of stages in other
-    processes are missing.
+    The state is not updated, and no argument is donated. Gradients of stages in other
+    processes are left out.
 
     Args:
       pipeline: the tasks.
@@ -113,7 +114,7 @@ class _Run(Transfers):
                 self.copy(("input", k, number), copy, places, given)
         for own, numbers in zip(self.step, self.micro, strict=True):
             for arrays in numbers:
-                arrays.update(own)  # a task reads all its inputs from one mapping
+                arrays.update(own)  # a task reads its inputs from one mapping
         self.sums = {
             s: dict(zip(pipeline.sums[s], code(), strict=True))
             for s, code in pipeline.zeros.items()
@@ -181,9 +182,9 @@ class _Run(Transfers):
     def settle(self) -> None:
         """Waits for tasks that call functions of the host, or that must run alone.
 
-        A function of the host may fail after its task was issued, when the devices run
-        the task. The state of the step is then still valid: updates are not issued yet,
-        or they do not reuse the memory of the state.
+        A function of the host may fail when the devices run its task, after the task
+        was issued. The state of the step is then still valid: either no update has been
+        issued, or updates do not reuse the memory of the state.
 
         Raises:
           StageError: a task failed.
@@ -270,12 +271,12 @@ class _Run(Transfers):
             micro.pop(value, None)
 
     def watch(self, call: Call, number: int, made: Sequence[Any], rest: int) -> None:
-        """Keeps one result of a task, by which `settle` learns whether the task failed.
+        """Keeps one result of a task, which tells `settle` whether the task failed.
 
         The smallest result is kept, because it stays in memory until the last task of
-        the step is issued. Running sums cannot be kept, because the next microbatch
-        reuses their memory. If the task only makes running sums, this method waits for
-        the task at once.
+        the microbatches is issued. Running sums cannot be kept, because the next
+        microbatch reuses their memory. If the task only makes running sums, this method
+        waits for the task at once.
         """
         if rest:
             kept = min(made[:rest], key=lambda x: x.nbytes)
@@ -458,7 +459,7 @@ class _Run(Transfers):
     def give_up(self) -> None:
         """Sends zeros for values that this process failed to compute.
 
-        So other processes do not wait for these values.
+        Other processes then do not wait for these values.
         """
         pipeline = self.pipeline
         for issue in pipeline.order:

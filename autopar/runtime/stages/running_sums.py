@@ -2,8 +2,8 @@
 
 Updates may read a gradient in two tasks of a stage. For example, clipping by the global
 norm reads each gradient for the norm, and again when the norm over all stages is known.
-Each of the two tasks would sum the gradient over devices. So a value that several tasks
-read is summed over devices once, before these tasks.
+If these tasks summed the gradient over devices, each of them would do so. So a value
+that several tasks read is summed over devices once, before them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Ending:
       scales: value -> factor of its running sum.
       held: the values that updates of the stage read.
       sent: the values that are sent to other stages.
-      measured: as for `finish_code`.
-      sparse: as for `finish_code`.
+      measured: the gradients to measure; as for `finish_code`.
+      sparse: whether only some steps are measured; as for `finish_code`.
     """
 
     stage: Stage
@@ -196,8 +196,8 @@ def finish_code(
         in_shardings=(None, states, *[None] * sparse, *totals),
         out_shardings=(leave, states, told, told, *[None] * bool(measured)),
         donate_argnums=tuple(k + 2 + sparse for k in ending.taken_places),
-        # With barriers, the input of a codec is not computed again in each loop that
-        # reads it.
+        # The barriers keep the compiler from computing the input of a codec again in
+        # each loop that reads it.
         compiler_options=WITH_BARRIERS if stage.on_cpu else stage.options,
     )
 

@@ -1,10 +1,10 @@
 """Arrays of stacked layers, whose pieces are arguments of a pipeline.
 
 Between steps a stacked array consists of blocks of consecutive pieces: one block on
-each stage, or a single block on one stage. A block of one piece that runs on its stage
-is used as it is, without a copy. Any other block is cut on its stage before a step, and
-its pieces are sent to the stages that run them. After the step the pieces are sent back
-and joined.
+each stage, or a single block on one stage. A block needs no copy if it is one piece and
+its own stage runs this piece. Any other block is cut on its stage before a step, and
+its pieces are sent to the stages that run them. After the step, the pieces are sent
+back and joined.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class LayerBlock:
       places: positions of the pieces among the flat arguments of the pipeline.
       results: positions of the next values of the pieces among the flat results.
       shapes: shape of each piece.
-      sharding: sharding of the block, and of each piece where the block lies.
+      sharding: sharding of the block, and of each of its pieces, on the stage that
+        holds it.
       shardings: sharding of each piece on the stage that runs it.
     """
 
@@ -51,7 +52,7 @@ class LayerBlock:
 
     @functools.cached_property
     def held_shardings(self) -> tuple[NamedSharding, ...]:
-        """The sharding of each piece on the stage of the block."""
+        """The sharding of each piece on the stage that holds the block."""
         own = self.sharding.device_set
         return tuple(
             s if s.device_set == own else self.sharding for s in self.shardings
@@ -64,7 +65,7 @@ class LayerBlock:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the stages run copies of all pieces."""
+        """Whether the stages that run the pieces get copies of all of them."""
         own = self.sharding.device_set
         return not self.is_piece or self.shardings[0].device_set != own
 
@@ -187,7 +188,7 @@ class WithStacked:
       arrays: position of a flat argument -> its stacked array.
       inputs: number of flat arguments of ``function``.
       outputs: number of flat results of the step with whole arrays.
-      donate: whether a step consumes the arrays.
+      donate: whether a step donates the arrays.
       links: the connections to other processes; None: there is one process.
     """
 
@@ -209,7 +210,8 @@ class WithStacked:
         returned = self.function(*given, *behind)
         made, *rest = returned if behind else (returned,)
         if self.donate:
-            # All updates are issued, and the joined arrays need the memory.
+            # All updates are issued, and the joined arrays need the memory of the
+            # pieces.
             for k, array in self.arrays.items():
                 if all(block.is_copied for block in array.blocks):
                     arguments[k].delete()
@@ -305,7 +307,7 @@ class WithStacked:
 
 
 def _array_of(arrays: Sequence[Any], shape: Shape, sharding: NamedSharding) -> Any:
-    """Makes an array of those shards of other arrays that lie on its devices."""
+    """Makes an array from those shards of other arrays that are on its devices."""
     dtype = arrays[0].dtype
     struct, bits = jax_compat.bits_struct(shape, dtype)
     shards = {

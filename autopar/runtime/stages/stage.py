@@ -111,8 +111,8 @@ class Stage:
         (`autopar.compilers.targets.room_options`).
       sums: the gradients that the stage sums by codecs; None: no gradients.
       early: running sums that are summed over devices right after the last microbatch,
-        because several updates read them.
-      handed: results of updates that are summed over devices before another task reads
+        before several updates read them.
+      handed: results of updates that are summed over devices before other tasks read
         them.
     """
 
@@ -181,7 +181,7 @@ class Stage:
         )
 
     def _with(self, whole: frozenset[int]) -> Stage:
-        """The stage, with ``whole`` as values that are already summed over devices."""
+        """The stage, in which the values ``whole`` count as summed over devices."""
         if not whole:
             return self
         after = dataclasses.replace(self.assignment, settled=whole)
@@ -395,12 +395,12 @@ class _Leaving:
 
     Results that stay on the stage may be partial sums, because later tasks of the stage
     sum them. The receiving stage treats each received value as the complete sum, so the
-    sum must be taken before sending.
+    sum must be computed before sending.
 
     Attributes:
       stage: the stage of the task.
       values: the results of the task; None stands for a result that stays.
-      now: sums stacked partial sums over devices.
+      now: the function that sums stacked partial sums over devices.
     """
 
     stage: Stage

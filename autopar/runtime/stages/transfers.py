@@ -40,11 +40,11 @@ class Transfers:
         # Task or stage -> the norms that it has measured, one entry per call.
         places = () if pipeline.noise is None else pipeline.noise.columns
         self.noise: dict[Place, list[Any]] = {place: [] for place in places}
-        # Tasks that call functions of the host: task, microbatch and a result to wait
-        # for.
+        # Tasks that call functions of the host: the task, the microbatch, and a result
+        # to wait for.
         self.watched: list[tuple[Call, int, Sequence[Any]]] = []
         # Task -> a result to wait for, if tasks must run alone. No other task reuses
-        # the memory of this result.
+        # this result's memory.
         self.latest: dict[TaskKey, Any] = {}
         # Transfers that were requested from other processes, and transfers that were
         # offered to them.
@@ -72,7 +72,7 @@ class Transfers:
           tag: names this transfer.
           copy: the values to send.
           places: the arrays of each stage.
-          present: the values to send now; other values of ``copy`` are skipped.
+          present: the values to send now; the other values of ``copy`` are skipped.
         """
         source, sent = places[copy.stage], copy.sent
         found = [k for k, v in enumerate(sent.values) if v in present]
@@ -132,7 +132,7 @@ class Transfers:
                 place.update(zip(sent.values, moved, strict=True))
 
     def alone(self, stage: int, other: int) -> bool:
-        """Whether two stages run in this process only."""
+        """Whether two stages run in this process and in no other."""
         pipeline = self.pipeline
         if pipeline.links is None:
             return True

@@ -31,10 +31,11 @@ from autopar_passes import jax_compat, jax_processes
 
 Watched = TypeVar("Watched")
 
-# A process counts as lost if its counter has not changed for this time.
+# A process counts as lost if its counter has not changed for this many seconds.
 SILENCE_S = 7.0
 _BEAT_S, _POLL_S = 0.5, 0.1
-# Longest time that the end of the program waits for threads to return to Python.
+# Longest time, in seconds, that the end of the program waits for threads to return to
+# Python.
 _END_S = 5.0
 _ROOT = "autopar/beats"
 
@@ -59,7 +60,7 @@ class ProgressWatch:
         self._others = [k for k in range(count) if k != index]
         self._silence_s = silence_s
         self._counts: dict[int, str] = {}
-        # Process -> time at which its counter was last seen to change.
+        # Process -> time at which this process last saw its counter change.
         self._seen = dict.fromkeys(self._others, time.monotonic())
         self._looked = time.monotonic()
         # Process that cannot go on -> its error text.
@@ -68,8 +69,8 @@ class ProgressWatch:
         beat = threading.Thread(target=self._beat, name="watch", daemon=True)
         self._threads = [beat]
         beat.start()
-        # A thread that returns to Python after Python has ended would abort the
-        # process.
+        # If a thread returned to Python after Python has ended, the process would
+        # abort.
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -81,7 +82,10 @@ class ProgressWatch:
             thread.join(max(0.0, end - time.monotonic()))
 
     def leave(self, thread: threading.Thread) -> None:
-        """Abandons a thread that waits for a lost process; `close` joins the thread."""
+        """Stops waiting for a thread that waits for a lost process.
+
+        `close` joins the thread.
+        """
         self._threads.append(thread)
 
     def fail(self, text: str) -> None:
@@ -140,7 +144,7 @@ class LostError(Exception):
 
     Attributes:
       processes: numbers of the lost processes.
-      said: the error texts of the lost processes; '' if they have sent none.
+      said: the error texts of the lost processes; '' if none was sent.
     """
 
     def __init__(self, processes: tuple[int, ...], said: str = "") -> None:
@@ -182,7 +186,7 @@ def wait_watched(watch: ProgressWatch | None, work: Callable[[], Watched]) -> Wa
     good, value = found[0]
     if good:
         return value
-    # A process may report its error and end before this process reads the report.
+    # A process may report its error and end before this process has read the report.
     watch.look()
     if watch.said:
         raise LostError(tuple(watch.said), "; ".join(watch.said.values())) from value
@@ -190,7 +194,7 @@ def wait_watched(watch: ProgressWatch | None, work: Callable[[], Watched]) -> Wa
 
 
 Tag = tuple[Any, ...]
-# Process -> the arrays that were requested from it, in order.
+# Maps a process to the arrays that were requested from it, in order.
 Fetched = dict[int, list[Any]]
 T = TypeVar("T")
 
@@ -210,9 +214,10 @@ def meeting(
 class Links:
     """The connections of this process to other processes that run stages.
 
-    Arrays are sent through the transfer servers of JAX. Offers and fetches return at
-    once. An offered array is kept until the other process has received it. A fetched
-    array is a JAX array that becomes ready when its data has arrived.
+    Arrays are sent through the transfer servers of JAX. A process *offers* an array,
+    and another process *fetches* it. Both calls return at once. An offered array is
+    kept until the other process has received it. A fetched array is a JAX array that
+    becomes ready when its data has arrived.
     """
 
     def __init__(
@@ -425,7 +430,7 @@ class Links:
         Args:
           release: function to call after an error in this process, so that no other
             process waits for its arrays. None: the other processes wait in collectives,
-            which cannot be ended, so no process can go on.
+            which nothing can end, so no process can go on.
           what: description of the work, for error messages.
 
         Raises:
@@ -554,6 +559,6 @@ def task_text(tag: Tag) -> str:
 def _there(arrays: Sequence[Any]) -> bool:
     """Whether arrays have arrived.
 
-    An array that a program has consumed (donated) also counts as arrived.
+    An array that a program has donated also counts as arrived.
     """
     return all(array.is_deleted() or array.is_ready() for array in arrays)
