@@ -1,8 +1,8 @@
 """Training loops that continue when devices leave and join.
 
 The package itself can be called: ``autopar.elastic(...)`` is
-`autopar.elastic.train.elastic`. If ``autopar`` had a function of this name, the
-function would hide the package, and importing the package would hide the function.
+`autopar.elastic.train.elastic`. A function of this name in ``autopar`` would hide the
+package, or the imported package would hide the function.
 """
 
 import sys
@@ -16,8 +16,8 @@ class _Callable(types.ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `autopar.elastic.train.elastic`."""
-        # `train` imports JAX. The package must not import JAX at once, because the
-        # command line imports it to read ledgers.
+        # `train` imports JAX. The command line imports this package to read ledgers,
+        # and does not need JAX, so `train` is imported at the first call.
         from autopar.elastic.train import elastic
 
         return elastic(*args, **kwargs)

@@ -9,9 +9,9 @@ of these mistakes may stop a run. So every event gets an outcome: one of `STATUS
 with a reason.
 
 Sources put events into an `Inbox`, and the training loop takes changes from the inbox.
-Each source runs in its own thread. The inbox determines the outcome of an event when
-the event arrives, for the cluster that results from all earlier events. So the sender
-gets the answer at once.
+Each source runs in its own thread. The inbox determines the outcome of an event as soon
+as the event arrives, from the cluster that results from all earlier events. So the
+sender gets an answer at once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from autopar.units import seconds_text
 # The kinds of events.
 KINDS = ("gone", "added", "cluster", "link")
 
-# Limits on an event, which is a short message: characters of a text, number of names,
-# and characters of a name.
+# Limits on an event, which is a short message: the characters of a text, the number of
+# names, and the characters of a name.
 _LONGEST, _MOST, _LONGEST_NAME = 10_000, 10_000, 256
 
 # Largest allowed values of numbers in an event; a larger value counts as a mistake of
@@ -482,8 +482,8 @@ class Inbox:
         Args:
           cluster: cluster on which the run trains.
           own: ids of the devices of this process.
-          check: called with a next cluster; raises an `AutoparError` if this process's
-            devices cannot form it.
+          check: called with a next cluster; raises an `AutoparError` if this process
+            does not have the devices for it.
           notes: record of events that change nothing.
           most: number of devices that this run can have; an event with more devices is
             refused.
@@ -544,8 +544,8 @@ class Inbox:
     def take(self) -> tuple[Resolved, ...]:
         """Removes and returns the waiting events, oldest first.
 
-        If the events cancel each other and the cluster stays the same, they are
-        recorded, and the result is empty.
+        If the events cancel each other, so that the cluster stays the same, they are
+        recorded and the result is empty.
         """
         with self._lock:
             taken, self._waiting = tuple(self._waiting), []

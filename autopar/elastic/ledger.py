@@ -4,12 +4,12 @@ Kinds of lines:
 
 * ``replan``: a re-plan: its cause, the plans that were compared, the predicted gain and
   cost of the chosen plan, and how long training paused;
-* ``measured``: the measured seconds of a step before a re-plan, and after it once some
-  steps have run;
+* ``measured``: the measured seconds of a step before a re-plan, and those after it once
+  some steps have run;
 * ``batch``: a change of the batch size, the plan or the codecs to raise the goodput:
   the choices that were compared, and the predicted goodput of the new choice;
-* ``batch measured``: the seconds and the progress of a step before and after a change
-  of kind ``batch``;
+* ``batch measured``: the seconds of a step and the progress that it makes, before and
+  after a change of kind ``batch``;
 * ``batch refused``: a choice of batch size or codecs that could not be planned;
 * ``world``: a new set of processes that train together (a world), in a run of `autopar
   run`: why it formed, how long training paused, and how much of the pause the restart
@@ -48,8 +48,8 @@ class Ledger:
     """Writes lines to a file, and keeps the latest lines in memory.
 
     If a line cannot be written, for example on a full disk, the run goes on. A message
-    is printed once, and ``failure`` holds the reason. Later calls write the lines that
-    could not be written, once there is room.
+    is printed once, and ``failure`` holds the reason. Later calls write these lines
+    once there is room.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
@@ -126,8 +126,8 @@ def read_ledger(path: str | os.PathLike[str]) -> list[Mapping[str, Any]]:
     killed.
 
     Raises:
-      PlanError: the file cannot be read, or a line other than the last is not a line of
-        a ledger.
+      PlanError: the file cannot be read, or a line before the last is not a line of a
+        ledger.
     """
     try:
         texts = Path(path).read_text().splitlines()

@@ -81,10 +81,11 @@ def progress_text(step: int, steps: float, seconds: float, plan: Plan) -> str:
     return f"step {step}{of}, {seconds_text(seconds)} a step on {where}"
 
 
-# The interface by which a training loop learns of changes of devices and processes.
+# `Membership` is the interface by which a training loop learns of changes of devices
+# and processes.
 #
-# `Alone` implements it for a run of a single process, which gets changes as events in
-# its `Inbox`.
+# `Alone` implements it for a run of a single process. The changes of such a run come as
+# events through its `Inbox`.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +97,9 @@ class Change:
       cluster: the next cluster; None: no device is left, and the run ends.
       deadline_s: time at which devices leave, in seconds since the epoch; infinite if
         it is unknown.
-      reform: whether other processes will train together from now on. If so, the loop
-        calls `Membership.reform` to move the state to them before it plans the step
-        again.
+      reform: whether another set of processes trains together from now on. If so, the
+        loop calls `Membership.reform` to move the state to them before it plans the
+        step again.
     """
 
     events: tuple[Resolved, ...]
@@ -127,7 +128,7 @@ class HeldState:
 
     Attributes:
       step: number of the next step.
-      position: number of the next sample.
+      position: number of the next sample of the data.
       layout: how the state was split over the devices before the change.
       pieces: path of an array -> the parts of the array that this process has.
       compression: state of the gradient codecs, on the host; None if they have none.
@@ -144,7 +145,7 @@ class Membership(Protocol):
     """The processes and devices that train together, and changes of them.
 
     Attributes:
-      world: the current processes and devices.
+      world: the processes and devices that train together now.
     """
 
     world: World
@@ -172,7 +173,7 @@ class Membership(Protocol):
           held: this process's part of the state, on the host.
 
         Returns:
-          The state after a step on which all the new processes agree. The result
+          The state after a step on which all processes of the new set agree. It
           contains at least the pieces that this process's devices need.
         """
         ...
@@ -214,11 +215,11 @@ class Alone:
         return held
 
 
-# The measured time of a step is the median over the last _STEPS steps. After a re-plan,
-# the ledger gets this time once _AFTER steps have run.
+# The measured seconds of a step are the median over the last _STEPS steps. After a
+# re-plan, the ledger gets them once _AFTER steps have run.
 _STEPS, _AFTER = 20, 5
-# After a change, the loop starts to prepare for other clusters once _SETTLED steps have
-# run. The last _VISITED clusters of the run count as likely next clusters.
+# After a change, the loop starts to prepare for likely next clusters once _SETTLED
+# steps have run. The last _VISITED clusters of the run are among them.
 _SETTLED, _VISITED = 3, 2
 
 
@@ -231,8 +232,8 @@ class Step:
       position: number of the first sample of the step.
       result: the values that the step returned, without the state.
       seconds: time of the step and of getting its batch, without a change before it.
-      plan: the plan if this is the first step with this plan in this process, such as
-        step 0; otherwise None. `ElasticRun.plan` is always the plan in use.
+      plan: the plan, if this is the first step of this process that runs under it (as
+        step 0 is); otherwise None. `ElasticRun.plan` is always the plan in use.
       finite: whether the loss and the gradients of the step were finite (``on_nan=``).
     """
 
@@ -287,7 +288,8 @@ class ElasticRun:
           shows: whether progress is shown; None: only on a terminal.
           on_nan: what to do if a loss or gradient is not finite.
         """
-        # A re-plan compares the plans for a whole cluster and for parts of it.
+        # A re-plan plans for a whole cluster and for parts of it, and compares the
+        # plans.
         step.preparation.planner.uses_all = True
         self.nans = Finiteness(step, on_nan, self._write)
         self._train_step, self._samples, self._steps = step, samples, steps
@@ -360,8 +362,8 @@ class ElasticRun:
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Shapes of the step's arguments after the state, in order and by name.
 
-        The result has the shapes of the last step; before the first step, those of the
-        first step.
+        The shapes are those of the last step; before the first step, those that it will
+        have.
         """
         return self._last
 
@@ -388,7 +390,7 @@ class ElasticRun:
         rest, named = self._samples.arguments(self.step, world)
         self._last = jax.tree.map(struct_of, (rest, named))
         if world.process_count > 1:
-            # `init` would take arrays for only this process's part of the batch. So it
+            # `init` would take arrays for only this process's part of the batch, so it
             # gets shapes.
             rest, named = self._last
         if named:
@@ -488,9 +490,9 @@ class ElasticRun:
     def _run(self) -> Any:
         """Runs one step, and stores the new state.
 
-        The method waits for the result, for two reasons: to measure the time of the
-        step, and so that this step and not a later call raises the error if another
-        process is lost.
+        The method waits for the result, for two reasons: to measure the seconds of the
+        step; and so that, if another process is lost, this step raises the error and
+        not a later call.
         """
         world = self._membership.world
         planned = self._train_step.running.planned
@@ -571,7 +573,10 @@ class ElasticRun:
         return None if found.chosen.name == "stay" else found.chosen.plan
 
     def _take_seconds(self, seconds: float) -> None:
-        """Records the time of a step; some steps after a re-plan, logs the median."""
+        """Records the seconds of a step.
+
+        Some steps after a re-plan, it writes their median to the ledger.
+        """
         self._seconds.append(seconds)
         if self.ahead is not None and len(self._seconds) == _SETTLED:
             self.ahead.prepare(likely_next(self._cluster, self._visited, self._check))
@@ -585,7 +590,10 @@ class ElasticRun:
             )
 
     def _median(self) -> float | None:
-        """Median seconds of a step; None before 3 steps, as the first one compiles."""
+        """Median seconds of a step.
+
+        None before 3 steps have run, because the first one compiles.
+        """
         enough = len(self._seconds) >= _SETTLED
         return statistics.median(self._seconds) if enough else None
 

@@ -21,7 +21,7 @@ _MOST = 3
 
 
 def guard(name: str, step: ParallelStep[..., Any], how: Any) -> None:
-    """Makes a step return its old state if it is not finite, unless ``continue``.
+    """Makes a step return its old state if a result is not finite, unless ``continue``.
 
     Args:
       name: name of the calling function, for error messages.
@@ -67,12 +67,12 @@ class Finiteness:
 
     @property
     def restores(self) -> bool:
-        """Whether a step that is not finite leaves the state as it was before."""
+        """Whether a step that is not finite leaves the state unchanged."""
         return self._how != "continue"
 
     @property
     def hopeless(self) -> bool:
-        """Whether the state is lost: the last step was not finite, and changed it."""
+        """Whether the state is lost: the last step was not finite and changed it."""
         return not self.finite and not self.restores
 
     def look(self, number: int, result: Any, *, says: bool = True) -> bool:
@@ -81,7 +81,7 @@ class Finiteness:
         Args:
           number: number of the step.
           result: the values that the step returned besides the state.
-          says: whether this process prints a warning for a step that is not finite.
+          says: whether this process prints a warning about a step that is not finite.
         """
         flag = self._step.finite if self.restores else None
         self.finite = _finite(result) if flag is None else bool(np.asarray(flag))
@@ -112,9 +112,9 @@ class Finiteness:
           before: the state before the last step.
           after: the state after the last step.
         """
-        # With pipeline stages in several processes, the step does not restore the old
-        # state itself. It does not consume the old state either, so it is restored
-        # here.
+        # If stages of a pipeline run in several processes, the step does not restore
+        # the old state. Since it does not donate the old state either, the old state is
+        # taken here.
         lost = not self.finite and self.restores and self._step.finite is None
         return before if lost else after
 

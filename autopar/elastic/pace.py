@@ -3,9 +3,9 @@
 A line of kind ``progress`` holds the number of steps done and of samples consumed, the
 median seconds of a step since the previous line, and the loss. The loss is the first
 number in the values that a step returns. If the batch size follows the gradient noise,
-the line also holds the noise scale, and the progress in rows of the base batch. A line
-names the number of microbatches, the plan's parallelism scheme and the codecs only if
-they are not the default.
+the line also holds the noise scale, and the progress, as the number of rows of the base
+batch that would give the same progress. A line names the number of microbatches, the
+plan's parallelism scheme and the codecs only if they are not the default.
 
 This module imports JAX. `autopar.elastic.ledger` is a separate module, because
 supervisors and the command `autopar ledger` import it and do not need JAX.
@@ -55,8 +55,8 @@ class Pace:
         self.loss: float | None = None
         self._done_s: float | None = None
         self._seconds: list[float] = []
-        # Devices, batch size and plan of the last step. Step times with other values
-        # are not comparable with its time.
+        # Devices, batch size and plan of the last step. Its seconds are comparable only
+        # with those of steps with the same values.
         self._way: tuple[Any, ...] = ()
 
     def take(
@@ -91,7 +91,7 @@ class Pace:
         way = (devices, batch, *sorted(plan.items()))
         if way != self._way:
             # The time since the last step includes the change to the new devices, batch
-            # size or plan, so it is not a step time.
+            # size or plan, so it is not the time of a step.
             self._way, self._seconds, self._done_s = way, [], None
         if self._done_s is not None:
             self._seconds.append(now - self._done_s)

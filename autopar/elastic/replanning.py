@@ -1,8 +1,8 @@
 """Changes the devices of a run: chooses a plan, compiles it, and moves the state.
 
-While the run compiles a plan and moves the state, it trains no steps. A better plan
-makes up for this time by faster steps. So a re-plan compares the possible plans by how
-many steps the run would finish with each plan until the next expected change of
+While the run compiles a program and moves the state, it runs no steps. The faster steps
+of a better plan make up for this time. So a re-plan compares plans by the number of
+steps that the run would finish under each of them until the next expected change of
 devices.
 """
 
@@ -42,10 +42,10 @@ class ReplanOption:
       name: ``stay`` (nothing changes), ``layouts`` (the same layouts with other
         codecs), ``known`` (a plan made before), ``new`` (a plan made for this change),
         or ``fewer`` (a plan for fewer devices, whose number divides the batch).
-      cluster: the devices of the plan.
+      cluster: the devices that the plan uses.
       plan: the plan.
-      step_s: predicted seconds of a step, multiplied by the measured over the predicted
-        seconds of the plan in use.
+      step_s: predicted seconds of a step, corrected by the ratio of measured to
+        predicted seconds under the plan in use.
       move_bytes: bytes of the state that move between devices, summed over devices.
       move_s: seconds of moving the state.
       compiled: whether the program of the plan is already compiled.
@@ -117,7 +117,7 @@ class Horizon:
     """Estimates the time of the next change from the rate of changes so far.
 
     Attributes:
-      usual_s: assumed seconds between changes before the first change.
+      usual_s: seconds assumed between changes while there has been no change.
       changes: number of changes so far.
       seen_s: seconds during which these changes happened.
     """
@@ -131,8 +131,8 @@ class Horizon:
         return min(rest_s, (self.usual_s + self.seen_s) / (1 + self.changes))
 
 
-# While the background works, Python's switch interval in seconds: a thread gives up the
-# interpreter lock after this time.
+# Python's switch interval in seconds while background work runs: a thread must release
+# the interpreter lock after this time.
 _SWITCH_S = 5e-4
 
 
@@ -168,7 +168,7 @@ class Beside:
         threading.Thread(target=mark_done, name="autopar-beside").start()
 
     def close(self) -> None:
-        """Makes `do` start no more work; work that runs goes on to its end."""
+        """Lets `do` start no more work; running work goes on to its end."""
         with self._changed:
             self._closed = True
 
@@ -180,7 +180,7 @@ class Beside:
 
 @contextlib.contextmanager
 def switching_often() -> Generator[None]:
-    """Lets the training thread get the interpreter lock quickly meanwhile."""
+    """Lets the training thread get the interpreter lock quickly in this context."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH_S))
     try:
@@ -196,8 +196,8 @@ def switching_often() -> Generator[None]:
 # to the run. Programs for other devices are compiled by the thread. The thread also
 # stores plans in the cache on disk (``cache=`` of `autopar.parallelize`).
 
-# At most this many clusters are prepared at a time. More programs would push others out
-# of the cache of programs.
+# At most this many clusters are prepared at a time. More programs would remove others
+# from the store of programs.
 MOST = 3
 # The nice value of a thread with the lowest priority on Linux.
 _NICE = 19
@@ -208,7 +208,7 @@ class Ahead:
 
     Attributes:
       rows: samples of a step.
-      beside: runs background work that must not wait at low priority.
+      beside: runs background work that the run waits for, at normal priority.
     """
 
     def __init__(self, step: ParallelStep[..., Any], rows: int) -> None:
@@ -227,7 +227,7 @@ class Ahead:
         self._busy = self._closed = False
 
     def prepare(self, clusters: Sequence[Cluster]) -> None:
-        """Prepares these clusters next, and no longer those that still wait."""
+        """Prepares these clusters next, and drops those that still wait."""
         with self._changed:
             self._wanted = tuple(clusters)[:MOST]
             if self._thread is None and self._wanted and not self._closed:
@@ -246,7 +246,7 @@ class Ahead:
         self._compiler.close()
 
     def while_waiting(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which preparation gets CPU priority, as the run waits for it."""
+        """A context in which preparation has normal CPU priority, as the run waits."""
         return self._compiler.hurry()
 
     def wait(self) -> None:
@@ -270,9 +270,9 @@ class Ahead:
                 self._prepare_one(cluster)
 
     def _prepare_one(self, cluster: Cluster) -> None:
-        """Plans for a cluster; compiles the plan that a change to it would choose."""
+        """Plans for a cluster, and compiles the plan that a re-plan would choose."""
         step, preparation = self._step, self._step.preparation
-        # The batch size of the step may change while this runs.
+        # The batch size of the step may change meanwhile, in another thread.
         analysed = step.running.analysed
         found: list[tuple[Plan, Cluster]] = []
         for part in (cluster, dividing_part(cluster, self.rows)):
@@ -365,8 +365,8 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-# The measured rate of a move is used for later predictions only if it moved at least
-# this many bytes. In smaller moves, latency distorts the rate.
+# The measured rate of a move, in bytes per second, serves for later predictions only if
+# the move had at least this many bytes. In smaller moves, latency distorts the rate.
 _LARGE_BYTES = 1 << 20
 
 
@@ -474,7 +474,7 @@ class Replanner:
         )
 
     def _correction(self, measured_s: float | None) -> float:
-        """Measured seconds of a step with the plan in use over predicted seconds."""
+        """Measured seconds of a step under the plan in use, over predicted seconds."""
         predicted_s = self._step.plan.predicted.step_s
         if measured_s is None or predicted_s <= 0:
             return 1.0
@@ -494,7 +494,7 @@ class Replanner:
         return dataclasses.replace(self._horizon, seen_s=seen_s).expected_s(rest_s)
 
     def _learn(self, chosen: ReplanOption, move_s: float) -> None:
-        """Records that a change happened, and at which rate the state moved."""
+        """Records that a change happened, and at how many bytes/s the state moved."""
         horizon = self._horizon
         self._horizon = dataclasses.replace(horizon, changes=horizon.changes + 1)
         if chosen.move_bytes >= _LARGE_BYTES and move_s > 0:
@@ -521,7 +521,7 @@ class Replanner:
         raise failure
 
     def _ways(self, cluster: Cluster) -> Iterator[_Way]:
-        """Yields the options before they are planned."""
+        """Yields the options before they are planned: name, devices and planner."""
         step = self._step
         planner, analysed = step.preparation, step.running.analysed
         if set(step.cluster.ids) <= set(cluster.ids):

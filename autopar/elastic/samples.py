@@ -1,5 +1,7 @@
 """Gets the batch of a step from the user's source of samples.
 
+The *position* of a step is the number of its first sample.
+
 A source is a function ``source(position, rows)``. The function returns ``rows``
 samples, beginning with sample number ``position``. A run counts samples and not
 batches. So after a change of the plan, the batch size or the processes, it continues
@@ -33,8 +35,8 @@ class Samples:
       batch: samples of a step, over all processes.
       others: function from the number of a step to the arguments of the step after the
         batch, in order or by name.
-      first: offset that is added to ``step * batch`` to get the position of a step; not
-        0 after the batch size has changed.
+      first: offset added to ``step * batch`` to get the position of a step; not 0 if
+        the batch size has changed.
     """
 
     source: Source
@@ -63,8 +65,8 @@ class Samples:
         Args:
           step: number of the step.
           world: the processes.
-          known: shapes and row dimensions of the batch's arrays (`planned_batch`). If
-            None, the shapes are not known, and the result has the whole batch.
+          known: shapes and row dimensions of the batch's arrays (`planned_batch`).
+            None: they are not known, and the result contains the whole batch.
         """
         position = self.position(step)
         structs, dims = known or (None, None)
@@ -146,8 +148,8 @@ def batch_structs(planned: PlannedStep, argument: int) -> Any:
 def planned_batch(planned: PlannedStep, argument: int, world: World) -> tuple[Any, Any]:
     """Shapes of a batch (`batch_structs`), and each array's dimension of samples.
 
-    With a single process, the shapes are None. For an array without a dimension of
-    samples, the dimension is given as 0.
+    With a single process, the shapes are None. The dimension is 0 for an array without
+    a dimension of samples.
 
     Args:
       planned: the step under a plan.
@@ -179,7 +181,7 @@ def placed_rest(planned: PlannedStep, first: int, rest: Sequence[Any]) -> list[A
 
 
 def _on_stages(structs: Any, world: World) -> bool:
-    """Whether some processes need no part of the batch, which only some stages read.
+    """Whether only some stages, and so only some processes, read the batch.
 
     Each process then reads the same number of rows from the source, and sends them to
     the processes that need them.
@@ -214,7 +216,7 @@ def _global_array(
 
 
 def others_of(given: Any) -> Others:
-    """Makes a function from a step's number to its arguments after the batch."""
+    """Makes a function from a step's number to the step's arguments after the batch."""
     if given is None:
         return lambda step: ()
     return cast("Others", given) if callable(given) else lambda step: given

@@ -45,7 +45,7 @@ class Saves:
         self.checkpoints = checkpoints
         self._every, self._step, self._ledger = every, step, ledger
         self._last: int | None = None
-        # Returns plain data to save with each state.
+        # A function that returns plain data to save with each state; None: no data.
         self.notes: Callable[[], Any] = lambda: None
 
     def restore(
@@ -63,7 +63,7 @@ class Saves:
           args: arguments of ``create_state``.
           others: the arguments of the step after the state.
           patience_s: if other processes of this run may still be saving, seconds to
-            wait for their next write to the checkpoint; 0: there are none.
+            wait for their next write to the checkpoint; 0: there are no such processes.
 
         Raises:
           CheckpointError: there are checkpoints, but none of them can be used; or
@@ -110,8 +110,8 @@ class Saves:
     def _save(self, state: Any, step: int, position: int) -> None:
         if (checkpoints := self.checkpoints) is None:
             return
-        # If an earlier save failed, this call reports the failure. This save still goes
-        # on.
+        # This call reports the failure of an earlier save, if there was one. The new
+        # save is made in any case.
         self._trying(checkpoints.wait)
         saved = self._trying(
             lambda: checkpoints.save(
@@ -135,7 +135,7 @@ __all__ = ["carried_out", "splat"]
 
 
 def carried_out(analysis: Analysis, state: Any, result: Any) -> tuple[Any, Any]:
-    """Splits the values that a step returned into the next state and the others.
+    """Splits the values that a step returned into the next state and the other results.
 
     If the step does not return some array of the state, the next state keeps the old
     array. A step updates Flax NNX objects in place, so these objects are themselves the

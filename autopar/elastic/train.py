@@ -65,8 +65,8 @@ class TrainRun:
           run: the elastic run, before its first step.
           step: the train step.
           following: settings of the adaptive batch size.
-          samples: progress at which the run ends, in rows of the base batch; None: no
-            such limit.
+          samples: progress at which the run ends, as a number of rows of the base
+            batch; None: no such limit.
           until: test of each step; the run ends after a step for which it returns true.
             None: no test.
           beside: compiles other programs in the background; None: steps wait for them.
@@ -128,7 +128,7 @@ class TrainRun:
 
     @property
     def progress(self) -> float:
-        """The number of rows in base batches that would make the same progress."""
+        """The number of rows of base batches that would have made the same progress."""
         return self._worth
 
     @property
@@ -181,7 +181,7 @@ class TrainRun:
             self.run.stop()
         try:
             done = next(self.run)
-        except PlanError:  # such as: the source has no more samples
+        except PlanError:  # for example, the source has no more samples
             self.run.save()
             raise
         self._step_s = done.seconds
@@ -551,7 +551,7 @@ def train(
 def _rows_left(
     step: ParallelStep[..., Any], checkpoints: Checkpoints | None, following: Following
 ) -> int:
-    """The batch size to begin with: that of the last checkpoint, or the base batch."""
+    """The batch size to begin with: the last checkpoint's, or the base batch."""
     notes = None if checkpoints is None else checkpoints.notes()
     if notes is None:
         return following.base_batch
@@ -568,8 +568,8 @@ def noise_options(
 ) -> NoiseOptions:
     """Default options for measuring gradient noise, for the given rule."""
     asked = step.preparation.planner.options
-    # In a step that measures noise, the planner tries pipeline stages only if the user
-    # asks for them.
+    # If a step measures noise, the planner tries pipeline stages only if the user asks
+    # for them.
     one = asked.stages == 1 or (asked.stages is None and asked.schedule is None)
     metric = rule == "adascale-root" and one
     return NoiseOptions(base_batch=following.base_batch, preconditioned=metric)

@@ -1,9 +1,11 @@
-"""What a worker process is doing now, for its heartbeats; and its threads' stacks.
+"""What a worker process is doing now, and the stacks of its threads.
 
-The training loop records which part of a step it is in (its place). Another thread
-(`autopar.elastic.processes.link`) sends this record to the supervisor. So the
-supervisor can tell where a loop hangs, for example in a collective. This module does
-not import JAX.
+Heartbeats send both to the supervisor.
+
+The training loop records its *place*, the part of a step that it is in. Another thread
+(`autopar.elastic.processes.link`) sends this record to the supervisor, which can tell
+from it where a loop hangs, for example in a collective. This module does not import
+JAX.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ PLACES = ("order", "samples", "program", "after", "save", "script", "finish")
 # The first steps after a change of processes are not timed, because they compile
 # programs and open connections.
 FIRST_STEPS = 3
-# The usual step time is the median of `_RECENT` steps. The longest step time is the
+# The usual seconds of a step are the median of `_RECENT` steps. The longest are the
 # maximum over at least `_REMEMBERED` steps.
 _RECENT, _REMEMBERED = 20, 1000
 # If a loop is at one place for this many seconds, the stack of its thread is examined.
@@ -81,8 +83,8 @@ class Activity:
     def begin(self) -> None:
         """Forgets all step times, because a new set of processes trains together."""
         self._mark: tuple[str, int, float, int] = ("order", -1, self._clock(), 0)
-        # At the last heartbeat: the place, the time, and the CPU seconds that the
-        # loop's thread had used.
+        # At the last heartbeat: the place, the time, and the CPU seconds of the loop's
+        # thread.
         self._found = (self._mark, 0.0, 0.0)
         self._spent: dict[str, float] = dict.fromkeys(PLACES, 0.0)
         self._steps = 0
@@ -90,8 +92,8 @@ class Activity:
         # another thread reads it.
         self._own: tuple[tuple[float, float], ...] = ()
         self._seconds: tuple[float, ...] = ()
-        # The longest step time among the latest steps, and among the _REMEMBERED steps
-        # before.
+        # The longest seconds of a step among the latest steps, and among the
+        # _REMEMBERED steps before them.
         self._longest_s, self._longest_before_s = 0.0, 0.0
 
     def enter(self, place: str, step: int) -> None:
@@ -209,7 +211,10 @@ def _compiles(frame: FrameType) -> bool:
 
 
 def _user_frame(ident: int) -> str:
-    """The innermost frame of a thread in the user's code, or else its innermost."""
+    """The innermost frame of a thread in the user's code.
+
+    Without one, the innermost frame.
+    """
     frames = list(_outwards(_frames().get(ident)))
     own = [x for x in frames if not x.f_code.co_filename.startswith(_OTHERS)]
     if not frames:

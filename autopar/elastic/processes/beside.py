@@ -1,4 +1,4 @@
-"""State of codecs and noise averages, which a run keeps besides its training state."""
+"""The state of codecs and of noise averages, which a run keeps with its state."""
 
 from __future__ import annotations
 

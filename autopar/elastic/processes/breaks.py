@@ -1,4 +1,4 @@
-"""Decides whether the loss of a process, or the user's script, made processes fail."""
+"""Decides whether a lost process or the user's script made processes fail."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class Breaks:
 
     @property
     def aftermath(self) -> bool:
-        """Whether a process was lost within the last `_AFTERMATH_S` seconds."""
+        """Whether a process was lost within the last `_AFTERMATH_S` seconds.
+
+        Errors of other processes may follow from it.
+        """
         return self._clock() - self._lost_s < _AFTERMATH_S
 
     def of_others(self, error: str) -> bool:
@@ -84,7 +87,7 @@ class Breaks:
         self._due_s.clear()
 
     def own(self) -> list[int]:
-        """The waiting workers whose own script caused the error; returns each once."""
+        """The workers whose own script caused their error; returns each worker once."""
         now = self._clock()
         found = [worker for worker, due_s in self._due_s.items() if due_s <= now]
         for worker in found:

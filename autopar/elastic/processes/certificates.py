@@ -1,7 +1,7 @@
 """Makes the secret that the processes of a run on several hosts share.
 
-This module is separate from the modules that use a secret: this module imports
-`cryptography`, which takes 0.1 s and which workers do not need.
+This module is separate from the modules that use a secret, because it imports
+`cryptography`. That takes 0.1 s, and workers do not need it.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ Each set of processes that train together (a world) has its own service. The ser
 run in a process of their own and not in the supervisor, because workers must survive
 the supervisor's death. This process ends after all workers have ended. JAX's services
 check no secret, so they listen only on loopback. Workers on other hosts connect to a
-service through a `Door`, a listener with TLS that passes bytes on. The supervisor sends
-commands as JSON lines to stdin. ``open`` starts a service for a number of processes.
-``fill`` connects in place of processes that died before they connected. ``close`` ends
-a service that no process uses any more. ``ping`` only asks for an answer.
+service through a `Door`, a TLS listener that forwards bytes. The supervisor writes
+commands to stdin, one line of JSON each: ``open`` starts a service for a number of
+processes, ``fill`` connects in place of processes that died before they connected,
+``close`` ends a service that no process uses any more, and ``ping`` only requests an
+answer.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class Services:
 
     def __init__(self) -> None:
         """Starts without services."""
-        # This import loads JAX. The import is not at the top of the module, because the
+        # This import loads JAX. It is not at the top of the module, because the
         # supervisor imports the module and must not load JAX.
         from autopar_passes import jax_processes
 
@@ -232,7 +233,7 @@ class Services:
         """Returns once all processes that used a service are gone."""
         for descriptor in self._workers.values():
             members.has_ended(descriptor, wait_s=None)
-        # This process knows workers of other hosts only by their connections.
+        # A worker on another host is known only by its connection, which must end.
         alone_s = time.monotonic()
         while self._doors and time.monotonic() - alone_s < _CONNECT_S:
             if any(door.is_used for door in self._doors.values()):
@@ -303,7 +304,7 @@ def main() -> None:
             word = {"open": "address"}.get(kind, "answer")
             print(json.dumps({word: answer}), flush=True)
     services.wait_for_workers()
-    os._exit(0)  # destructors would wait for clients
+    os._exit(0)  # destructors would wait for the clients
 
 
 if __name__ == "__main__":

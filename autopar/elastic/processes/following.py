@@ -1,8 +1,8 @@
-"""Adapts the batch size of a run of several processes, on all at the same step.
+"""Adapts the batch size of a run of several processes, in all at the same step.
 
-What the loop has measured and decided is stored with the training state of each step.
-After processes join or leave, all processes read it from there. So all of them count
-the same steps, and change the batch size at the same step.
+The measurements and decisions of the loop are stored with the training state of each
+step. After processes have joined or left, all processes read them from there. So all of
+them change the batch size at the same step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ends:
     steps: float = math.inf
 
     def is_reached(self, worth: float) -> bool:
-        """Whether the run ends at a progress of ``worth`` rows of the base batch."""
+        """Whether the run ends at this progress, given in rows of the base batch."""
         return self.samples is not None and worth >= self.samples
 
     def rest_s(self, step: int, worth: float, gained: float, step_s: float) -> float:
@@ -47,7 +47,7 @@ class Ends:
 
         Args:
           step: number of steps done.
-          worth: progress so far, in rows of the base batch.
+          worth: progress so far, as a number of rows of the base batch.
           gained: progress of the last step, in rows of the base batch.
           step_s: seconds of the last step.
         """
@@ -117,16 +117,16 @@ class TeamFollowing:
         )
 
     def notes(self) -> dict[str, Any]:
-        """What the loop has measured and decided, as data that JSON can hold."""
+        """The loop's measurements and decisions, as data that JSON can hold."""
         return self.loop.to_data()
 
     def measurements(self) -> dict[str, Any]:
         """Measured fields for a line of progress in the ledger.
 
         Returns:
-          ``noise_scale`` in rows: the text ``inf`` if the mean gradient cannot be
-          distinguished from zero, None if it is not known yet; ``progress`` in rows of
-          the base batch; and ``codec_error`` if the codecs are not exact.
+          ``noise_scale`` in rows of the batch: the text ``inf`` if the mean gradient
+          cannot be distinguished from zero, None if it is not known yet. ``progress``
+          in rows of the base batch. ``codec_error`` if codecs change the gradients.
         """
         phi = self.loop.phi()
         found: dict[str, Any] = {"noise_scale": None, "progress": self.worth}

@@ -2,8 +2,8 @@
 
 A tile is a rectangular part of an array (`autopar.elastic.processes.tiles`). A
 `Holding` is the set of tiles of one step's state that one process keeps. A world is a
-set of processes that train together. Another world may split the state of the same step
-into other tiles. So tiles of two worlds must not be mixed.
+set of processes that train together. Two worlds may split the state of the same step
+into different tiles, so their tiles must not be mixed.
 """
 
 from __future__ import annotations

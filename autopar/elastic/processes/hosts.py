@@ -1,4 +1,4 @@
-"""Starts workers on other hosts: the agent of a host, and its part in the supervisor.
+"""Starts workers on other hosts: the agent of a host, and the supervisor's part.
 
 An agent (`autopar worker`) connects to the supervisor, starts workers on the
 supervisor's orders, and reports their ends. If an agent dies, its workers die too, so
@@ -62,8 +62,8 @@ _OF_RUN = (
 )
 _FLAG = re.compile(rf"--{COLLECTIVE_FLAG}=\d+")
 _BEAT_S = 1.0
-# A host without a message for this many seconds counts as unreachable: the supervisor
-# cannot kill its workers.
+# A host whose agent has sent no message for this many seconds counts as unreachable:
+# the supervisor cannot kill its workers.
 _SILENT_S = 5.0
 # Seconds that an agent may be disconnected before the supervisor goes on without its
 # workers.
@@ -71,8 +71,8 @@ _AWAY_S = 3.0
 _RETRY_S = 0.5
 # Seconds that workers may take to leave a host that was asked to leave the run.
 _LEAVE_S = 60.0
-# Seconds between two requests of a leaving host to release its workers. The supervisor
-# may have refused before, and other hosts may have joined since.
+# Seconds after which a leaving host again requests the release of its workers. The
+# supervisor may have refused before, and other hosts may have joined since.
 _ASK_S = 5.0
 
 
@@ -100,7 +100,7 @@ class Host:
     missed: int = 0
 
     def give_up(self, workers: Sequence[int]) -> None:
-        """Counts workers as gone; they are killed once their agent connects again."""
+        """Counts workers as gone; they are killed when their agent connects again."""
         self.workers -= set(workers)
         self.missed += len(workers)
         if workers and self.connection is not None:
@@ -114,7 +114,7 @@ class Host:
 
     @property
     def may_respawn(self) -> bool:
-        """Whether a worker may be restarted here, although the host may be leaving."""
+        """Whether a worker may be restarted on this host, even a leaving one."""
         return self.is_reached and self.slots > len(self.workers)
 
     @property
@@ -148,8 +148,8 @@ class HostLauncher:
         self._given: dict[int, Mapping[str, str]] = {}
         # Worker -> the host whose shared memory holds the worker's state.
         self._homes: dict[int, Host] = {}
-        # Workers of an earlier supervisor whose agents have not connected to this one
-        # yet -> since when.
+        # Workers that an earlier supervisor started and whose agents have not connected
+        # to this supervisor yet -> the time since when they are missing.
         self._claimed: dict[int, float] = {}
         self._reports: HostReports | None = None
         self._closed = False
@@ -180,7 +180,7 @@ class HostLauncher:
         return True
 
     def _await_claimed(self) -> None:
-        """Gives up workers that no agent has reported: they still waited for a host."""
+        """Gives up workers that no agent has reported: they waited for a host."""
         while True:
             time.sleep(_RETRY_S)
             late_s = time.monotonic() - self._silent_s
@@ -235,7 +235,10 @@ class HostLauncher:
             return any(h.room > 0 for h in self._hosts.values())
 
     def _place(self) -> None:
-        """Starts waiting workers where slots are free; the caller holds the lock."""
+        """Starts waiting workers on hosts with free slots.
+
+        The caller holds the lock.
+        """
         for worker in sorted(self._waiting):
             home = self._homes.get(worker)
             free = [h for h in self._hosts.values() if h is home and h.may_respawn] or [
@@ -292,8 +295,8 @@ class HostLauncher:
                 del self._claimed[worker]
                 self._homes[worker] = host
             ended = (host.workers - running) | left
-            # These workers were given up while their agent was disconnected. These
-            # workers may hold the only copy of the last state, so they may return.
+            # These workers were given up while their agent was disconnected. They may
+            # return, because they may hold the only copy of the last state.
             back = {
                 w for w in running - host.workers if self._reports_there.may_return(w)
             }
@@ -326,7 +329,10 @@ class HostLauncher:
             self._take_leave(host)
 
     def _take_end(self, host: Host, message: Message) -> None:
-        """Handles a worker's end; restarts it elsewhere if the script is not here."""
+        """Handles a worker's end.
+
+        If this host lacks the script, the worker is started elsewhere.
+        """
         worker, wrong = int(message["worker"]), message.get("wrong")
         if wrong:
             said = f"autopar run: host {host.name}: {wrong}"
@@ -482,7 +488,7 @@ class Agent:
         print(f"autopar worker: {text}", file=sys.stderr, flush=True)
 
     def _call(self) -> None:
-        """Connects to the supervisor; waits if the supervisor has not started yet."""
+        """Connects to the supervisor; waits if it has not started yet."""
         options, said = self._options, False
         end = time.monotonic() + options.grace_s
         while True:
@@ -515,7 +521,9 @@ class Agent:
             threading.Thread(target=work, args=(self._connection,), daemon=True).start()
 
     def _greet(self) -> bool:
-        """Tries once to connect; False: workers of an old run had to end first.
+        """Tries once to connect.
+
+        Returns False if workers of an old run had to end first.
 
         Raises:
           OSError: no supervisor answers.
@@ -603,13 +611,12 @@ class Agent:
             self._end_workers()
             raise PlanError(f"{wrong}: start `autopar worker` in the script's folder.")
         if self._launcher is None:
-            # Workers must die with this process, because no other process could end
-            # them.
+            # Workers must die with this process: no other process could end them.
             command = [sys.executable, leash.__file__, str(os.getpid())]
             command += python_command(words)
             self._launcher = LocalLauncher(command, names=True)
-            # The name is the same for all agents of the run on this host. So a later
-            # agent finds the shared memory of this agent's workers.
+            # All agents of the run on this host use the same name. So a later agent
+            # finds the shared memory of this agent's workers.
             self._launcher.begin(f"{self._run}@{self._network.host}", self)
         self._running.add(worker)
         self._ended.pop(worker, None)
@@ -650,7 +657,7 @@ class Agent:
             self._connection.send("ended", worker=worker, code=code, wrong=wrong)
 
     def _look_after(self) -> None:
-        """Ends the agent of a leaving host once all its workers have left."""
+        """Ends the agent of a leaving host after all its workers have left."""
         left = not self._running and RESPAWNED not in self._ended.values()
         if self._leave_by_s < math.inf and (
             left or time.monotonic() > self._leave_by_s

@@ -73,13 +73,13 @@ def join_run(
             f"elastic: survive={survive!r} must be a whole number, at least 0."
         )
     donate = survive == 0
-    # The supervisor chooses how many processes a world has.
+    # The supervisor decides how many processes a world has.
     step.preparation.planner.uses_all = True
     if survive:
-        # Tells the planner how much memory copies of the state take. While a step runs,
-        # memory holds the state before the step, the states of the two steps before
-        # that, and copies of other processes' states (`Team.keep_state`). Of an array
-        # that other processes also have, only one further copy is kept.
+        # Tells the planner how much memory the copies of the state take. While a step
+        # runs, memory holds the state before the step, the states of the two steps
+        # before it, and copies of other processes' states (`Team.keep_state`). An array
+        # that other processes also have is kept in one further copy only.
         step.preparation.planner.hold(Spares(always=1, split=2 + survive))
     if AHEAD_VARIABLE in os.environ:
         shapes = state_shapes(create_state, args)

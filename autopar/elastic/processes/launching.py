@@ -22,7 +22,7 @@ from autopar.elastic.processes.recovery import (
 
 # Code of a helper process that dies with the thread that started it. The helper asks
 # Linux for a signal at the end of that thread. Then it checks that its parent is still
-# there, because the thread may have ended before the request.
+# alive, because the thread may have ended before the helper asked.
 _HELPER = """\
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -32,7 +32,7 @@ os.execvp(sys.argv[3], sys.argv[3:])
 """
 
 
-# Seconds to wait for the last output of workers after they have ended.
+# Seconds to wait for the last output of workers after their processes have ended.
 _SHOWN_S = 2.0
 
 
@@ -83,7 +83,7 @@ class HostReports(Reports, Protocol):
         ...
 
     def has_link(self, worker: int) -> bool:
-        """Whether a worker is connected to the supervisor."""
+        """Whether a worker is connected to the supervisor now."""
         ...
 
     def is_done(self) -> bool:
@@ -128,7 +128,7 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what the launcher uses; called after all workers have ended."""
+        """Frees the launcher's resources; called after all workers have ended."""
         ...
 
 
@@ -175,9 +175,8 @@ class LocalLauncher:
 
         Args:
           command: command of a worker.
-          names: whether each line that a worker prints is printed with the worker's
-            number in front. If not, only lines of worker 0 are printed without a
-            number.
+          names: whether each line that a worker prints gets the worker's number as
+            prefix. If not, only worker 0's lines are printed, without a number.
         """
         self._command, self._names = tuple(command), names
         self._lock = threading.Lock()
@@ -199,7 +198,7 @@ class LocalLauncher:
         with self._printing_of(worker) as (stdout, stderr):
             child = subprocess.Popen(
                 self._command,
-                # Otherwise Python would buffer output to a pipe.
+                # Without this, Python would buffer output to a pipe.
                 env={"PYTHONUNBUFFERED": "1", **environment, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -228,8 +227,8 @@ class LocalLauncher:
                 pass_fds=(err,),
                 start_new_session=True,
             )
-            # Printing processes end with their workers. `poll` collects their exit
-            # status, so that no zombie stays.
+            # A printing process ends with its worker. `poll` collects its exit status,
+            # so that no zombie stays.
             self._printing = [p for p in self._printing if p.poll() is None]
             self._printing.append(printing)
             yield stdout, stderr

@@ -43,8 +43,8 @@ CHECKPOINT_VARIABLE, EVERY_VARIABLE = "AUTOPAR_CHECKPOINT", "AUTOPAR_EVERY"
 AHEAD_VARIABLE = "AUTOPAR_AHEAD"
 
 _BEAT_S = 0.5
-# Seconds between two questions of a worker with an error to the supervisor, whether the
-# loss of another worker caused the error.
+# Seconds after which a worker with an error asks the supervisor again whether the loss
+# of another worker caused the error.
 _ASK_S = 5.0
 _RETRY_S = 0.2
 
@@ -130,7 +130,7 @@ class Link:
         self._limit: int | None = None
         self._paused = False
         # What happens after the last step that may start: "suspend" or "stop" ends the
-        # run; with '' it goes on.
+        # run; with '' the run goes on.
         self._ending = ""
         self._phase = "starting"
         self._lost_s: float | None = None
@@ -252,7 +252,7 @@ class Link:
             self._changed.notify_all()
 
     def verdict(self, error: BaseException) -> bool:
-        """Whether the loss of another process explains an error of this process.
+        """Whether the loss of another process explains an error in this process.
 
         The method waits for the supervisor's answer. If the supervisor is gone, it
         waits for a new one, because this process holds a part of the state.
@@ -265,7 +265,7 @@ class Link:
         asked_s = -math.inf
         while True:
             now = time.monotonic()
-            if now - asked_s > _ASK_S:  # it may have restarted
+            if now - asked_s > _ASK_S:  # the supervisor may have restarted
                 self.say("broken", error=f"{type(error).__name__}: {error}"[:2000])
                 asked_s = now
             with self._changed:

@@ -2,10 +2,11 @@
 
 For each TCP connection, the Linux kernel counts the bytes that the other end has
 acknowledged (``tcpi_bytes_acked`` of ``struct tcp_info``, linux/tcp.h), and the time
-during which sent bytes were not yet acknowledged (``tcpi_busy_time``). This module
-subtracts from this time the time during which the receiver's window was full
-(``tcpi_rwnd_limited``). The bytes divided by the difference are the rate at which the
-training step's own messages travel. So no extra messages are needed for a measurement.
+during which sent bytes were not yet acknowledged (``tcpi_busy_time``). From this time,
+the module subtracts the time during which the receiver's TCP window was full
+(``tcpi_rwnd_limited``). The bytes divided by the difference are the rate, in bytes per
+second, at which the messages of training steps travel. So no extra messages are needed
+for a measurement.
 
 The kernel does not count bytes of other transports, such as InfiniBand. On such links,
 this module finds no change.
@@ -25,10 +26,11 @@ from autopar.elastic.processes.network import inodes
 
 # Seconds between two reports of a worker about the bytes that it has sent.
 TELL_S = 1.0
-# A worker's rate is measured over windows of `_WINDOW_S` seconds. A link has changed if
-# the rates of the last `_WINDOWS` windows all differ from the first rate.
+# A worker's rate is measured over intervals of `_WINDOW_S` seconds, called windows. A
+# link has changed if the rates in its last `_WINDOWS` windows all differ from the first
+# rate.
 _WINDOW_S, _WINDOWS = 5.0, 6
-# The rates in the first `_FIRST` windows of a world count as the rate that the plan
+# The rate in the first `_FIRST` windows of a world counts as the rate that the plan
 # assumes.
 _FIRST = 3
 # The first seconds of a world are ignored, because its processes compile and fetch the
@@ -37,8 +39,8 @@ _SETTLE_S = 3.0
 # A rate counts as changed if it is larger or smaller than the first rate by at least
 # this factor.
 _FACTOR = 1.5
-# A window of `_WINDOW_S` in which a worker sends fewer bytes than this gives no rate:
-# the time of few bytes is mostly the latency of a round trip, not the bandwidth.
+# A worker that sends fewer bytes than this within a window gives no rate: their time is
+# mostly the latency of round trips, not a matter of bandwidth.
 _LEAST_BYTES = 1 << 18
 
 # Byte offsets of fields in ``struct tcp_info`` of Linux 4.10 and later: bytes_acked at
@@ -69,7 +71,7 @@ class SentBytes:
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second; None if there are too few bytes to measure a rate."""
+        """Bytes per second; None if the bytes are too few to measure a rate."""
         known = self.nbytes >= _LEAST_BYTES and self.busy_s > 0
         return self.nbytes / self.busy_s if known else None
 
@@ -84,7 +86,7 @@ class Traffic:
         """Starts without a reading.
 
         Args:
-          host: address of this host; connections within the host are not counted.
+          host: address of this host; connections within the host do not count.
         """
         self._host = host
         self._before: Mapping[int, SentBytes] = {}
@@ -144,9 +146,8 @@ class LinkWatch:
         """Takes the bytes that a worker has sent since its last report.
 
         Returns:
-          The factor by which the rate of the slowest link has changed, if the change
-          has lasted for half a minute; otherwise None. Each change is returned only
-          once.
+          The factor by which the rate of the slowest link has changed, if it has stayed
+          changed for half a minute; otherwise None. Each change is returned only once.
         """
         window = int((now - self._began_s) // _WINDOW_S)
         if self._told or now < self._began_s:
@@ -165,7 +166,7 @@ class LinkWatch:
         self._current = {}
 
     def _find_factor(self) -> float | None:
-        """By which factor the slowest link's rate has changed for long enough."""
+        """The factor by which the slowest link's rate has changed for long enough."""
         found = [x for x in map(_factors, self._rates.values()) if x]
         slower = [max(x) <= 1 / _FACTOR for x in found]
         faster = [min(x) >= _FACTOR for x in found]
@@ -175,7 +176,10 @@ class LinkWatch:
 
 
 def _factors(rates: list[float | None]) -> list[float]:
-    """A worker's last rates divided by its first rate; empty if there are too few."""
+    """A worker's rates in the last windows, divided by its first rate.
+
+    Empty if there are too few windows.
+    """
     first = [x for x in rates[:_FIRST] if x is not None]
     last = [x for x in rates[_FIRST:][-_WINDOWS:] if x is not None]
     if not first or len(last) < _WINDOWS - 1:

@@ -1,10 +1,9 @@
 """Receives the events of a run of several processes, in the supervisor's process.
 
-In the cluster that the plan is made for, each process is a host: the process with rank
-k in the world (the processes that train together) is host k. The outcome of an event is
-determined as in a run of one process (`autopar.elastic.events`). The outcome is then
-turned into a number of processes, the processes that leave, and perhaps a cluster with
-changed links.
+In the planned cluster, each process is a host: the process with rank k in the world
+(the processes that train together) is host k. The outcome of an event is determined as
+in a run of one process (`autopar.elastic.events`). It is then turned into a number of
+processes, the processes that leave, and perhaps a cluster with changed links.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ class Listening:
             )
 
     def _wanted_from(self, world: Cluster, target: Cluster) -> WantedAction:
-        """What must change to get from the world's cluster to the target cluster."""
+        """The changes that turn the world's cluster into the target cluster."""
         there = ids_there(target)
         count = len(ids_there(world)) // self._devices
         firsts = [k * self._devices for k in range(count)]

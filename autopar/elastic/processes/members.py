@@ -24,8 +24,8 @@ from autopar.elastic.processes import tiles
 from autopar.elastic.processes.network import End, split_address
 from autopar.elastic.processes.recovery import RESPAWNED
 
-# In ``/proc/PID/stat``, index of the process's start time among the fields after the
-# name; it is field 22 in the numbering of proc(5).
+# Index of a process's start time in ``/proc/PID/stat``, among the fields after the
+# name; proc(5) numbers it 22.
 _STARTED = 19
 
 
@@ -104,8 +104,7 @@ def _boot() -> str:
 
 Message = dict[str, Any]
 
-# Exit status of a worker or a run that was suspended: its state is saved, and it can be
-# resumed.
+# Exit status of a suspended worker or run: its state is saved, and it can be resumed.
 SUSPENDED = 75  # EX_TEMPFAIL of <sysexits.h>
 
 # Most bytes of a message, which is one line. A message may list the arrays that a
@@ -301,7 +300,7 @@ class WorkerMember:
       refused: whether the worker asked to leave the run, and the supervisor refused.
       trained: whether the worker has ever had the training state.
       pid: number of the worker's process; None: the worker has not connected yet.
-      respawns: whether the worker's process ends when it leaves a world, and is then
+      respawns: whether the worker's process ends when it leaves a world and is then
         started again.
     """
 
@@ -342,7 +341,7 @@ def find_unplaced(members: Mapping[int, WorkerMember], now: float) -> frozenset[
 
 
 def overdue(member: WorkerMember, limits: MemberLimits, now: float) -> str:
-    """Why the supervisor no longer waits for a worker; '' if it still does.
+    """Why the supervisor waits no longer for a worker; '' if it still does.
 
     Args:
       member: the worker.
@@ -404,7 +403,7 @@ def never_starts(member: WorkerMember, code: int | None, restarts: int) -> bool:
 def starts_again(
     member: WorkerMember, code: int | None, now: float, *, gathers: bool
 ) -> bool:
-    """Whether a worker ended only to leave its world, and must be started again.
+    """Whether a worker ended only to leave a world, and must be started again.
 
     Args:
       member: the worker.
@@ -416,9 +415,9 @@ def starts_again(
     if code == RESPAWNED:
         return True
     if code == -signal.SIGKILL and now <= member.leave_by_s:
-        return False  # killed; `restarts` decides on a replacement
-    # A worker that an earlier supervisor started may have ended while no supervisor was
-    # running, so that its exit code is unknown.
+        return False  # the worker was killed; `restarts` decides on a replacement
+    # If an earlier supervisor started the worker, it may have ended while no supervisor
+    # ran, so that its exit code is unknown.
     unseen = member.trained and member.pid is None
     return member.respawns and member.phase == "in" and (gathers or unseen)
 
@@ -459,7 +458,7 @@ def never_started(worker: int, code: int) -> str:
 
 
 def adopt(now: float, *, inside: bool, formed: bool = False) -> WorkerMember:
-    """The record of a worker that an earlier supervisor started; it reconnects.
+    """The record of a worker that an earlier supervisor started; it will reconnect.
 
     Args:
       now: seconds on the supervisor's clock.
@@ -470,7 +469,7 @@ def adopt(now: float, *, inside: bool, formed: bool = False) -> WorkerMember:
         phase="in" if inside else "starting",
         since_s=now,
         heard_s=now,
-        connected=inside,  # a worker outside the world may not have connected yet
+        connected=inside,  # a worker outside the world may not have connected
         formed=inside and formed,
         trained=inside,
     )
@@ -484,7 +483,8 @@ def ready_of(members: Mapping[int, WorkerMember]) -> list[int]:
 def rows_of(members: Mapping[int, WorkerMember]) -> float:
     """Rows of a batch divided by the devices of a process.
 
-    The number of processes must divide the result. 0 stands for no such condition.
+    The number of processes must divide this number. 0: any number of processes is
+    allowed.
     """
     told = [m.ready for m in members.values() if m.ready]
     return told[-1]["rows"] / told[-1]["devices"] if told else 0
@@ -528,8 +528,8 @@ def newcomers_of(
 # Functions that choose the workers of the next world, and the state from which it
 # continues.
 
-# Address at which a worker serves its parts of states -> name of a state -> the
-# worker's tiles of this state (see `Offers.describe`).
+# Maps the address at which a worker serves its parts of states to a mapping: name of a
+# state -> the worker's tiles of it (see `Offers.describe`).
 Held = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
@@ -615,7 +615,7 @@ def side_by_side(
 ) -> tuple[int, ...]:
     """Orders workers such that those on the same host have successive ranks.
 
-    Then the devices along one mesh axis communicate either inside hosts or between
+    Then the devices along one mesh axis communicate either within hosts or between
     hosts.
 
     Args:

@@ -128,8 +128,8 @@ class TlsSocket:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = server if called else client
         self._tls = context.wrap_bio(self._in, self._out, server_side=called)
-        # One lock for the TLS object, and one that keeps the bytes that it produces in
-        # order when several threads send.
+        # One lock protects the TLS object. The other keeps the bytes that it produces
+        # in order when several threads send.
         self._using, self._sending = threading.Lock(), threading.Lock()
         try:
             self._greet()
@@ -149,7 +149,7 @@ class TlsSocket:
                 self._hear()
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    self._flush()  # this sends the other side the TLS error
+                    self._flush()  # sends the other side the TLS error
                 raise
         self._flush()
 
@@ -193,8 +193,8 @@ class TlsSocket:
                 pass
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 return 0
-            # TLS may have produced messages of its own. These messages are sent with
-            # the next data.
+            # TLS may have produced messages of its own. They are sent with the next
+            # data.
             self._hear()
         return 0
 
@@ -250,7 +250,7 @@ class Listener:
 
     A new connection must present the certificate within a few seconds. If too many
     connections have not done so yet, the listener closes the oldest of them from the
-    same address. So a stranger with many connections does not keep other processes
+    same address. So a stranger that opens many connections cannot keep other processes
     waiting.
     """
 
@@ -335,8 +335,8 @@ class Listener:
         self._serve(taken)
 
 
-# Errors of `accept` that may pass: no file descriptor or memory is free, or the other
-# side has already closed the connection.
+# Errors of `accept` that may go away: no file descriptor or memory is free, or the
+# other side has already closed the connection.
 _PASSING = frozenset(
     {
         errno.EMFILE,

@@ -36,7 +36,7 @@ class Offers:
         network: Network,
         obey: Callable[[Mapping[str, Any]], Any] = lambda _: None,
     ) -> None:
-        """Starts to listen, with nothing to serve yet.
+        """Starts to listen, without anything to serve.
 
         Args:
           token: secret text that each request must contain.
@@ -44,7 +44,8 @@ class Offers:
           obey: called with each order of another process; returns the answer.
         """
         self._token, self._obey = token, obey
-        # Returns the bytes of a compiled program by name, for processes of other hosts.
+        # A function that returns the bytes of a compiled program by its name, for
+        # processes on other hosts.
         self.program: Callable[[str], bytes | None] = lambda _: None
         self._lock = threading.Lock()
         self._held: dict[str, Holding] = {}
@@ -52,7 +53,7 @@ class Offers:
         self.address = network.address(network.listen(self._serve).port)
 
     def put(self, holding: Holding) -> None:
-        """Serves a holding, merged with tiles of the same state that are here."""
+        """Serves a holding, joined with served tiles of the same state."""
         with self._lock:
             known = self._held.get(holding.version)
             if known is not None:
@@ -206,7 +207,10 @@ class Peer:
         into[...] = buffer
 
     def copy(self, holding: Holding) -> None:
-        """Sends a holding to the other process, and waits until it is stored there."""
+        """Sends a holding to the other process.
+
+        Returns when the other process has stored it.
+        """
         listed = [(p, tile) for p, held in holding.tiles.items() for tile in held]
         self._ask(
             version=holding.version,
@@ -344,8 +348,7 @@ class Fetcher:
         holders = [
             a for a, x in self._source.holders.items() if tile in x.get(path, ())
         ]
-        # If several processes hold the same tile, requests are spread over them in
-        # turn.
+        # If several processes hold the same tile, they get requests in turn.
         self._turn += 1
         address = holders[self._turn % len(holders)]
         if address not in self._peers:

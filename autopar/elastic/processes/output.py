@@ -2,12 +2,12 @@
 
 The module is run as a script in its own process, which reads the worker's output from
 pipes. This process ends when no process has the pipes open any more. So a worker can
-still print after its supervisor was killed.
+print even after its supervisor was killed.
 
 Usage: output.py PREFIX DESCRIPTOR. This process reads the worker's stdout from its own
-  stdin, and the worker's stderr from the file descriptor. This process does not print
-  the lines in which gloo (JAX's communication library on CPUs) counts its connections,
-  because gloo prints them again for each program that has other collectives.
+  stdin, and the worker's stderr from the file descriptor. It leaves out the lines in
+  which gloo (JAX's communication library on CPUs) counts its connections: gloo prints
+  them for every program with other groups of devices.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import re
 import selectors
 import sys
 
-# Linux writes up to this many bytes to a pipe without interruption, so lines of several
-# workers do not mix.
+# Linux writes up to this many bytes to a pipe at once, so that lines of several workers
+# do not mix.
 _AT_ONCE = 4096
 # The line that gloo prints for each group of processes that it connects.
 _GLOO = re.compile(
@@ -29,7 +29,7 @@ _GLOO = re.compile(
 
 
 def print_lines(target: int, prefix: bytes, lines: list[bytes]) -> None:
-    """Writes lines with a prefix, several short lines at once, without gloo's."""
+    """Writes lines with a prefix, several at once, without those of gloo."""
     waiting = b""
     for line in lines:
         if _GLOO.fullmatch(line):

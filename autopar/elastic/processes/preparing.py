@@ -1,9 +1,9 @@
 """Plans and compiles for possible next worlds, in a process beside the training.
 
 A world is a set of processes that train together. XLA cannot compile for processes that
-do not exist. So the preparing process imitates a world of any size: it registers with a
-coordination service as each process of that world, plans, and compiles the program of
-the first process. The preparing process stores the plan and the program in the run's
+do not exist. So the *preparing process* imitates a world of any size: it registers with
+a coordination service as every process of this world, plans, and compiles the program
+of the first process. The preparing process stores the plan and the program in the run's
 folder, on the host of the first process. The other processes of the next world get the
 plan and the program from there.
 
@@ -165,7 +165,7 @@ class PreparingProcess:
         self._waiting: dict[int, Message] = {}
         self._child: subprocess.Popen[bytes] | None = None
         self._here, there = socket.socketpair()
-        # The preparing process dies with the thread that starts it. So the thread below
+        # The preparing process dies with the thread that starts it. So this thread
         # lives as long as the process.
         threading.Thread(
             target=self._work, args=(there,), daemon=True, name="preparing"
@@ -174,7 +174,7 @@ class PreparingProcess:
     def send(self, order: Message) -> None:
         """Sends an order to the process."""
         self._waiting[order["number"]] = order
-        with contextlib.suppress(OSError):  # if it died, the thread answers
+        with contextlib.suppress(OSError):  # if it has died, the thread answers
             self._here.sendall(json.dumps(order).encode() + b"\n")
 
     def close(self) -> None:
@@ -210,9 +210,9 @@ class PreparingProcess:
 class Preparer:
     """Carries out the supervisor's orders to prepare plans and programs.
 
-    For a next world that is only a guess, it prepares at the lowest CPU priority. For a
-    cluster that the supervisor is waiting for, it prepares in a second process, at the
-    same priority as the training.
+    For a next world that is only likely, it prepares at the lowest CPU priority. For a
+    cluster that the supervisor waits for, it prepares in a second process, at the
+    priority of the training.
     """
 
     def __init__(self, say: Callable[..., Any], rows: Callable[[], int]) -> None:

@@ -1,4 +1,4 @@
-"""How processes go on after another one was lost, and names of their shared memory.
+"""How processes continue after another one was lost, and their shared memory's names.
 
 A world is a set of processes that train together. A world breaks if one of its
 processes is lost.
@@ -126,7 +126,7 @@ def remove_shared(prefix: str, workers: Iterable[int] | None = None) -> None:
                 os.unlink(path)
 
 
-# Notes that a process leaves for the process that replaces it.
+# Notes: data that a process leaves for the process that replaces it.
 
 
 def write_notes(prefix: str, worker: int, notes: Mapping[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 XLA ends a process when JAX's coordination service closes the connection. A Python
 callback for this case does not help: jaxlib 0.10.2 cannot convert the error to a Python
-object, and ends the process with ``std::bad_cast``. So XLA connects to a relay inside
-its own process, which passes bytes to and from the service. When the service dies, the
+object, and ends the process with ``std::bad_cast``. So XLA connects to a *relay* in its
+own process, which forwards bytes to and from the service. When the service dies, the
 relay keeps XLA's connection open, and answers no call.
 
 XLA also ends a process that cannot connect at all. So if the service dies before XLA
@@ -33,14 +33,14 @@ from autopar.elastic.processes.network import (
 )
 from autopar_passes import jax_processes
 
-# The functions below end the waits of collectives for a process that is gone.
+# The functions below end waits of collectives for a process that is gone.
 #
 # In gloo, JAX's communication library on CPUs, a collective waits for a missing process
 # without a time limit. Shutting down the connections between workers turns the wait
 # into an error (Linux only).
 
 _ESTABLISHED, _LISTENING = "01", "0A"
-# gloo numbers the connections that it waits for. These are fewer than this number.
+# gloo numbers the connections that it waits for. The numbers are below this one.
 _NUMBERS = 64
 
 
@@ -87,7 +87,7 @@ def listening() -> frozenset[str]:
 def knock(addresses: Iterable[str]) -> None:
     """Connects to gloo in place of missing processes, and disconnects at once.
 
-    Otherwise gloo would wait without limit for the connection of a dead process.
+    Without this, gloo would wait without limit for the connection of a dead process.
 
     Args:
       addresses: addresses at which gloo listens.
@@ -275,7 +275,7 @@ def _is_own(end: socket.socket) -> bool:
 
 
 class _Answers:
-    """Finds where an answer ends in the bytes that a gRPC server sends.
+    """Finds the ends of answers in the bytes that a gRPC server sends.
 
     An answer consists of data frames with a message, followed by headers with a flag
     that ends the stream. An error consists of headers only.

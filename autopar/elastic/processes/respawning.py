@@ -111,8 +111,8 @@ class Respawning:
         """Waits until the last state has been written.
 
         The training loop must also call this method before each step whose state will
-        be written. Otherwise a process that is ahead of others could overwrite the
-        state of the last step that all processes have.
+        be written. Without it, a process that is ahead of others could overwrite the
+        last state that all processes have.
 
         Raises:
           PlanError: there is no room for the state.
@@ -129,9 +129,9 @@ class Respawning:
         Returns:
           Seconds. ``start_s``: to start Python, JAX and the script; ``map_s``: to map
             the states in shared memory; ``write_s``: to wait until the world's first
-            state was written. Two times are of the process before this one.
-            ``flush_s``: to write its last states; ``keep_s``: how long its steps waited
-            for states to be written.
+            state was written. Two are about the process before this one: ``flush_s``:
+            to write its last states; ``keep_s``: how long its steps waited for states
+            to be written.
         """
         if not self.is_on:
             return {}
@@ -178,8 +178,8 @@ class Respawning:
         flush_s = time.perf_counter() - begin
         known = {"flush_s": flush_s, "keep_s": self._waited_s}
         write_notes(self._prefix, self._worker, {**self._left, **known})
-        # When Python exits, JAX waits for a backend that may hang. So this handler ends
-        # the process before that.
+        # At Python's exit, JAX waits for a backend that may hang. So this handler ends
+        # the process first.
         atexit.register(_exit_at_once)
         threading.Thread(target=_exit_late, daemon=True).start()
         sys.exit(RESPAWNED)

@@ -77,8 +77,8 @@ class Console:
         self._world: frozenset[int] | None = None
         self._awaited: frozenset[int] = frozenset()
         self._unplaced: frozenset[int] = frozenset()
-        # Whether a printed line has already given the reason why the processes change;
-        # and the reason to print if not.
+        # Whether a printed line has already said why the processes change; and the
+        # reason to print if not.
         self._explained, self._reason = False, ""
         self._ends = False
 
@@ -280,11 +280,11 @@ class Runner:
         self._heard = not known
         self._turned_s = time.monotonic()
         self._service = ServiceProcess(job.limits.silent_s, job.network)
-        # Whether the workers that train together (the world) must reconnect to a
-        # coordination service of this run's own, because the old one belongs to an
-        # earlier supervisor.
+        # Whether the workers of the world (those that train together) must connect to a
+        # new coordination service of this supervisor, because theirs belongs to an
+        # earlier one.
         self._renews = bool(known.get("world"))
-        # The process that hosts the coordination service of an earlier supervisor.
+        # The process that hosts the coordination services of an earlier supervisor.
         # Workers need it until they have left the worlds of that time.
         self._service_before = ProcessId.from_data(known.get("service"))
         self.supervisor = Supervisor(job.limits, self)
@@ -425,7 +425,7 @@ class Runner:
             self.log("service gone")
             self._service.start()
             self._renews = len(self.supervisor.world) > 1
-        # Workers that train do not need a service until the next world forms.
+        # While workers train, they need no new service.
         known = self.supervisor.world, self.supervisor.members
         there = all(w in self._connections for w in known[0] if w in known[1])
         if self._renews and there and (self._service.up or self.supervisor.forms):
@@ -680,7 +680,7 @@ class Runner:
                 wanted = message["worker"]
                 wrong = self._stacks.ask(self._processes, wanted, answer)
                 if not wrong:
-                    return  # the reply follows the workers' answers
+                    return  # the reply follows when workers have answered
             else:
                 wrong = self._run_command(message.get("command"), message)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

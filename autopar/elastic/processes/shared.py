@@ -34,8 +34,8 @@ from autopar.units import bytes_text
 # If an array in host memory has this alignment in bytes, XLA uses it without a copy.
 _ALIGN = 64
 _HEAD_BYTES = 4096
-# The header: magic number, offset of the index, bytes of the index, and checksum of the
-# index. A checksum of the header follows.
+# The header: a magic number, and the offset, bytes and checksum of the index. A
+# checksum of the header follows.
 _HEAD = struct.Struct("<8sQQI")
 _SEAL = struct.Struct("<I")
 _MAGIC = b"autopar1"
@@ -43,7 +43,7 @@ _MAGIC = b"autopar1"
 # time, and identifier of the machine's boot.
 _OWNER_AT = 1024
 _OWNER = struct.Struct("<QQ64s")
-# Number of files that a process writes in turn.
+# Number of files to which a process writes in turn.
 _SLOTS = 2
 
 

@@ -34,7 +34,7 @@ from autopar.units import number_of
 
 # Seconds that a world may take to save its state.
 _SAVE_S = 300.0
-# How a run that was asked to end is described after it has ended.
+# Descriptions of a run's end, by the command that ended it.
 _ENDED = {"suspend": "suspended", "stop": "stopped"}
 # Seconds for which other workers may go on after the script of one worker has ended
 # without an error.
@@ -71,14 +71,15 @@ class Supervisor:
         self.reason = ""
         self._planned_for: Any = None
         # The cluster for which the first worker prepares a plan, the number of this
-        # preparation, and until when the world trains on without the plan.
+        # preparation, and the time until which the world trains on without it.
         self._next: Any = None
         self._preparation, self._prepare_by_s = 0, math.inf
         self._leaving: frozenset[int] = frozenset()
         self.lost = False
         # "suspend" or "stop" if the run will end after a step; '' while it goes on.
         self._ending = ""
-        # A text about the first worker that failed while the run was about to end.
+        # A text about the first worker that failed while the run was ending; '' without
+        # one.
         self._undone = ""
         # The causes of the next change of processes, for the ledger of the run.
         self._causes: list[str] = []
@@ -131,8 +132,8 @@ class Supervisor:
         """Takes over a worker that is missing in the earlier supervisor's notes.
 
         Returns:
-          False if the worker counted as gone and a new world has formed since; it must
-            then end.
+          Returns False if the worker counted as gone and a new world has formed since:
+            it must then end.
         """
         if worker in self.members or self.result is not None:
             return True
@@ -309,7 +310,7 @@ class Supervisor:
         """Handles a worker that cannot be reached; the worker may still train."""
         if worker in self.world and worker in self.members:
             self._fenced_s = self._clock() + self.limits.fence_s
-            self.members[worker].respawns = False  # its state is unreachable, too
+            self.members[worker].respawns = False  # its state cannot be reached, either
         self.on_end(worker, None, spare=spare)
 
     def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
@@ -321,8 +322,8 @@ class Supervisor:
             self._advance()
             return
         if member.trained and member.pid is None and member.phase == "in":
-            # An earlier supervisor started this worker. The worker may have ended
-            # because there was no supervisor, so its exit code tells nothing.
+            # An earlier supervisor started this worker, which may have ended because no
+            # supervisor ran. So its exit code tells nothing.
             code = None
         self._do.log("gone", worker=worker, code=code, phase=member.phase)
         if worker in self.world and worker not in self._leaving:
@@ -349,8 +350,8 @@ class Supervisor:
         elif members.never_starts(member, code, self._restarts) and not self._ever:
             self.stop(members.never_started(worker, code or 0), code or 1)
         elif (code or 0) > 0 and not left and not members.is_new(member, self.members):
-            # The worker failed by an error of its own, or because another worker was
-            # lost.
+            # Either an error of its own made the worker fail, or the loss of another
+            # one did.
             why = f"worker {worker} ended with code {code}; see its output."
             if self._breaks.aftermath:
                 self._ended = why
@@ -647,8 +648,8 @@ class Supervisor:
         """Whether an unreachable world may still be training; a new world must wait.
 
         Once one process has left the unreachable world, this world cannot train,
-        because its collectives need every process. But the new world also waits as long
-        as the processes that have left do not hold the whole training state together.
+        because its collectives need every process. The new world also waits until the
+        processes that have left hold the whole training state together.
         """
         left = [self.members[w].ready for w in ready if w in self.world]
         held = {m["address"]: m["holds"] for m in left if m}
@@ -676,8 +677,8 @@ class Supervisor:
         if len(workers) > 1:
             address = self._do.open(self.generation, processes_of(readies, workers))
         step = None if state is None else state["step"]
-        # The log gets this line before any worker gets the order, because a later
-        # supervisor that takes over must know of the world.
+        # The log gets this line before any worker gets the order: a later supervisor
+        # that takes over must know of the world.
         self._do.log("form", generation=self.generation, workers=workers, step=step)
         same = {
             "generation": self.generation,
@@ -736,8 +737,8 @@ class Supervisor:
             self._restarts -= 0 if spare else 1
             again = any(m.respawns for m in self.members.values())
             self._spawn()
-            # Workers that are restarted wait for the new worker, because it starts as
-            # fast as they do.
+            # Restarted workers wait for the new worker, because it starts as fast as
+            # they do.
             self.members[self.numbers - 1].respawns = again
         else:
             staying = len(members.staying_of(self.members, self._leaving))

@@ -57,7 +57,7 @@ from autopar.runtime.threads import Threads
 from autopar.runtime.world import JaxChannel, LoneChannel, World
 from autopar_passes import jax_processes
 
-# Sends other processes copies of the arrays that only this process has.
+# Sends copies of arrays that no other process has to other processes.
 
 
 class Copier:
@@ -105,8 +105,8 @@ class Copier:
                 held, self._waiting = self._waiting, None
                 takers = self._takers
             for address in takers:
-                # An error is ignored, because the supervisor notices that the receiver
-                # is gone.
+                # The error is ignored: the supervisor notices that the receiver is
+                # gone.
                 with contextlib.suppress(OSError):
                     self._copy(address, held)
 
@@ -165,8 +165,8 @@ class WorldChannel:
 # takes longer.
 _CONNECT_S = 50
 _WATCH_S = 0.2
-# Seconds for which a step may run on after the process was told to leave its world. The
-# connections are shut down at once, so a collective that notices this ends within
+# Seconds for which a step may continue after the process was told to leave its world.
+# The connections are shut down at once, so a collective that notices this ends within
 # milliseconds.
 _PATIENCE_S = 0.5
 # When the process exits, it waits this many seconds for a step that did not end. By
@@ -213,8 +213,8 @@ class Team:
     """Connects this process to the other processes of a run, and keeps states.
 
     Attributes:
-      rows: rows of a batch, a multiple of the number of devices of each world; 0: any
-        number of devices will do.
+      rows: rows of a batch, which the number of devices of each world must divide; 0:
+        any number of devices will do.
     """
 
     def __init__(
@@ -232,8 +232,8 @@ class Team:
           address: address of the supervisor.
           survive: how many processes may die at once without loss of training state;
             each process sends copies to this many others.
-          rows: rows of a batch, a multiple of the number of devices of each world; 0:
-            any number of devices will do.
+          rows: rows of a batch, which the number of devices of each world must divide;
+            0: any number of devices will do.
           events: texts that name the event sources to which the supervisor listens.
           saves: whether the run has checkpoints. If the supervisor is gone for good,
             only a run with checkpoints may end.
@@ -247,8 +247,8 @@ class Team:
         self._last_generation: int | None = None
         self._client: Any = None  # None until it has connected
         self._relay: Relay | None = None
-        # Held by the thread that ends waits of a world. `leave` takes it, too, so that
-        # the thread cannot end waits of the next world.
+        # Held by the thread that ends waits for other processes of a world. `leave`
+        # also takes it, so that the thread cannot end waits in the next world.
         self._breaking = threading.Lock()
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self.rows, self._events = survive, rows, tuple(events)
@@ -263,7 +263,7 @@ class Team:
         self._copier = Copier(address.token, self._network)
         self._caller: Threads | None = None
         try:
-            # If processes of several hosts lose the supervisor, it may have formed
+            # If processes on several hosts lose the supervisor, it may have formed
             # another world without them. Two worlds must not train at once, so steps
             # then wait.
             holds = not (self._network.is_local or saves)
@@ -569,7 +569,7 @@ class Team:
         call = self._caller.submit(function)
         if not self._link.ends(call, _PATIENCE_S):
             self._caller = None  # its thread still waits
-            # At exit, wait for the thread: XLA's threads must not return to an
+            # At exit, wait for the thread, because XLA's threads must not return to an
             # interpreter that has ended.
             if not self.respawning.is_on:
                 atexit.register(futures.wait, [call], _LEFT_BEHIND_S)
@@ -710,10 +710,9 @@ class Team:
 def takers(addresses: Sequence[str], index: int, count: int) -> list[str]:
     """Chooses the processes that receive copies of a process's state.
 
-    The function goes through the ranks after this process's rank. The function prefers
-    processes on other hosts, at first only one on each. If there are too few other
-    hosts, it takes further processes on these hosts. Processes on this process's own
-    host come last.
+    The ranks after this process's come first. Processes on other hosts are preferred,
+    at first only one on each. If there are too few other hosts, it takes further
+    processes on these hosts. Processes on this process's own host come last.
 
     Args:
       addresses: addresses of the processes, by rank.

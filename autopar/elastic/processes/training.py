@@ -48,7 +48,7 @@ from autopar.runtime.creation import (
 )
 from autopar.runtime.parallel_step import ParallelStep
 
-# A save by another world that has written nothing for this many seconds counts as dead.
+# If another world's save has written nothing for this many seconds, it counts as dead.
 _SIGN_S = 15.0
 
 
@@ -127,8 +127,8 @@ class TeamRun:
         self._display = loop.Display(steps, shows)
         self._shapes: StateShapes | None = None
         self._study()
-        # This time may come from the process before this one: both read the same clock
-        # of the host.
+        # This time may come from the process before this one: both read the host's
+        # clock.
         self._broke_s: float | None = before.get("broke_s")
         self._join()
 
@@ -366,7 +366,7 @@ class TeamRun:
 
         Args:
           state: the training state, which each step takes and returns.
-          step: number of steps done.
+          step: number of steps that have run.
           placed: if a world begins with this state, the cluster for which it has
             planned; None: the world already trains.
 
@@ -480,7 +480,7 @@ class TeamRun:
         """Creates the state, or restores the checkpoint of an earlier run."""
         args = programs.from_host(self._args)
         rest = self._rest(0)
-        # Another world, which lost its supervisor, may still be saving its last state.
+        # Another world that has lost its supervisor may still be saving its last state.
         lost = joined.lost_step is not None and self._team.is_over_hosts
         patience_s = _SIGN_S if lost else 0.0
         found = self._saves.restore(self._create, args, rest, patience_s=patience_s)

@@ -51,11 +51,12 @@ from autopar.units import name_numbers, runs_of, seconds_text
 # minutes.
 _LEAST_S = {"samples": 5.0, "program": 5.0, "script": 8.0, "after": 60.0, "save": 60.0}
 _COMPILE_S, _FIRST_S, _ALL_S = 600.0, 60.0, 60.0
-# A worker is named only after _USUAL times the usual time of a step, and after _LONGEST
-# times the longest of the last thousand steps. For the finding ``all``, _ALL_USUAL
-# takes the place of _USUAL.
+# A worker is named only after _USUAL times the usual seconds of a step, and after
+# _LONGEST times the longest step of the last thousand. For the finding ``all``,
+# _ALL_USUAL takes the place of _USUAL.
 _USUAL, _LONGEST, _ALL_USUAL = 10.0, 2.0, 20.0
-# After this many seconds without a heartbeat, the state of the process is checked.
+# After this many seconds without a heartbeat, the watch checks the state of the
+# process.
 _STOPPED_S = 2.0
 _HEARD_S = 1.5
 # A worker is ``slow`` if the code that it runs alone takes at least _SLOW times as long
@@ -98,9 +99,9 @@ class Seen:
 
     Attributes:
       doing: see `autopar.elastic.processes.activity.Activity.data`.
-      since_s: when the first heartbeat from its present place came, on the watch's
-        clock.
-      heard_s: when the heartbeat came.
+      since_s: time on the watch's clock at which the first heartbeat from its present
+        place came.
+      heard_s: time on the watch's clock at which the heartbeat came.
     """
 
     doing: Mapping[str, Any]
@@ -136,7 +137,7 @@ class Seen:
 
 @dataclasses.dataclass(slots=True)
 class HangFinding:
-    """A worker for which others wait or that does not answer, and since when.
+    """A worker for which others wait, or which does not answer.
 
     Attributes:
       kind: kind of the finding; see the module docstring.
@@ -364,7 +365,7 @@ def _own_s(doing: Mapping[str, Any]) -> float:
 
 
 def _limit_s(make: _Maker, workers: Sequence[int], place: str) -> float:
-    """After how many seconds without progress a worker at a place is named."""
+    """Seconds without progress after which a worker at a place is named."""
     seen = [make.seen[w] for w in workers]
     usual_s = max((s.doing.get("step_s", 0.0) for s in seen), default=0.0)
     longest_s = max((s.doing.get("longest_s", 0.0) for s in seen), default=0.0)
@@ -437,7 +438,7 @@ def _issuing(make: _Maker, inside: Sequence[int], for_s: float) -> list[HangFind
 
 
 def _all_alike(make: _Maker, inside: Sequence[int]) -> list[HangFinding]:
-    """A finding if all workers have long been at the same place of the same step."""
+    """A finding if all workers have been at one place of one step for long."""
     seen = [make.seen[w] for w in inside]
     places = {(s.position, s.place) for s in seen}
     if len(places) > 1 or seen[0].place not in ("program", "samples"):

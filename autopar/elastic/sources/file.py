@@ -11,18 +11,18 @@ from autopar.elastic.events import Event
 from autopar.elastic.sources.source import LARGEST_BYTES, Sink, Watched, read_events
 from autopar.errors import EventError
 
-# What shows that a file has changed: its time, size and inode number, or the error if
-# it cannot be read.
+# Values that change with a file: its time, size and inode number, or the error if it
+# cannot be read.
 _Stamp = tuple[int, int, int] | str
 
 
 class File:
     """Watches a file; each new content of the file counts as a message.
 
-    At the start, the content is used only if it is a whole cluster; other events in it
-    belong to the past. To change the file, write a new file and rename it over the old
-    file. If the file is read while it is half written, its content is recorded as a
-    message that is not an event.
+    At the start, the file's content counts only if it is a whole cluster; other events
+    in it belong to the past. To change the file, write a new file and rename it over
+    the old file. If the file is read while it is half written, its content is recorded
+    as a message that is not an event.
     """
 
     def __init__(self, path: str | os.PathLike[str], every_s: float = 0.25) -> None:

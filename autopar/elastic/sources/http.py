@@ -34,7 +34,7 @@ from autopar.errors import EventError, PlanError
 # The HTTP server: Tornado in a thread of its own.
 #
 # One thread serves all connections asynchronously, so a slow connection delays no
-# other. A client that takes too long to send its request and read the answer is
+# other. A client that is too slow in sending its request or reading the answer is
 # disconnected. If there are too many connections, the oldest is closed. The server
 # checks the token first. Requests without the token do not count for the rate limit.
 
@@ -70,7 +70,10 @@ class _Allowance:
 
 
 class _Strangers:
-    """Counts requests without the token; records only some, for a short ledger."""
+    """Counts requests without the token.
+
+    Records only some, to keep the ledger short.
+    """
 
     def __init__(self) -> None:
         self._count, self._at = 0, -_NOTE_S

@@ -30,8 +30,8 @@ class Signals:
         """
         self._grace_s = grace_s
         # A signal handler can run between any two instructions, even while the inbox is
-        # locked. So the handler only puts a value into this queue, which is safe at any
-        # time.
+        # locked. So the handler only puts a value into this queue, which is always
+        # safe.
         self._heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._watched: Watched | None = None
         self._before: Any = None
