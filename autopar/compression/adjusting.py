@@ -4,18 +4,18 @@ needs no new compilation.
 XLA programs have fixed shapes. So each codec whose parameters may change has a *limit*:
 a codec with the same parameters, except that the parameter that decides the message
 size is rounded up to a power of two. The program is compiled for messages of the
-limit's size, but sends only the part of a message that is used. Messages of gradients
-that are sent together share a send buffer (`autopar.compression.exchange`), so bytes
-that one gradient does not use are free for another gradient. Only the size of the
-buffer is fixed in the program. This size is called the *room*. The room is ``2 ** (-k /
-2)`` times the size of the messages of all limits together, for a whole number k.
+limit's size, but sends only the part of a message that is used. Gradients that are sent
+together share a send buffer (`autopar.compression.exchange`), so bytes that one
+gradient does not use are free for another. Only the size of the buffer, its *room*, is
+fixed in the program. The room is ``2 ** (-k / 2)`` times the size of the messages of
+all limits together, for a whole number k.
 
 If parameters grow F-fold in total, there are at most log2 F limits and 2 log2 F rooms,
 whatever the number of gradients and changes. So this bounds the number of compilations.
 A room is larger than the messages in it by a factor of 1 to 1.41, on average 1.21.
 Rooms in powers of two would halve the number of compilations, but would be larger than
-the messages by a factor of up to 2, on average 1.44. The finer steps are used because
-bytes cost time in every training step, and a compilation only once.
+the messages by a factor of up to 2, on average 1.44. The finer sizes are used because
+each byte takes time in every training step, and a compilation only once.
 
 >>> from autopar.compression.codecs.registry import parse_codec
 >>> limit_of([parse_codec("topk:ratio=0.01"), parse_codec("topk:ratio=0.003")])
@@ -34,9 +34,9 @@ import jax.numpy as jnp
 
 from autopar.compression.codecs.codec import Codec, CodecContext, Rounds, State
 
-# Number of different room sizes between a size and twice this size.
+# Number of different room sizes between a size of messages and its double.
 _STEPS = 2
-# The smallest room is 2 ** -16 times the sum of the limits' messages.
+# The smallest room is 2 ** -16 times the size of all limits' messages together.
 _SMALLEST = 16 * _STEPS
 
 
@@ -150,7 +150,7 @@ class Adjusted:
 
 
 def room_for(gradients: Sequence[Adjusted], limit: Codec) -> float:
-    """The smallest room for gradients sent together by codecs of one family."""
+    """The smallest room for gradients that codecs of one family send together."""
     used = _sums([g.nbytes(g.codec) for g in gradients])
     whole = _sums([g.nbytes(limit) for g in gradients])
     need = max((u / w for u, w in zip(used, whole, strict=True) if w), default=1.0)

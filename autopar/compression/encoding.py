@@ -3,17 +3,17 @@ gradient and with which error.
 
 Gradients with the same codec are joined to one array and encoded together (as a group)
 if possible. This does not change the bytes that are sent. But the compiler has one loop
-to compile and not one loop for each gradient, and codecs' loops take most of the
-compile time of a step with codecs. Joining copies the gradients, so large gradients are
-not joined.
+to compile instead of one per gradient, and these loops take most of the compile time of
+a step with codecs. Joining copies the gradients, so large gradients are not joined.
 
-There are two ways to join gradients. If they are sent without a codec and every worker
-needs the whole sum, they are concatenated, so that each gradient is a single slice of
-the sum. In all other groups, each chunk of the group holds a part of every gradient.
-Blockwise codecs would also allow concatenation. With int8 this reduced the compile time
-of a step by a fifth, but increased the CPU time of the step by 10 %.
+There are two ways to join gradients. A *chunk* is the part of a gradient that one
+worker sums. Gradients that are sent without a codec, and whose whole sum every worker
+needs, are concatenated, so that each gradient is a single slice of the sum. In all
+other groups, each chunk of the group holds a part of every gradient. Blockwise codecs
+would also allow concatenation. With int8 this reduced the compile time of a step by a
+fifth, but increased the CPU time of the step by 10 %.
 
-Legend: n workers, c elements of a chunk of one gradient, C elements of a chunk of a
+In shapes: n workers, c elements of a chunk of one gradient, C elements of a chunk of a
 whole group. Worker i sums the i-th chunks of all workers. ``dim`` is the dim along
 which worker i needs only the i-th part of the sum; None: every worker needs the whole
 sum.
@@ -60,9 +60,9 @@ class SentGroup:
       total: the decoded sum over the workers, in the dtype in which the program reads
         it; (..., C) for several gradients.
       widths: for each gradient, its number of elements along the last dim, c.
-      part: whether the total is only this worker's part of the sum.
+      part: whether the total is only this worker's part of the sum over workers.
       again: computes the total again, for a branch that few steps take. If the branch
-        read ``total``, the total would have to be in memory in all steps.
+        read ``total``, every step would have to keep the total in memory.
     """
 
     wanted: jax.Array
@@ -119,7 +119,7 @@ class SentGroup:
         return self._count(self.total)
 
     def overflows_again(self) -> jax.Array:
-        """The same result as `overflows`, for use in a branch that few steps take."""
+        """`overflows`, computed again for a branch that few steps take."""
         return self._count(self.again() if self.again else self.total)
 
     def _count(self, values: jax.Array) -> jax.Array:
@@ -152,13 +152,13 @@ def _sum_each(values: jax.Array, widths: Sequence[int]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TelemetryGroup:
-    """What is needed to compute the telemetry of the k gradients of a group.
+    """What is needed to compute the telemetry of a group's k gradients.
 
     Attributes:
       sent: the group before encoding, and its error.
       again: computes ``sent`` again, for a branch that few steps take. If the branch
-        read ``sent``, its arrays would have to be in memory in all steps.
-      sound: `autopar.compression.codecs.codec.Codec.sound`.
+        read ``sent``, every step would have to keep its arrays in memory.
+      sound: whether the codec's sum is finite if its inputs are (`Codec.sound`).
       feedbacks: error feedback of each gradient.
       partials: this worker's partial gradients, before the sum over workers.
       residuals: residual of each gradient; () without a residual.
@@ -172,7 +172,7 @@ class TelemetryGroup:
     residuals: Sequence[Any]
 
     def rows(self, norms: jax.Array, bad: jax.Array) -> jax.Array:
-        """The telemetry: a row of six numbers for each gradient, float32 (k, 6).
+        """The telemetry of the gradients, six numbers for each, float32 (k, 6).
 
         Args:
           norms: `SentGroup.norms`.
@@ -194,9 +194,8 @@ class TelemetryGroup:
         return jnp.concatenate((norms, jnp.stack((kept, own, bad), axis=1)), axis=1)
 
 
-# Stands for a norm that was not measured. A sum of squares is never negative, so it
-# cannot be this value. And if this value is added over workers, the result is not
-# finite.
+# Stands for a norm that was not measured. It is negative, so no sum of squares has this
+# value. Its sum over workers is not finite.
 NOT_MEASURED = -jnp.inf
 
 
@@ -230,7 +229,7 @@ def telemetry_rows(
     To compute errors and norms takes about as long as the codec itself, so a step may
     leave them out. But every step looks for non-finite elements: in the squared norms
     of the values to send, which takes one pass over them, and in the totals of codecs
-    that are not sound (`Codec.sound`).
+    whose sum may overflow (`Codec.sound` is false).
 
     Args:
       groups: the gradients.
@@ -260,8 +259,8 @@ def telemetry_rows(
         good = jnp.all(jnp.isfinite(few[:, 0]))
         found = jax.lax.cond(measured | ~good, every, lambda: few)
         sums = [squared_norm(g.sent.total) for g in groups if not g.sound]
-    # The totals are checked in a branch of their own, so that the branch above need not
-    # wait for them.
+    # A branch of its own checks the totals, so that the branch above need not wait for
+    # them.
     norms = jnp.append(found[:, :3], jnp.array(sums))
     good = jnp.all(jnp.isfinite(norms) | (norms == NOT_MEASURED))
     over = _overflows([g.sent for g in groups], good)
@@ -315,7 +314,7 @@ def squared_norm(values: jax.Array) -> jax.Array:
 
 Shape = tuple[int, ...]
 
-# Up to this number of chunks, the program has a separate loop for each chunk.
+# If there are at most this many chunks, the program has a separate loop for each.
 _MOST_PIECES = 16
 
 
@@ -326,8 +325,8 @@ def to_chunks(whole: jax.Array, dim: int | None, workers: int, chunk: int) -> ja
     flat = whole.reshape(-1)
     padding = workers * chunk - whole.size
     if padding:
-        # On a CPU a concatenation is a plain copy, but jnp.pad computes the position of
-        # each element.
+        # On a CPU, a concatenation is a plain copy, while jnp.pad computes the position
+        # of each element.
         flat = jnp.concatenate((flat, jnp.zeros((padding,), flat.dtype)))
     return flat.reshape(workers, chunk)
 
@@ -383,8 +382,9 @@ def _back(values: jax.Array, shape: Shape, dim: int) -> jax.Array:
     return jnp.moveaxis(values.reshape(shape[dim], *rest), 0, dim)
 
 
-# A gradient with more elements on one device than `LARGEST` (16 MB) is not joined with
-# others; and all gradients of a group together have at most the second number (64 MB).
+# A gradient with more bytes than `LARGEST` (16 MB) on one device is not joined with
+# others. All gradients of a group together have at most the second number of bytes (64
+# MB).
 LARGEST = 1 << 22
 MOST = 1 << 24
 
@@ -427,8 +427,9 @@ class CodecInput:
 
 
 def group_gradients(pieces: Sequence[CodecInput]) -> list[tuple[int, ...]]:
-    """Puts each gradient into one group that is encoded together. Returns the indices
-    of each group's gradients.
+    """Divides gradients into groups that are encoded together.
+
+    Returns their indices.
     """
     groups: list[list[int]] = []
     open_groups: dict[Any, list[int]] = {}
@@ -670,7 +671,7 @@ def _piece(entry: Entry, workers: int) -> CodecInput:
 def _wanted_with_widths(
     group: Sequence[Gradient], wanted: jax.Array, values: jax.Array, *, whole: bool
 ) -> tuple[jax.Array, tuple[int, ...]]:
-    """`SentGroup.wanted` and `SentGroup.widths` of a group.
+    """The values to send of a group, and each gradient's number of elements per row.
 
     A single gradient keeps its own shape, without padding. Concatenated gradients form
     one row.

@@ -5,12 +5,13 @@ generator yields a request, such as `AllReduce`, and receives the answer. `excha
 runs the generators of many gradients together. All requests of the same kind in a round
 become one collective.
 
-An input of the program may decide how much of a request is used (`UsedPart`). The
-positions of such requests in the collective's message are then computed while the step
-runs. The message has a fixed size for all of them together. So one request may use more
-bytes if another uses fewer.
+An input of the program may decide how many elements of a request are sent (`UsedPart`).
+The positions of such requests in the collective's message are then computed while the
+step runs. The message has a fixed size for all of them together. So one request may use
+more bytes if another uses fewer.
 
-Legend of shapes: n workers, c elements of one chunk, b bytes of one message.
+In shapes: n workers, c elements of one chunk (the part of a gradient that one worker
+sums), b bytes of one message.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ State = Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UsedPart:
-    """How much of a request is used, if an input of the program decides it.
+    """How many elements of a request are sent, if an input of the program decides it.
 
     The used elements come first in the request, and only they are sent (`_pack`). In
     the answer, zeros follow them.
@@ -41,8 +42,8 @@ class UsedPart:
     Attributes:
       used: number of used elements along the last dim, an int32 scalar, equal on all
         workers.
-      room: for which fraction of the last dim the message reserves space. All requests
-        in a message share the reserved space.
+      room: the fraction of the last dim for which the message reserves space. All
+        requests in a message share the reserved space.
     """
 
     used: jax.Array
@@ -91,14 +92,14 @@ class Reduced:
     """The result of a codec for one gradient.
 
     Attributes:
-      total: the decoded sum over all workers, (n, c), bit-identical on all workers. If
+      total: the decoded sum over all workers, (n, c), bit-identical on all workers; if
         the sum is scattered, only this worker's row, (c,).
       sent: this worker's gradient as other workers decode it, (n, c). The error of
         sending is ``chunks - sent``. ``sent`` may also be a function that computes this
         array from data in memory; a step that needs no error does not call it.
       state: the codec's new state.
-      again: computes the total again from data in memory, for a branch that few steps
-        take; None: such a branch reads ``total``.
+      again: a function that computes the total again from data in memory, for a branch
+        that few steps take; None: such a branch reads ``total``.
     """
 
     total: jax.Array
@@ -286,7 +287,7 @@ def _room_of(elements: int, room: float) -> int:
 
 
 def _pack(arrays: Sequence[jax.Array], parts: Parts) -> jax.Array:
-    """Joins requests (..., b) to one message; those that are fully used come first.
+    """Joins requests (..., b) to one message; those that are sent whole come first.
 
     Args:
       arrays: the requests; those with a `UsedPart` come last.
@@ -331,11 +332,11 @@ def _taken_apart(
 def _behind_each_other(
     arrays: Sequence[jax.Array], parts: Sequence[UsedPart]
 ) -> jax.Array:
-    """Writes the used elements of requests one after the other into shared space."""
+    """Writes the sent elements of requests one after the other into shared space."""
     widths = [a.shape[-1] for a in arrays]
     room = sum(_room_of(w, p.room) for w, p in zip(widths, parts, strict=True))
-    # Each request is written whole. The next request overwrites its unused elements.
-    # The unused elements of the last request are cut off.
+    # Each request is written whole. The next request overwrites the elements that are
+    # not sent; those of the last request are cut off.
     shape = (*arrays[0].shape[:-1], room + max(widths))
     out = jnp.zeros(shape, arrays[0].dtype)
     for array, first in zip(arrays, _firsts(parts), strict=True):
@@ -344,6 +345,6 @@ def _behind_each_other(
 
 
 def _firsts(parts: Sequence[UsedPart]) -> list[jax.Array]:
-    """For each request its first position in the shared space, int32 scalars."""
+    """For each request, its first position in the shared space, as int32 scalars."""
     used = [part.used for part in parts]
     return list(itertools.accumulate(used[:-1], initial=jnp.int32(0)))

@@ -7,7 +7,7 @@ carries) is large enough, and otherwise the larger message. In this module each 
 of codecs is a level, and one compiled program contains all levels. The program first
 computes the gain of each level without sending gradients, and sums the gains'
 numerators and denominators over the workers. Then one branch of a `jax.lax.switch`
-sends the gradients. All workers have the same sums, so they take the same branch.
+sends the gradients: all workers have the same sums, so they take the same branch.
 
 All levels use the same residuals. Each level has a codec state of its own, which does
 not change in steps in which another level sends.
@@ -40,15 +40,15 @@ class Fallback:
     Attributes:
       codecs: the codecs in the order in which the step tries them. The last one is used
         whatever it sends.
-      least_gain: a codec sends enough if what it sends has at least this fraction of
-        the squared norm of the values to send.
+      least_gain: the fraction of the squared norm of the values to send that a codec
+        must send to be used.
     """
 
     codecs: Sequence[str]
     least_gain: float
 
     def __post_init__(self) -> None:
-        """Checks the options, and writes the codecs' texts as reports do."""
+        """Checks the options, and brings the codecs' texts into the form of reports."""
         codecs = (self.codecs,) if isinstance(self.codecs, str) else self.codecs
         texts = tuple(format_codec(parse_codec(text)) for text in codecs)
         object.__setattr__(self, "codecs", texts)
@@ -126,8 +126,9 @@ def synchronise_levels(
       worker: number of this worker, int32 scalar.
       step: number of the step from 0, int32 scalar, the same on all workers.
       threshold: the least gain, the same on all workers; 0.75 in the paper.
-      judges: the collectives over all devices that must use the same level, if some
-        devices hold other parts of the gradients; default: ``links``.
+      judges: the collectives over all devices that must use the same level. They are
+        more than ``links`` if some devices hold other parts of the gradients; default:
+        ``links``.
 
     Returns:
       Totals, states and sums as `autopar.compression.synchronise.synchronise` returns
@@ -172,7 +173,7 @@ def level_gains(
     sent, wanted = judges.all_reduce(jnp.stack(rows).reshape(-1)).reshape(-1, 2).T
     some = wanted > 0
     gains = jnp.where(some, sent / jnp.where(some, wanted, 1.0), 1.0)
-    # This condition also excludes NaN.
+    # This comparison is also false for NaN.
     return jnp.where(jnp.isfinite(wanted), gains, -1.0)
 
 

@@ -1,10 +1,10 @@
 """How a gradient is summed by a codec, with error feedback.
 
-With error feedback, what a codec did not send in a step is sent in later steps.
+With error feedback, a worker sends in later steps what a codec did not send in a step.
 
-``e`` is a worker's residual, ``g`` its gradient, ``C`` the codec. In every step a
-worker computes ``d = g + decay * e``, sends ``C(d)``, and keeps the new residual ``e =
-d - C(d)`` (Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847).
+Let ``e`` be a worker's residual, ``g`` its gradient and ``C`` the codec. In every step
+a worker computes ``d = g + decay * e``, sends ``C(d)``, and keeps the new residual ``e
+= d - C(d)`` (Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Feedback:
     """Settings of error feedback.
 
     Attributes:
-      kind: none, or residual as in the module docstring.
-      decay: factor of the residual. With a factor below 1 old errors lose weight, as in
-        LoCo (arXiv 2407.04480), which uses 0.8.
+      kind: ``none``, or ``residual`` as in the module docstring.
+      decay: factor of the old residual in each step. With a factor below 1, old errors
+        lose weight, as in LoCo (arXiv 2407.04480), which uses 0.8.
       average_every: after every this many steps, a dense all-reduce averages the
         residuals over the workers (arXiv 2008.05823); 0: never.
       dtype: dtype of the residual between steps.
@@ -80,18 +80,19 @@ class Feedback:
 # error e, the convergence bound of SGD with feedback contains the factor (1 - d) / d^2
 # with d = 1 - e^2, multiplied by the squares of the learning rate and of the smoothness
 # constant (S. P. Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, theorem
-# II). The number below is an assumed value for the product of learning rate and
-# smoothness constant.
+# II). The number below is an assumption about the product of these two.
 FEEDBACK_DISCOUNT = 0.25
 
-# The largest relative error of a useful codec. With it, only a fifth of the gradient's
-# squared norm is sent in each step. ``compression="auto"`` never chooses a codec with a
-# larger error, and a run that uses one warns.
+# The largest relative error (in the L2 norm) of a useful codec: with it, a step sends
+# only a fifth of the gradient's squared norm. ``compression="auto"`` never chooses a
+# codec with a larger error, and a run that uses one warns.
 MOST_LOST = 0.9
 
 
 def effective_error(error: float, *, feedback: bool) -> float:
-    """The error of a codec as it counts when a choice of codecs limits errors.
+    """The relative error of a codec that counts against an error budget.
+
+    Error feedback sends a part of the error later, so that less of it counts.
 
     >>> effective_error(0.5, feedback=False)
     0.5

@@ -1,17 +1,17 @@
 """Measures how much of the true gradient compressed messages carry (their signal).
 
 A worker's gradient is the true gradient plus noise, and the noises of two workers are
-independent. So in inner products between different workers, the noise has an expected
-value of zero. Let ``g`` be the true gradient, ``g_i`` the gradient of worker i, and
-``c_i`` the values that it sends, including what comes from its residual. Let n be the
-number of workers. Then::
+independent. So in the inner product of two workers' gradients, the noise has an
+expected value of zero. Let ``g`` be the true gradient, ``g_i`` the gradient of worker
+i, and ``c_i`` the values that it sends, including what comes from its residual. Let n
+be the number of workers. Then::
 
     E sum_{i != j} <g_i, g_j> = n (n - 1) |g|^2
     E sum_{i != j} <c_j, g_i> = n <sum_j E c_j, g> (n - 1) / n
 
 The second line divided by the first tells how much a step along the sent values helps,
-compared with a step along the true gradient. Values that are sent late count as far as
-they agree with the present gradient. Let ``T`` be the sum of the values that all
+compared with a step along the true gradient. Values that are sent late count only as
+far as they agree with the present gradient. Let ``T`` be the sum of the values that all
 workers send. Then the second line is ``sum_i <T - c_i, g_i>``, and each worker can
 compute its own term.
 
@@ -38,8 +38,8 @@ WIDTH = 64
 codec.
 """
 
-# Indices of the columns of a telemetry row; the columns of
-# `autopar.compression.synchronise` come before.
+# Indices of columns in a row of telemetry, after the columns of
+# `autopar.compression.synchronise`.
 SENT_SIGNAL, SENT_SQUARE, DENSE_SIGNAL, DENSE_SQUARE = range(6, 10)
 COLUMNS = 4
 
@@ -71,7 +71,7 @@ def signal_rows(
     links: WorkerLinks,
     step: jax.Array,
 ) -> jax.Array:
-    """What one worker adds to the signals; the caller sums the result over workers.
+    """The numbers of one worker for the signals; the caller adds them up over workers.
 
     Args:
       partials: this worker's gradients.

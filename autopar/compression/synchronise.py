@@ -40,7 +40,7 @@ from autopar.compression.gradient import (
 from autopar.compression.signal import COLUMNS, signal_rows
 from autopar_errors import InputError
 
-# Indices of the columns of telemetry.
+# Indices of the columns in a row of telemetry.
 WANTED, ERROR, SENT, RESIDUAL, GRADIENT, NON_FINITE = range(6)
 
 
@@ -52,8 +52,9 @@ class Synchronised:
       totals: the sums.
       states: the new states.
       sums: telemetry, as in the result of `synchronise`.
-      again: computes the totals again, for a branch that few steps take. If the branch
-        read ``totals``, they would have to be in memory in all steps.
+      again: a function that computes the totals again, for a branch that few steps
+        take. If the branch read ``totals``, every step would have to keep them in
+        memory.
     """
 
     totals: list[jax.Array]
@@ -86,10 +87,11 @@ def synchronise(
       signals: whether to measure the signal of the sent values
         (`autopar.compression.signal`).
       measured: whether to measure errors and norms, a bool scalar; None: yes. If false,
-        only the norms of the values to send are measured, and other columns are
-        `NOT_MEASURED`. But if an element is not finite, all columns are measured.
-      summed: whether telemetry is summed over the workers. In steps that do not
-        measure, the sum needs no message of its own if there are other sums to send.
+        only the norms of the values to send are measured, and the other columns are
+        `NOT_MEASURED`; if an element is not finite, all columns are measured
+        nevertheless.
+      summed: whether telemetry is summed over the workers. In a step that does not
+        measure, this sum joins the message of another sum, if there is one.
 
     Returns:
       The sums in the dtypes of the partial gradients (whole or, if scattered, this
@@ -157,7 +159,7 @@ def synchronise_repeatably(
 
 
 def restore_unless_finite(old: Any, new: Any, finite: jax.Array) -> Any:
-    """Chooses the old values of a step's state if a gradient is not finite.
+    """Keeps the old values of a step's state if a gradient is not finite.
 
     Args:
       old: a tree of arrays from before the step.
@@ -209,9 +211,9 @@ def _synchronise_some(
     element.
     """
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
-    # The barriers make XLA compute these values once, however many loops read them.
-    # Without them each loop would add the residual again, and transpose the gradient
-    # again if a matrix product left it transposed.
+    # With the barriers, XLA computes these values once, however many loops read them.
+    # Without them, each loop would add the residual again. If a matrix product left the
+    # gradient transposed, each loop would also transpose it.
     partials = [add_barrier(partial) for _, partial, _ in entries]
     wanted = [
         _values_to_send(gradient, partial, state["residual"])
@@ -219,7 +221,7 @@ def _synchronise_some(
     ]
     eager = measured is None
     # If a total is scattered, workers have different parts of it, and would take
-    # different branches.
+    # different branches of a conditional.
     together = summed and not eager and not any(g.scatter for g in gradients)
     groups, squares = encode_gradients(
         entries, wanted, links, worker, step, eager=eager, with_squares=together

@@ -1,4 +1,4 @@
-"""The cost of a step as a value: its seconds and bytes by purpose."""
+"""The cost of a step as a value: its seconds and bytes, by purpose."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ class CostBreakdown:
       vector_s: seconds of all other operators.
       kernel_s: seconds of kernel launches.
       waiting_s: seconds of communication that an operator waits for, without latency.
-      hideable_s: seconds of communication that may overlap with work, without latency:
-        sums of gradients, which only the update needs, and gathers of parameters, which
-        may start early.
+      hideable_s: seconds of communication that may overlap with work, without latency.
+        It is that of sums of gradients, which only the update needs, and of gathers of
+        parameters, which may start early.
       waiting_latency_s: latency of the messages of ``waiting_s``.
       hideable_latency_s: latency of the messages of ``hideable_s``.
       codec_s: seconds to encode and decode gradients.
-      cover_s: seconds of hideable communication that overlap with work
+      cover_s: seconds for which hideable communication overlaps with work
         (`autopar.cost.overlap`).
-      contention_s: seconds by which the overlapping communication makes the work
-        longer.
+      contention_s: seconds by which overlapping communication makes the work longer.
       all_reduce_bytes: bytes that one device sends in all-reduces.
       all_gather_bytes: bytes that one device sends in all-gathers.
       reduce_scatter_bytes: bytes that one device sends in reduce-scatters.
@@ -87,7 +86,7 @@ class CostBreakdown:
     def communication_s(self) -> float:
         """Seconds of all communication, hidden or not.
 
-        Encoding and decoding do not count.
+        Encoding and decoding are not included.
         """
         return self.waiting_s + self.waiting_latency_s + self.hideable_total_s
 

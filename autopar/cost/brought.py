@@ -19,25 +19,27 @@ from autopar_passes.graph.roles import Role
 # Convolutions run on copies of their operands, in the dimension order of their kernels.
 _COPIES_OPERANDS = frozenset({"conv_general_dilated"})
 # A resharded array: the value's number, whether the backward pass gathers it again, and
-# the layouts from the first to the last.
+# its layouts on the way from the first to the last.
 _Form = tuple[int, bool, tuple[Layout, ...]]
 _Span = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Brought:
-    """The arrays that operators read, collected operator by operator.
+    """The arrays that operators read, collected one operator at a time.
+
+    A *time* is the position of an operator in the order of execution.
 
     Attributes:
       assignment: strategies as layouts.
       life: the lifetimes of values.
       ends: the last time at which each value is read in its own layout and type.
-      widened: the last time at which each 16-bit value is read in 32 bits.
+      widened: for each 16-bit value, the last time at which a copy in 32 bits is read.
       copied: for each parameter that is copied, the last time at which the copy is
         read. A parameter is copied if its update may run before its last reader.
-      forms: resharded values, each with its bytes and its lifetime.
+      forms: resharded arrays, each with its bytes and its lifetime.
       spread: lifetimes of broadcast arrays, by value and layout (`Lifetimes.spread`).
-      moved: buffers of copies in another order of dimensions.
+      moved: buffers of copies whose dimensions are in another order.
     """
 
     assignment: Assignment
@@ -80,7 +82,8 @@ class Brought:
         until, value = self.life.needs(op), reading.value
         made = self.life.copies.get((value, op.index))
         if made is not None:
-            # The copy is made from the operands of the value, in the value's layout.
+            # The copy is made from the operands of the value's own operator, in the
+            # value's layout.
             nbytes = self.bytes_of(value, self.assignment.home_layout(value))
             self.moved.append(Buffer(value, nbytes, made, until))
             return
@@ -153,8 +156,8 @@ class Brought:
         yield from self.moved
         for (value, *_), (nbytes, (start, end)) in self.forms.items():
             yield Buffer(value, nbytes, start, end, "gathered copies")
-            # The buffer that the collective writes, before the result is copied into
-            # its own buffer.
+            # The buffer into which the collective writes, before the result is copied
+            # into a buffer of its own.
             yield Buffer(value, nbytes, start, start, "collective buffers")
         for (value, layout), (start, end) in self.spread.items():
             nbytes = self.bytes_of(value, layout)
@@ -162,7 +165,7 @@ class Brought:
                 made = self.life.early.get(source, start)
                 yield Buffer(value, nbytes, made, end, "activations")
         yield from self._in_place(self.copied, 0, "gathered copies")
-        # A copy in 32 bits is made one time step after the value itself.
+        # A copy in 32 bits is made one time after the value itself.
         yield from self._in_place(self.widened, 1, "temporaries", WIDER)
 
     def _in_place(
@@ -197,8 +200,8 @@ def contracts_first(op: Operator) -> bool:
 def _special(assignment: Assignment, life: Lifetimes) -> np.ndarray:
     """Which operators may need a copy of an operand, bool ``[operators]``."""
     readings = assignment.analysis.readings
-    # If the compiler does none of these, a product needs no copy of operands that are
-    # not resharded.
+    # A compiler that does none of these needs no copies of operands that are not
+    # resharded.
     wide = life.early or life.widened.operands or life.replacing.waits_for
     apart = PRODUCTS if wide else _COPIES_OPERANDS
     unlike = [

@@ -16,8 +16,8 @@ from autopar.steps.rounding import WIDER, is_narrow
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import Role
 
-# Mesh axes, computation and element type of a sum. Sums for which these are equal share
-# a message.
+# The mesh axes, the computation and the element type of a sum. Sums that agree in them
+# share a message.
 _Alike = tuple[tuple[int, ...], int, str]
 
 
@@ -48,12 +48,12 @@ class _Homes:
       assignment: strategies as layouts.
       life: the lifetimes of values.
       ends: the time at which each value is last read.
-      sent: for each sum that shares a message, the time of the message
+      sent: for each gradient whose sum shares a message, the time of this message
         (`sending_times`).
       replaced: results of the step that are written into the buffers of inputs.
       kept: all results of the step.
-      known: a cache of `_sizes`. Its key has everything that determines a result's
-        bytes.
+      known: a cache of `_sizes`. Its key contains everything on which a result's bytes
+        depend.
     """
 
     assignment: Assignment
@@ -140,7 +140,8 @@ class _Homes:
         value, assignment = op.outputs[slot], self.assignment
         held = assignment.partial_layout(value)
         if held is not None:
-            # The value stays partial and is summed later, so it is not rounded here.
+            # The value stays partial and is summed later, so it is not rounded at this
+            # point.
             return self._bytes(value, held[1]), None
         home = assignment.home_layout(value)
         nbytes = part * self._bytes(value, home)
@@ -151,7 +152,7 @@ class _Homes:
         partial = bool(assignment.partial(op))
         if same and not partial:
             return nbytes, None
-        # Sums over devices are taken before the result is rounded.
+        # Sums over devices are computed before the result is rounded.
         return nbytes, (1.0 if partial else part) * self._bytes(value, own)
 
     def _end(self, op: Operator, value: int) -> int:
@@ -160,15 +161,14 @@ class _Homes:
         start = self.life.time[op.index]
         end = last if value in self.kept else max(start, self.ends.get(value, start))
         if value in self.life.widened.operands:
-            # The copy in 32 bits is made one time step after the value itself.
+            # The copy in 32 bits is made one time after the value itself.
             end = max(end, min(start + 1, last))
         return max(end, held_until(op, self.life))
 
     def _waiting(self, op: Operator, slot: int, end: int) -> Iterator[Buffer]:
         """Yields the buffers of a gradient that waits for its message, and of its sum.
 
-        The message brings the whole sum to every device, even if the device then keeps
-        only a slice.
+        Every device receives the whole sum, even if it then keeps only a slice.
         """
         value = op.outputs[slot]
         sent = self.sent[value]
@@ -216,11 +216,11 @@ def sending_times(
 
     A combiner joins sums over the same devices, of one element type and in one
     computation, into one message (`autopar.cost.combining`). The message is sent when
-    its last summand is complete. Until then the other summands wait, in the layouts in
-    which their operators made them. Afterwards the sums wait for their updates, which
-    run one after the other. Therefore memory holds both the summands and the sums while
-    the message is sent. Compilers that hide messages limit the size of a message. XLA's
-    compiler for CPUs does not limit the size.
+    its last summand is complete. Until then the other summands wait in memory, in the
+    layouts in which their operators made them. Afterwards the sums wait for their
+    updates, which run one after the other. Therefore memory holds both the summands and
+    the sums while the message is sent. Compilers that hide messages limit the size of a
+    message. XLA's compiler for CPUs does not limit the size.
 
     Args:
       assignment: strategies as layouts.

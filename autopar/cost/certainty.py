@@ -1,11 +1,11 @@
 """The uncertainty of a predicted step time, from the uncertainty of its terms.
 
-Each term of a `CostBreakdown` has a relative error. 90 % of the measured cases that
-were not used to choose constants lay within this error. Errors of different terms are
-assumed to be independent, so their squares add. All seconds that one term adds up are
-assumed to have the same error, so these errors do not cancel. Communication that is
-predicted to be hidden may be partly exposed, which makes a step longer but never
-shorter.
+Each term of a `CostBreakdown` has a relative error: in 90 % of the measured cases that
+were not used to choose constants, the measured seconds differed by at most this
+fraction. Errors of different terms are assumed to be independent, so their squares add.
+All seconds that one term adds up are assumed to have the same error, so these errors do
+not cancel. Communication that is predicted to be hidden may be partly exposed, which
+makes a step longer but never shorter.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from autopar.cost.breakdown import CostBreakdown, step_s
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Certainty:
-    """Relative errors of the terms of a step; 90 % of measured cases lie within them.
+    """Relative errors of the seconds of a step's terms; 90 % of cases lie within them.
 
     Attributes:
-      matrix: error of the time of matrix products.
-      vector: error of the time of other operators.
-      kernel: error of the time of kernel launches.
-      transfer: error of the time of communication, without latency.
+      matrix: error of the seconds of matrix products.
+      vector: error of the seconds of other operators.
+      kernel: error of the seconds of kernel launches.
+      transfer: error of the seconds of communication, without latency.
       latency: error of latencies.
-      codec: error of the time of codecs.
+      codec: error of the seconds of codecs.
       step: error of the whole step from causes that no term covers: how the software
         around a program schedules it, waits between its parts, and feeds data.
-      bare: the fraction of hidden communication that may be exposed.
+      bare: the fraction of communication predicted to be hidden that may be exposed.
     """
 
     matrix: float

@@ -128,13 +128,13 @@ def planned_route(
     )
 
 
-# Gradients share messages. The wire time of a gradient is the time that its bytes add
-# to a message of this many bytes, so it includes no latency.
+# Gradients share messages. The wire seconds of a gradient are those that its bytes add
+# to a message of this many bytes, so they include no latency.
 BUCKET_BYTES = 4e6
 
 # `Codec.cost` counts passes of CPUs. Accelerators fuse the element-wise work of a codec
-# into few kernels. They are assumed to make this fraction of the passes; the fraction
-# was not measured.
+# into few kernels. They are assumed to need this fraction of the passes; it was not
+# measured.
 ACCELERATOR_PASSES = 0.25
 
 
@@ -163,10 +163,10 @@ def _measured_s(
     """Measured seconds per element; None if the profile has no codec of this name.
 
     If the profile has this codec only with other parameters, the entry with the nearest
-    number of passes is used, scaled in proportion to the passes.
+    number of passes is scaled in proportion to the passes.
     """
     own = codec.cost(shape)
-    # A profile may name codecs of another program, which are not registered here.
+    # A profile may name codecs that another program has registered.
     found = [(text, s) for text, s in measured if text.partition(":")[0] == codec.name]
     alike = [(parse_codec(text), seconds) for text, seconds in found]
     if not alike:
@@ -226,7 +226,8 @@ class CodecPrice:
       wire_s: seconds that the gradient adds to the messages of the step.
       local_s: seconds to encode and decode in a step.
       error: relative error of the decoded gradient, in the L2 norm.
-      counted_error: the part of ``error`` that counts against the error budget.
+      counted_error: the part of ``error`` that counts against the error budget
+        (`autopar.compression.gradient.effective_error`).
       wire_bytes: bytes that one device sends in a step; nan until `with_wire_bytes`
         computes them.
       refused: why the codec cannot be used for this gradient; '' if it can.
@@ -324,8 +325,8 @@ def collectives_s(
 ) -> float:
     """Seconds of all gradients' collectives in a step that measures no gradients.
 
-    The collectives also carry statistics of the gradients: squared norms, or all
-    statistics (`squares_of`).
+    The collectives also carry statistics of the gradients (`squares_of`): squared norms
+    only, or all statistics.
 
     Args:
       pricer: the mesh and cluster.
@@ -377,7 +378,10 @@ def squares_of(
 
 
 def _bucket(summation: Summation) -> Bucket[int]:
-    """The bucket of a gradient during planning; all buckets then have number 0."""
+    """The bucket of a gradient as the planner forms it.
+
+    All these buckets have number 0.
+    """
     return Bucket(0, summation.axes, summation.within)
 
 
@@ -404,16 +408,16 @@ def _telemetry(num_axes: int) -> BucketCollective[int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prices:
-    """What a second of wire time and a unit of squared error cost, in seconds.
+    """The prices of a second on the wire and of a unit of squared error, in seconds.
 
     Attributes:
-      wire_weight: seconds by which a second of wire time lengthens the step, 0 to 1.
+      wire_weight: seconds by which a second on the wire lengthens the step, 0 to 1.
       seconds_per_error: seconds charged per unit of squared error and per element.
       codecs: the codecs to choose from, as text.
       errors: measured relative errors, by parameter and codec. When layouts are chosen,
         the parameter of a gradient is not known. Then the root mean square over all
         parameters is used for each codec.
-      most_error: the largest counted error of a gradient.
+      most_error: the largest error of a gradient that counts against the budget.
       forced: whether gradients are sent with codecs wherever a codec can be used.
     """
 

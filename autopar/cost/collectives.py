@@ -36,7 +36,7 @@ from autopar.cost.curves import Line, TimeCurve, highest, line, lowest, through,
 from autopar_errors import InputError
 from autopar_passes.audit.partitioned import sent_ratio
 
-# Time of NCCL's collectives among GPUs, by algorithm and protocol.
+# Seconds of NCCL's collectives among GPUs, by algorithm and protocol.
 #
 # NCCL chooses the fastest of rings and trees, each with three protocols. Two protocols
 # have a low latency (LL, LL128) and one has a high bandwidth (Simple). The time of each
@@ -49,7 +49,7 @@ from autopar_passes.audit.partitioned import sent_ratio
 # network while the links inside the host work. The collective takes the longer of the
 # two times, not their sum.
 
-# Time of messages between pairs of GPUs: permutations and all-to-alls.
+# Seconds of messages between pairs of GPUs: permutations and all-to-alls.
 #
 # NCCL sends to each partner through channels. The number of channels per partner
 # depends on the bytes and on the number of devices (https://github.com/NVIDIA/nccl,
@@ -68,7 +68,7 @@ LARGEST_PART = 2.0**24
 # The value follows from XLA's measurements, where 512 KiB take longer than 1 MiB. It is
 # NCCL_P2P_LL_THRESHOLD, 16 KiB, in each of 32 channels.
 SMALL_MESSAGE = 2.0**19
-# Between these two message sizes the curve has one straight piece for each half octave,
+# Between these two message sizes, the curve has a straight piece for each half octave:
 # a factor of `_STEP`.
 _LEAST, _MOST, _STEP = 2.0**10, 2.0**36, math.sqrt(2.0)
 
@@ -238,8 +238,8 @@ _SIMPLE = _Protocol(
     1.0,
     0.92,
 )
-# The seconds of network steps above hold for this network latency. For a link with
-# another latency, the model scales the steps in proportion.
+# The seconds of network steps above hold for this latency of the network. For a link
+# with another latency, they are scaled in proportion.
 _NETWORK_LATENCY_S = 8e-6
 # Seconds that each partner adds to an all-to-all over links that were not measured: the
 # seconds that each device adds to all-to-alls of 32 and of 64 GB200.
@@ -253,8 +253,8 @@ _BEYOND_S = {
 }
 
 
-# A collective in a group of 2 devices takes as long as a collective with this fraction
-# of its bytes in a group of 4. Measured on B200, with 2 GiB in both groups.
+# A collective among 2 devices takes as long as a collective with this fraction of its
+# bytes among 4 devices. Measured on B200, with 2 GiB in both groups.
 _PAIR_PART = {
     "all_gather": 0.855,
     "reduce_scatter": 0.858,
@@ -389,8 +389,8 @@ def _step(of: str) -> float:
     return _SIMPLE.ring_step_s[of]
 
 
-# Communication steps between distant partners attain about half the bandwidth of steps
-# between neighbours (Thakur et al., section 4.1: "more than twice").
+# Steps between distant partners attain about half the bandwidth of steps between
+# neighbours (Thakur et al., section 4.1: "more than twice").
 FAR_PARTNER_SLOWDOWN = 2.0
 
 
@@ -568,8 +568,8 @@ def _groups(axes: Iterable[MeshAxis]) -> tuple[tuple[int, LinkSpec], ...]:
     return tuple((k, link) for (_, link), k in merged.items())
 
 
-# A cluster has about 30 pairs of a kind and a group of axes. An entry takes about 2 kB,
-# so entries of a hundred clusters take 6 MB.
+# A cluster has about 30 combinations of a kind and a group of axes. An entry takes
+# about 2 kB, so entries of a hundred clusters take 6 MB.
 @functools.lru_cache(maxsize=1 << 12)
 def collective_curve(kind: str, axes: tuple[MeshAxis, ...]) -> TimeCurve:
     """The time of a collective over these mesh axes, as a function of its size."""
@@ -604,7 +604,7 @@ def collective_s_at(
     return np.where(nbytes > 0, found, 0.0)
 
 
-@functools.lru_cache(maxsize=1 << 12)  # the size of the cache of `collective_curve`
+@functools.lru_cache(maxsize=1 << 12)  # as large as the cache of `collective_curve`
 def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
     """The least seconds per byte of a collective, over all sizes.
 

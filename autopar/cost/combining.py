@@ -26,10 +26,10 @@ Group = tuple[str, tuple[int, ...]]
 # The place of a collective in the program: its computation (given by the last operator
 # of the innermost loop or branch), its barrier, and its element type. Only collectives
 # with the same place may share a message. The barrier is the equation of the
-# optimization barrier that the collective follows, or one of the values `FREE`, `NORMS`
-# and `UPDATED`.
+# optimization barrier after which the collective runs, or one of the values `FREE`,
+# `NORMS` and `UPDATED`.
 Place = tuple[int, int, str]
-# In place of a barrier: the collective follows no barrier.
+# In place of a barrier: the collective runs after no barrier.
 FREE = -1
 # In place of a barrier: the collective sums a norm in the update. It needs scattered
 # sums of gradients.

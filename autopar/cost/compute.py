@@ -120,7 +120,7 @@ def _interpolate(
     return (1 - u) * low + u * high
 
 
-@functools.lru_cache(maxsize=1 << 14)  # products of some hundred plans; 300 B each
+@functools.lru_cache(maxsize=1 << 14)  # products of some hundred plans, 300 B each
 def product_s(
     dtype: str,
     itemsize: float,

@@ -64,7 +64,7 @@ class TimeCurve:
         return min(last, *found)
 
     def seeing(self, part: float) -> TimeCurve:
-        """The curve of a phase that carries only a fraction ``part`` of the bytes.
+        """The curve of a phase that carries only the fraction ``part`` of the bytes.
 
         >>> line(1.0, 2.0).seeing(0.25).seconds(8.0)
         5.0
@@ -156,7 +156,7 @@ def _lowest(lines: Sequence[Line], start: float, end: float) -> list[Piece]:
     best = min(lines, key=lambda line: (line[0] + line[1] * start, line[1]))
     out: list[Piece] = [(start, *best)]
     while True:
-        # Only a flatter line can become lower than the current line.
+        # Only a flatter line can fall below the current line.
         crossings = [
             ((best[0] - other[0]) / (other[1] - best[1]), other[1], other)
             for other in lines

@@ -80,7 +80,7 @@ class MessagePlaces:
       slots: the slot of each collective; None if an operator waits for the collective,
         or if it belongs to the update.
       inside: for each part, whether each operator runs in the part.
-      needs: for each operator of the update, the last rank of a message of sums that
+      needs: for each operator of the update, the largest rank of a message of sums that
         the operator needs, or -1 if it needs none. For operators outside of the update,
         the number of operators.
     """
@@ -138,7 +138,7 @@ def placing(assignment: Assignment, collectives: Sequence[Collective]) -> Messag
     """Finds the parts of a planned step.
 
     Args:
-      assignment: strategies as layouts.
+      assignment: the layouts of all arrays.
       collectives: the collectives of one step, with their messages.
     """
     slots = tuple(_slots(assignment, collectives))
@@ -435,8 +435,8 @@ def messages_of(
     row_of: list[int] = []
     for c in collectives:
         degree = labels.degree(c.value) if c.size > 0 else 0
-        # The key has everything that determines the price. Equal layers have equal
-        # keys.
+        # The key contains everything on which the price depends. Equal layers have
+        # equal keys.
         key = c.step.kind, c.step.axes, c.size, c.trips, c.message_bytes, degree
         number = numbers.setdefault(key, len(priced))
         if number == len(priced):
@@ -481,8 +481,8 @@ class StepEstimate:
     pricer: Pricer
     work: Work
     messages: Messages
-    # `_priced` caches `_rows_s` by scale. `_hidden` caches `_hidden_at` by scale and by
-    # whether the microbatch is the last of its step.
+    # `_priced` caches `_rows_s` by scale. `_hidden` caches `_hidden_at` by scale, and
+    # by whether the microbatch is the last of its step.
     _priced: dict[float, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
         init=False, repr=False, default_factory=dict
     )
@@ -696,7 +696,7 @@ def estimate(assignment: Assignment, pricer: Pricer) -> StepEstimate:
     return StepEstimate(assignment, pricer, work_of(assignment, pricer), sent)
 
 
-# Sums over replicas send at least 4 bytes for each element, also of narrower types.
+# Sums over replicas send at least 4 bytes for each element, even of narrower types.
 _WIDE_BYTES = 4
 
 

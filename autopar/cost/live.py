@@ -53,8 +53,8 @@ LOST = "between arrays"
 WORK_SPACE = "products' work space"
 SUMS = "sums over microbatches"
 
-# `lost_bytes` ignores buffers smaller than this fraction of the peak. They fit into
-# gaps between other buffers, and ignoring them limits the run time of this function.
+# `lost_bytes` ignores buffers below this fraction of the peak. They fit into gaps
+# between other buffers, and without them the function is fast.
 _LEAST_PART = 0.005
 # Bytes of on-chip memory that the compiler reserves as workspace of a kernel
 # (``xla_tpu_scoped_vmem_limit_kib``, 16384).
@@ -83,10 +83,11 @@ _GPU = Habits(
 # Read from optimised programs and buffer assignments (jaxlib 0.10.2).
 _CPU = Habits(breadth_first=True, widens=True)
 _HABITS = {"gpu": _GPU, "cpu": _CPU}
-# XLA compiles a GPT that would need 18 GB to 15.7 GB on v5e, which has 16.9 GB.
+# On v5e, which has 16.9 GB, XLA compiles to 15.7 GB a GPT that would need 18 GB.
 _TPU_ROOM = (0.93, 1.0)
 # Read from the scheduled programs of v5e (libtpu 0.0.42). This compiler's scheduler
-# also hides messages. It is assumed to compute weight gradients as late as on GPUs.
+# also hides messages, and is assumed to compute weight gradients as late as the
+# scheduler for GPUs.
 _ON_CHIP = Habits(
     makes_again=True,
     into_products=True,
@@ -99,7 +100,7 @@ _ON_CHIP = Habits(
 
 
 def habits_of(device: DeviceSpec) -> Habits:
-    """What a device's compiler does with memory, unlike other compilers.
+    """How a device's compiler uses memory, where compilers differ.
 
     TPUs with two cores write more results to memory than TPUs with one core
     (docs/record), by a rule that is not known. Device specs of TPUs with two cores have
@@ -146,16 +147,16 @@ class Live:
         `autopar.cost.local.BUFFER_KINDS`.
       held: number of arrays that are live during the whole step.
       length: number of times.
-      factor: the bytes of all arrays that are not held are multiplied by this factor
+      factor: factor on the bytes of all arrays that are not held
         (`Calibration.memory_overhead`).
       workspace_bytes: bytes of workspace for matrix products.
       on_chip_bytes: bytes of on-chip memory for arrays that are not held.
-      rest_part: this fraction of the bytes of held arrays is subtracted from
+      rest_part: fraction of the bytes of held arrays that is subtracted from
         ``room_bytes``.
       gaps: int ``[gaps, 3]``, an array and the two times between which the array is not
         live if memory is short (`autopar.steps.lifetimes.gaps`).
-      room_bytes: memory is short if the arrays that are not held have more bytes than
-        this limit, minus the bytes of ``rest_part``.
+      room_bytes: limit on the bytes of arrays that are not held, above which memory is
+        short; ``rest_part`` lowers it.
       placed: whether unused bytes between arrays count (`lost_bytes`).
     """
 
@@ -222,7 +223,7 @@ class Live:
         return bool(beside.max() >= self._room(nbytes))
 
     def _given_up(self, nbytes: np.ndarray) -> np.ndarray:
-        """Bytes that the compiler may free at each time, ``[length]``."""
+        """Bytes that the compiler may free early at each time, ``[length]``."""
         array, first, last = self.gaps.T
         keeps = ~self._on_chip(nbytes)[array]
         change = np.zeros(self.length + 2)
@@ -423,7 +424,7 @@ def lost_bytes(first: np.ndarray, last: np.ndarray, nbytes: np.ndarray) -> float
     whole = _most(first, last, nbytes, times)
     large = np.flatnonzero(nbytes > _LEAST_PART * whole)
     first, last, nbytes = first[large], last[large], nbytes[large]
-    # Among buffers of equal size, the buffer that lives longest comes first.
+    # Of buffers of equal size, the one that lives longest comes first.
     order = np.lexsort((first - last, -nbytes))
     first, last, nbytes = first[order], last[order], nbytes[order]
     begins, ends = np.zeros(len(nbytes)), np.zeros(len(nbytes))

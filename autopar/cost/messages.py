@@ -22,8 +22,8 @@ def messages(
 ) -> dict[str, float]:
     """Number of messages in one step by kind of collective, as the compiler sends them.
 
-    The planner prices each norm of a gradient as a separate message, because its
-    optimisation problem would have weaker bounds if norms could share messages. The
+    The planner prices each norm of a gradient as a separate message, because the bounds
+    of its optimisation problem would be weaker if norms could share messages. The
     compiler, however, joins norms with sums of gradients over the same axes, or with
     other norms. This function counts what the compiler does. There is one exception: a
     norm needs the scattered sums of gradients. If these also run as all-reduces, a

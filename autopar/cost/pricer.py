@@ -179,8 +179,8 @@ class Pricer:
         The pieces of an all-gather arrive one after the other and are copied into the
         array. An all-to-all also packs the pieces before it sends them. A
         reduce-scatter copies its piece out of the sum. Each copy reads and writes the
-        bytes once. A compiler makes no copies if it adapts the order of dimensions to
-        collectives.
+        bytes once. A compiler that adapts the order of dimensions to collectives makes
+        no copies.
         """
         if not self.cluster.device.corrections.copies_pieces:
             return 0.0
@@ -253,7 +253,7 @@ class Pricer:
             kinds, index, _ = _step_table(
                 tuple(unique_starts), tuple(unique_targets), reduction, self.sizes
             )
-            # Index -1, the last entry, means no step.
+            # Index -1, the last entry, stands for no step.
             summing = np.array([*(kind in SUMS for kind, _ in kinds), True])
             table = np.where(summing[index].all(axis=-1), share * table, table)
         return table[np.ix_(start_ids, target_ids)]
@@ -310,7 +310,7 @@ def _step_table(
     pairs that agree in the other dimensions.
 
     Returns:
-      The distinct pairs (kind, axes) of steps. For each pair of layouts and each
+      The distinct pairs (kind, axes) of steps. Then, for each pair of layouts and each
       position in its sequence of steps: the index of the step's (kind, axes), or -1 for
       no step. For each step, `ReshardStep.fraction`.
     """

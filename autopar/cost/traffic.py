@@ -91,9 +91,9 @@ class Collective:
 # Operators whose results a loop returns when it ends.
 _HANDED_OUT = ("carry", "stack_step")
 
-# A form of a value: one array of the planned program. It has the value's number,
-# whether the backward pass gathers the array again, and the layouts through which it
-# was resharded. Equal forms are the same array.
+# A form of a value: one array of the planned program. It is given by the value's
+# number, by whether the backward pass gathers the array again, and by the layouts
+# through which it was resharded. Equal forms are the same array.
 Form = tuple[object, ...]
 
 
@@ -157,7 +157,7 @@ def traffic(
         if layout is not None:
             maker = assignment.contraction.producer.get(value)
             updated = maker is not None and maker.role is Role.UPDATE
-            # The program's last operator may not belong to the update: it may, for
+            # The program's last operator need not belong to the update: it may, for
             # example, count the steps.
             last = (updates if updated else operators)[-1]
             backward = assignment.is_backward(last)
@@ -201,8 +201,8 @@ def join_messages(
     out = list(collectives)
     count = 0
     for ((kind, axes), _, _), numbers in groups.items():
-        # The limit of a message counts bytes of results. The result of a reduce-scatter
-        # is smaller than its operand, which the size counts.
+        # The limit of a message counts bytes of results. A collective's size counts its
+        # operand, which for a reduce-scatter is larger than the result.
         parts = pricer.group(axes) if kind == "reduce_scatter" else 1
         for message in combiner.messages([out[k].size / parts for k in numbers]):
             members = [numbers[place] for place in message]

@@ -21,7 +21,7 @@ from autopar_passes.graph.operators import Operator
 
 
 def share_of(analysis: Analysis, pricer: Pricer, class_index: int) -> float:
-    """The fraction of a sum over devices that is charged to an operator of a class.
+    """The fraction of a sum over devices that is charged to each operator of a class.
 
     If the compiler may merge the all-reduces of several operators into one, each
     operator is charged a fraction of this one.
@@ -75,7 +75,7 @@ def node_seconds(
         parts = places.work_parts[member]
         covering += np.outer(parts, seconds)
         waited += (1.0 - parts.sum()) * seconds
-        # The sum of a contraction is priced on the edge to its result.
+        # The seconds of a contraction's sum are on the edge to its result.
         if node.kind != "contraction":
             own = analysis.sums[op.class_index]
             final = op.class_index in analysis.independent.summing
@@ -139,7 +139,7 @@ def partial_work_s(
     partials: Sequence[Axes],
     pricer: Pricer,
 ) -> np.ndarray:
-    """Extra seconds per run of an operator that works on partial values.
+    """Extra seconds per run of an operator that computes with partial values.
 
     `node_seconds` divides the operator's work by all mesh axes of the node's strategy.
     Mesh axes over which a value is partial do not split the value: each device works on

@@ -4,9 +4,9 @@ random numbers.
 In the first shot every worker quantises its partial gradient in chunks, and sends chunk
 i to worker i. Worker i decodes the chunks that it receives and sums them in float32. In
 the second shot every worker quantises the sum of its chunk and sends it to all workers
-(Seide et al. 2014; 1-bit Adam, arXiv 2102.02888; CGX, arXiv 2111.08617). All workers
-decode the same bytes; a worker decodes its own chunk from these bytes, too. So all
-workers get bit-identical results.
+(Seide et al. 2014; 1-bit Adam, arXiv 2102.02888; CGX, arXiv 2111.08617). A worker
+decodes even its own chunk from these bytes. So all workers decode the same bytes, and
+get bit-identical results.
 
 A block is a number of successive elements with a common scale, in bfloat16. bfloat16
 has the same exponent range as float32, so no gradient over- or underflows. If the scale
@@ -42,23 +42,23 @@ from autopar_errors import InputError
 
 Rounding = Literal["nearest", "stochastic"]
 
-# Chunks of at least this many blocks are padded to whole blocks. The padding adds at
-# most 3 % to the bytes. In return the program needs no code for a shorter last block.
+# Chunks of at least this many blocks are padded to whole blocks, which adds at most 3 %
+# to the bytes. The program then needs no code for a shorter last block.
 _WHOLE_BLOCKS = 32
 _SCALE_BYTES = 2
-# Factors of the Walsh-Hadamard transform. On two CPU cores, 32 x 8 took 0.8 times the
-# time of 64 x 4, half the time of 16 x 16, and at most 0.4 times the time of a single
-# product of size 256.
+# Factors of the Walsh-Hadamard transform. On two CPU cores, the transform with 32 x 8
+# took 0.8 times the time of 64 x 4, half the time of 16 x 16, and at most 0.4 times the
+# time of a single product of size 256.
 _PRODUCT = 32
 _BUTTERFLY = 8
-# Up to this number of rows are added by explicit additions in one loop over the
-# elements. On a CPU this is twelve times as fast as a reduction over the leading dim.
+# Up to this number of rows, one loop over the elements adds them explicitly. On a CPU
+# this is twelve times as fast as a reduction over the leading dim.
 _UNROLLED_ROWS = 16
-# To find the largest element, halves of a block are compared with each other until this
+# To find a block's largest element, its halves are compared with each other until this
 # width is reached.
 _HALVES = 16
-# If 1.5 * 2 ** 23 is added to a float32, the number is rounded to a whole number, and
-# the low bits of the sum hold this number.
+# Adding 1.5 * 2 ** 23 to a float32 rounds it to a whole number, which the low bits of
+# the sum hold.
 _ROUNDER = 12582912.0
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
@@ -111,7 +111,7 @@ def two_shot(
     total = rows.decode_sum(received, elements)
     if context.scatter:
         return Reduced(total, sent, state)
-    # The padding may decode to values other than zero.
+    # The padding may be decoded to values other than zero, which must not count.
     length = lengths[context.worker]
     real = jnp.arange(elements) < length
     wanted = jnp.where(real, total + state["server"] if state else total, 0.0)
@@ -178,7 +178,8 @@ def uniform_at(position: jax.Array, salt_word: jax.Array) -> jax.Array:
     return (word >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
-# Compiler options with which XLA for CPUs keeps optimization barriers until the end.
+# Compiler options that make XLA for CPUs keep optimization barriers until the end of
+# its passes.
 WITH_BARRIERS: Final = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
@@ -186,8 +187,8 @@ def add_barrier(values: jax.Array) -> jax.Array:
     """Returns the values through an XLA optimization barrier.
 
     The compiler does not simplify computations across the barrier. So the worker
-    decodes exactly the values that the sent bytes encode. The values need not be stored
-    in memory there: XLA for CPUs removes barriers before it fuses loops.
+    decodes exactly the values that the sent bytes encode. The barrier does not force
+    the values into memory, because XLA for CPUs removes barriers before it fuses loops.
     """
     return jax.lax.optimization_barrier(values)
 
@@ -324,8 +325,8 @@ def decode_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
     """Decodes uint8 (m, b) to float32 (m, c)."""
     out: list[jax.Array] = []
     for values, scales in _parts_of(form, payload, elements):
-        # The rotation acts on whole numbers and is exact. So all workers get the same
-        # bits, even if their processors sum in different orders.
+        # The rotation is exact, because it acts on whole numbers. So all workers get
+        # the same bits, even if their processors sum in different orders.
         turned = form.rotation(values) if form.rotation else values
         out.append(_flat(turned * scales))
     return join_parts(out)[:, :elements]
@@ -405,8 +406,8 @@ def largest(blocks: jax.Array, top: float) -> jax.Array:
     Float32 (m, k, w) -> (m, k).
     """
     sizes = jnp.abs(blocks)
-    # Here a vector instruction compares many elements at a time; a plain reduction
-    # would compare element by element.
+    # A vector instruction compares many elements at a time here; a plain reduction
+    # compares one by one.
     while sizes.shape[-1] > _HALVES and sizes.shape[-1] % 2 == 0:
         half = sizes.shape[-1] // 2
         sizes = jnp.maximum(sizes[..., :half], sizes[..., half:])
@@ -442,8 +443,7 @@ def levels(
     if rounding == "stochastic":
         values = jnp.floor(values + uniform(values.shape, salt_word))
         values = jnp.clip(values, -top, top)
-    # With rounding to the nearest number, no clipping is needed, because scales are
-    # rounded up.
+    # Rounding to the nearest number needs no clipping, because scales are rounded up.
     return jax.lax.bitcast_convert_type(values + _ROUNDER, jnp.int32), scales
 
 

@@ -8,9 +8,9 @@ values. The class of a codec also tells the planner what it needs to know: the c
 error (`Codec.error`), its computing time (`Codec.cost`), and the parameters to choose
 from (`Codec.choices`).
 
-Legend of shapes: n workers, c elements of one chunk, b bytes of one message.
-A partial gradient comes as *chunks* ``(n, c)`` in float32, zero-padded; chunk
-``i`` is the part that worker ``i`` owns when the sum is scattered.
+In shapes: n workers, c elements of one chunk, b bytes of one message. A partial
+gradient comes as *chunks* ``(n, c)`` in float32, zero-padded; chunk ``i`` is the part
+that worker ``i`` owns when the sum is scattered.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from autopar.compression.exchange import (
 from autopar_errors import AutoparError, InputError, user_line
 from autopar_passes.jax_compat import subjaxprs
 
-# For each kind of request: the name, the dtype and the dims of the array that is sent.
-# The dim n is the number of workers; the other dims may have any size.
+# For each kind of request: its name, and the dtype and dims of the array that is sent.
+# The dim n is the number of workers; other dims may have any size.
 _REQUESTS: dict[type[Any], tuple[str, str, tuple[str, ...]]] = {
     AllReduce: ("values", "float32", ("k",)),
     ReduceScatter: ("values", "float32", ("n", "k")),
@@ -215,9 +215,10 @@ class CodecContext:
       size: number of elements of the gradient; unless the sum is scattered, the chunks
         hold zeros after these elements.
       scatter: whether each worker needs only its own chunk of the sum.
-      inputs: name -> int32 scalar, for the amounts (`Codec.amounts`) that are inputs of
-        the program; None: all amounts are constants. None: they are constants.
-      room: size of the send buffer for messages that are partly used; see `UsedPart`.
+      inputs: name -> int32 scalar, for those amounts (`Codec.amounts`) that are inputs
+        of the program; None: all amounts are constants.
+      room: the fraction of messages for which the send buffer has space, if not all of
+        them is sent; see `UsedPart`.
     """
 
     workers: int
@@ -247,17 +248,16 @@ class CodecContext:
 class Codec(abc.ABC):
     """Encodes, sends and sums gradients; the fields of a codec are its parameters.
 
-    Class attributes:
-      name: the name of the codec in text, as in ``int4:block=64``.
-      feedback: whether the codec needs error feedback for training to converge.
-      linear: whether the sum of the workers' encoded gradients equals the encoded sum.
-      sound: whether the sum over the workers is always finite if the gradients have
-        finite squared norms. If not, every sum is checked.
-      lossless: whether the sum has no error other than float32 rounding.
-      sized: name of the field that decides the message size, if this field can be an
-        input of the program (`autopar.compression.adjusting`); '' if not.
-      free: names of other fields that can be inputs of the program.
-      restarts: names of `amounts`; if one of them changes, the codec's state is reset.
+    Class attributes: name: the name of the codec in text, as in ``int4:block=64``.
+      feedback: whether the codec needs error feedback for training to converge. linear:
+      whether the sum of the workers' encoded gradients equals the encoded sum. sound:
+      whether a finite squared norm of the gradients implies that the sum over the
+      workers is finite. If not, every sum is checked. lossless: whether the sum has no
+      error other than float32 rounding. sized: name of the field that decides the
+      message size, if this field can be an input of the program
+      (`autopar.compression.adjusting`); '' if not. free: names of other fields that can
+      be inputs of the program. restarts: names of `amounts`; if one of them changes,
+      the codec's state is reset.
     """
 
     name: ClassVar[str]
@@ -297,8 +297,7 @@ class Codec(abc.ABC):
         return (cls(),)
 
     def error(self, shape: tuple[int, ...]) -> float:
-        """Expected L2 norm of the error of one worker's gradient, relative to the norm
-        of the gradient.
+        """Expected relative error of one worker's gradient, in the L2 norm.
 
         By default it is measured on heavy-tailed random numbers (Student's t with four
           degrees of freedom). Most of autopar's own codecs state their error for such
@@ -310,7 +309,7 @@ class Codec(abc.ABC):
         return _measured_error(self, _example(self, shape))
 
     def cost(self, shape: tuple[int, ...]) -> float:
-        """Computing time of the codec, in passes over the gradient.
+        """Computing time of the codec, as a number of passes over the gradient.
 
         One pass is the time to read and write each float32 element once, on one core of
         a CPU. The cost includes all work of one worker for a step: encoding, decoding,
@@ -373,8 +372,7 @@ class Codec(abc.ABC):
 
     @property
     def unit(self) -> int:
-        """The number of successive elements of a chunk that are encoded independently
-        of all other elements.
+        """The number of successive elements that a codec encodes on their own.
 
         Gradients that consist of whole units can be encoded together as one array
         (`autopar.compression.encoding`). The state of a codec with units must be one
@@ -526,9 +524,7 @@ def _worker_jaxpr(
     scatter: bool = False,
     name: str = "",
 ) -> Any:
-    """The jaxpr in which one worker computes a gradient's total, its error and the
-    state.
-    """
+    """The jaxpr by which one worker computes a gradient's total, error and state."""
     size, n = math.prod(shape), links.workers
     chunk = chunk_elements(codec, size, n, scatter=scatter)
 
@@ -545,8 +541,8 @@ def _worker_jaxpr(
 
 
 # Shape of the example gradient from which the bytes of other gradients are estimated:
-# rows per worker, and columns. This gradient is so large that block sizes and padding
-# matter as little as in most gradients.
+# rows per worker, and columns. It is so large that block sizes and padding matter as
+# little as in most gradients.
 _ROWS, _COLUMNS = 64, 1024
 
 
@@ -578,9 +574,9 @@ def _example(codec: Codec, shape: tuple[int, ...]) -> tuple[int, ...]:
     return next(alike, shape)
 
 
-# To measure an error, a codec runs `_WARM_UP` steps without and `_COUNTED` steps with
-# measurement. Steps are numbered from `_LATE`, because a codec may work differently in
-# the first steps of a training.
+# To measure an error, a codec runs `_WARM_UP` steps that are not measured, and then
+# `_COUNTED` steps that are. Steps are numbered from `_LATE`, because a codec may work
+# differently in the first steps of a training.
 _WARM_UP, _COUNTED, _LATE = 5, 4, 1_000_000
 
 
@@ -589,8 +585,8 @@ def _measured_error(codec: Codec, shape: tuple[int, ...]) -> float:
     """The error of a codec on random samples, as a root mean square over steps.
 
     The samples are in another order in each step, so that a codec cannot learn from
-    earlier steps. If the codec leaves no residual for error feedback, the error of the
-    sum is used.
+    earlier steps. If the codec makes no residual, the error of the sum is measured
+    instead.
     """
     random = np.random.default_rng(0)
     sample = random.standard_t(4.0, shape).astype(np.float32)
@@ -614,9 +610,9 @@ def _measured_error(codec: Codec, shape: tuple[int, ...]) -> float:
     return float(f"{error:.6g}")
 
 
-# Compiler options of programs that measure errors. Without them the compiler removes
-# conversions such as from float32 to bfloat16 and back, and an error would seem to be
-# zero.
+# Compiler options of programs that measure errors. Without them, the compiler removes
+# conversions such as from float32 to bfloat16 and back, so that an error would seem to
+# be zero.
 KEEP_ROUNDINGS = {"xla_allow_excess_precision": False}
 
 
@@ -651,12 +647,12 @@ def sample_encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any
 
 # The cost of a codec is estimated from a program for this number of workers.
 _WORKERS = 4
-# Cost, in passes over the gradient, of error feedback; of one operation per element in
-# a matrix product; and of one level of a sort. The second comes from autopar's low-rank
-# codec, whose products take 0.33 passes for 8 operations.
+# Passes over the gradient for error feedback; for one operation per element in a matrix
+# product; and for one level of a sort. The second comes from autopar's low-rank codec,
+# whose products take 0.33 passes for 8 operations.
 _FEEDBACK, _PRODUCT, _SORT = 3.0, 0.04, 1.0
-# Primitives that cost nothing: the compiler fuses them with others, or they move no
-# data.
+# Primitives that count as no passes: the compiler fuses them with others, or they move
+# no data.
 _FREE = {
     "bitcast_convert_type", "broadcast_in_dim", "iota", "optimization_barrier",
     "reshape", "slice", "squeeze",
@@ -687,7 +683,7 @@ def _work(jaxpr: Any) -> float:
             many = eqn.params["length"] if kind == "scan" else 1
             total += many * sum(inner) / (len(inner) if kind == "cond" else 1)
         elif kind not in _FREE:
-            # To write four bytes is half of a pass for one element.
+            # Writing four bytes is half of a pass for one element.
             total += sum(v.aval.size * v.aval.dtype.itemsize for v in out) / 8
         if kind == "dot_general":
             ((left, _), _) = eqn.params["dimension_numbers"]

@@ -53,8 +53,10 @@ class Dense(Codec):
 
     @property
     def unit(self) -> int:
-        """See `Codec`. The unit is large, so that the errors of gradients that are
-        encoded together need few separate sums.
+        """See `Codec`.
+
+        The unit is large: the errors of gradients that are encoded together are then
+        computed by few separate sums.
         """
         return 32
 
@@ -90,8 +92,10 @@ class Bf16(Codec):
 
     @property
     def unit(self) -> int:
-        """See `Codec`. The unit is large, so that the errors of gradients that are
-        encoded together need few separate sums.
+        """See `Codec`.
+
+        The unit is large: the errors of gradients that are encoded together are then
+        computed by few separate sums.
         """
         return 32
 

@@ -1,7 +1,7 @@
 """A codec that sends a matrix as two factors of low rank: PowerSGD, arXiv 1905.13727.
 
-Legend of shapes: a gradient reshaped to a matrix M with h rows and w columns, factors P
-(h, r) and Q (w, r) of rank r.
+In shapes: a gradient reshaped to a matrix M with h rows and w columns, factors P (h, r)
+and Q (w, r) of rank r.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _PRECISION = lax.Precision.HIGHEST
 
 Values = Literal["f32", "bf16", "int8"]
 
-# The codecs that send the factors; with f32 there is no second shot.
+# The codecs that send the factors. With f32, an all-reduce sends them instead of two
+# shots.
 _WIRES: dict[str, Codec] = {"f32": Dense(), "bf16": Bf16(), "int8": Int8(block=64)}
 
 

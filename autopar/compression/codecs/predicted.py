@@ -1,14 +1,14 @@
 """A codec that predicts which elements are large, and sends them without indices.
 
 The software part of OSCAR (HPCA 2026, known from its abstract) splits the elements into
-probable zeros and probable non-zeros. In this codec every worker computes the split
+probably small and probably large ones. In this codec, every worker computes the split
 from the sums of earlier steps, which all workers have received. So no index has to be
 sent. Each element has a score, computed from the summed gradients. The elements with
 the largest scores are sent as blocks of int8. Of the other elements, a different slice
 is sent in each step. A count sketch of them can be sent as well.
 
-Legend of shapes: D elements of the gradient, padding included; k elements that are
-predicted to be large; e elements of the slice.
+In shapes: D elements of the gradient, padding included; k elements that are predicted
+to be large; e elements of the slice.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from autopar_errors import InputError
 Score = Literal["second_moment", "previous"]
 Wire = Literal["int8", "bf16", "f32"]
 
-# Decay of the score: the weight of an old gradient in the score falls to 1/2.718 after
-# the element was sent ten times. Adam's second moment remembers longer. But here an
-# element that was not sent for long is large for this reason alone, and a long memory
-# would keep its score too high.
+# Decay of the score: after an element was sent ten times, the weight of its old
+# gradient in the score has fallen to 1/2.718. Adam's second moment remembers longer.
+# But here an element that was not sent for long is large for this reason alone, and a
+# long memory would keep its score too high.
 _DECAY = 0.9
 
 
@@ -142,9 +142,9 @@ class PredictedTopK(Codec):
         """See `Codec`; it is the error if the same number of elements were sent without
         any prediction.
 
-        This is the true error in the first ``ceil(1 / ratio)`` steps, and as long as
-        the large elements have other indices in each step. With error feedback,
-        elements that are not sent get larger.
+        This is the true error in the first ``ceil(1 / ratio)`` steps, and later if the
+        large elements have other indices in each step. With error feedback, elements
+        that are not sent grow.
         """
         share = min(1.0, self.ratio + self.explore)
         coded = _WIRES[self.values].error(shape)
@@ -174,8 +174,8 @@ class PredictedTopK(Codec):
         def place(numbers: jax.Array) -> jax.Array:
             out = jnp.zeros(flat.size, jnp.float32)
             out = lax.dynamic_update_slice(out, numbers[indices.size :], (first,))
-            # If an element is both predicted and in the slice, it is set to zero in the
-            # slice.
+            # An element that is both predicted and in the slice is zero in the slice,
+            # so that it is sent once.
             return out.at[indices].add(
                 numbers[: indices.size], mode="drop", unique_indices=True
             )
@@ -303,7 +303,7 @@ def largest(scores: jax.Array, count: int, salt: jax.Array) -> jax.Array:
         return jnp.where(fits, low, middle), jnp.where(fits, middle, high)
 
     _, threshold = lax.fori_loop(0, _PASSES, halve, (low, high))
-    # The comparison is >= and not >, so that some of many equal scores are taken, too.
+    # The comparison is >= and not >, so that some of many equal scores are taken.
     return compact((scores >= threshold) & (scores > 0), count, salt)[0]
 
 

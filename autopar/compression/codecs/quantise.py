@@ -1,8 +1,9 @@
 """Blockwise quantisers: int8, int4, sign and fp8.
 
-See `autopar.compression.codecs.blocks` for the sum and the scales. For ``D`` elements,
-``b`` bits and blocks of ``B`` elements, each of n workers sends ``2 (n - 1) / n * D *
-(b / 8 + 2 / B)`` bytes. If the sum is scattered, each worker sends half of these bytes.
+The sum and the scales are those of `autopar.compression.codecs.blocks`. For ``D``
+elements, ``b`` bits and blocks of ``B`` elements, each of n workers sends ``2 (n - 1) /
+n * D * (b / 8 + 2 / B)`` bytes. If the sum is scattered, each worker sends half of
+these bytes.
 """
 
 from __future__ import annotations
@@ -107,9 +108,9 @@ class Blockwise(Codec):
         """How blocks are written as bytes."""
 
 
-# Numbers of elements of a block, and for each number the relative errors of int8 and of
-# int4 without rotation. The errors were measured on 2e6 samples of Student's t. Longer
-# blocks have larger errors, because their largest element is larger.
+# Sizes of blocks in elements, and for each size the relative errors (L2 norm) of int8
+# and of int4 without rotation. The errors were measured on 2e6 samples of Student's t.
+# Longer blocks have larger errors, because their largest element is larger.
 _BLOCKS = 16, 64, 256, 1024, 4096, 65536
 _INT8_ERRORS = 0.0060, 0.0092, 0.0134, 0.0194, 0.0283, 0.0616
 _INT4_ERRORS = 0.106, 0.160, 0.230, 0.321, 0.437, 0.685
@@ -250,8 +251,8 @@ class Sign(Blockwise):
 
     In the first shot the errors of different workers partly cancel in the sum. In the
     second shot nothing cancels the error of sending the sum as signs. With
-    ``second=int4`` the second shot sends the sum by `Int4`. The mean over the two shots
-    is then 2.5 bits for an element and not 1.
+    ``second=int4`` the second shot sends the sum by `Int4`. An element then takes 2.5
+    bits, on average over the two shots, instead of 1.
 
     Attributes:
       block: elements of a block.

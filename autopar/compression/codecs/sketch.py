@@ -8,7 +8,7 @@ to the row. So two elements of the same piece never share a bucket. Two elements
 different pieces share a bucket with probability 1 / C, as with independent buckets. The
 advantage is that no scatter operation is needed.
 
-Legend of shapes: R rows and C columns of the sketch, p pieces of C elements.
+In shapes: R rows and C columns of the sketch, p pieces of C elements.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class Sketch(Codec):
       rows: R; 1, 3 or 5.
       heavy: fraction of the elements that are recovered.
       exact: whether the threshold above which estimates are recovered is computed from
-        all estimates. If False, the threshold is computed from a sample of the
-        estimates.
+        all estimates; if False, from a sample of them.
     """
 
     name: ClassVar[str] = "sketch"
@@ -146,7 +145,7 @@ def unsketch(
       salt: as in `sketch`.
     """
     rows, columns = summed.shape
-    # To undo a rotation by s, take a slice that starts at s. The array is written twice
+    # A rotation by s is undone by a slice that starts at s. The array is written twice
     # in a row, so that the slice need not wrap around.
     twice = jnp.concatenate([summed, summed], axis=1)
     own_twice = jnp.concatenate([own, own], axis=1)
@@ -178,8 +177,8 @@ def median(values: list[jax.Array]) -> jax.Array:
     if len(values) == 3:
         a, b, c = values
         return high(low(a, b), low(high(a, b), c))
-    # Of any four of the five values, the smallest and the largest cannot be the median
-    # of five.
+    # Of any four of the five values, neither the smallest nor the largest can be the
+    # median of the five.
     a, b, c, d, e = values
     first = high(low(a, b), low(c, d))
     second = low(high(a, b), high(c, d))

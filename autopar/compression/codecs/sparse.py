@@ -1,11 +1,10 @@
 """Codecs that send few elements: the largest, random ones, or the largest of each
 block.
 
-Legend of shapes: n workers, c elements of a chunk, g groups of m elements, k kept
-elements, B elements of a block. Elements to send are selected from each group
-separately. If every worker needs the whole sum, the whole gradient is one group. If the
-sum is scattered, each chunk is a group, because a chunk is then sent only to the worker
-that owns it.
+In shapes: n workers, c elements of a chunk, g groups of m elements, k kept elements, B
+elements of a block. Elements to send are selected from each group separately. If every
+worker needs the whole sum, the whole gradient is one group. If the sum is scattered,
+each chunk is a group, because a chunk is then sent only to the worker that owns it.
 """
 
 from __future__ import annotations
@@ -72,10 +71,11 @@ def elements_in_share(ratio: float, elements: int) -> int:
     return min(elements, max(1, round(ratio * elements)))
 
 
-# For fractions of the elements, the largest ones, which fraction of the squared norm
-# they have. The values hold for 1e7 heavy-tailed samples (Student's t with four degrees
-# of freedom). In gradients of large batches, the largest elements have far more of the
-# squared norm: 1 % of the elements have .78 of it, and 5 % have .92.
+# For some fractions of the elements, always the largest ones: the fraction of the
+# squared norm that they have. The values are those of 1e7 heavy-tailed samples
+# (Student's t with four degrees of freedom). In gradients of large batches, the largest
+# elements have far more of the squared norm: 1 % of the elements have .78 of it, and 5
+# % have .92.
 _PARTS = 1e-4, 1e-3, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0
 _ENERGIES = 0.024, 0.075, 0.228, 0.465, 0.612, 0.826, 0.958, 1.0
 
@@ -139,8 +139,8 @@ def spread(indices: jax.Array, values: jax.Array, elements: int) -> jax.Array:
         out = jnp.zeros(elements, jnp.float32)
         return out.at[index].set(value, mode="drop", unique_indices=True)
 
-    # All empty slots have the same index. This index is out of range, so writes to it
-    # are dropped and cannot collide.
+    # All empty slots have the same index. It is out of range, so writes to it are
+    # dropped.
     return jax.vmap(row)(indices, values)
 
 
@@ -442,7 +442,8 @@ class BlockTopK(Codec):
         )
         whole = payload if context.scatter else payload.reshape(1, -1)
         answer = yield share(whole, context)
-        # The answer holds all workers' messages, for the chunks that this worker sums.
+        # The answer has the messages of all workers for the chunks that this worker
+        # sums.
         answer = answer.reshape(n, -1, payload.shape[1])
         split = coded.size // n * jnp.dtype(dtype).itemsize
         rows = answer.shape[:2] + coded.shape[1:]

@@ -4,12 +4,12 @@ Dynamic communication thresholding, arXiv 2010.08899: the threshold is the k-th 
 magnitude of one step, and is used for many steps. In all other steps, the codec only
 compares the elements with the threshold, and collects the indices of the larger ones.
 For this, the results of 32 comparisons become the bits of one word, and the numbers of
-set bits of the words are summed cumulatively. Bisection then finds, for each of the k
-outputs, the word of its element, and five more bisection steps find the bit in the
-word. This takes a tenth of the time of a selection by sorting.
+set bits of the words are summed cumulatively. Then, for each of the k outputs,
+bisection finds the word that has its element, and five more bisection steps find the
+bit in the word. This takes a tenth of the time of a selection by sorting.
 
-Legend of shapes: g groups of m elements, of each of which at most k are sent (k slots),
-W = ceil(m / 32) words of bits.
+In shapes: g groups of m elements, of each of which at most k are sent (k slots), W =
+ceil(m / 32) words of bits.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _WORD = 32
 _ROW = 64
 # Number of elements of the sample from which a threshold is estimated. If 1 % of all
 # elements are to be sent, about 655 elements of the sample exceed the threshold. The
-# number of sent elements then has an error of about 4 %.
+# number of sent elements then deviates by about 4 %.
 _SAMPLE = 1 << 16
 # In each step the threshold is multiplied by a power of the ratio of elements above it
-# to elements that can be sent. This is the exponent. Assume that elements are normally
-# distributed. If 1 % of them exceed the threshold, a threshold 1 % higher lowers their
-# number by 7 %. If 0.01 % exceed it, their number falls by 16 %. With an exponent above
-# 2 / 16, the threshold would therefore oscillate more and more.
+# to elements that can be sent. This is the exponent of the power. Assume that elements
+# are normally distributed. If 1 % of them exceed the threshold, a threshold 1 % higher
+# lowers their number by 7 %. If 0.01 % exceed it, their number falls by 16 %. With an
+# exponent above 2 / 16, the threshold would therefore oscillate more and more.
 _POWER = 0.1
 # From one step to the next, the threshold is multiplied or divided by at most this
 # factor.
@@ -111,8 +111,8 @@ def _cumulative_sums(counts: jax.Array) -> jax.Array:
     rows = -(-counts.size // _ROW)
     table = jnp.pad(counts, (0, rows * _ROW - counts.size)).reshape(rows, _ROW)
     # A product with a matrix that has ones on and above the diagonal is many times
-    # faster than a scan. The product is exact, because sums up to 2 ** 11 are exact in
-    # float32 and TF32.
+    # faster than a scan. It is exact, because sums up to 2 ** 11 are exact in float32
+    # and TF32.
     upper = jnp.triu(jnp.ones((_ROW, _ROW), jnp.float32))
     within = jnp.dot(table.astype(jnp.float32), upper).astype(jnp.int32)
     before = jnp.cumsum(within[:, -1]) - within[:, -1]
@@ -262,7 +262,7 @@ class Threshold(Codec):
         slots = elements_in_share(self.ratio, elements)
         used = context.amount("kept", slots)
         key = shared_salt(context.step, context.seed, stream=2)
-        # If the threshold is zero or NaN, it is computed anew.
+        # A threshold of zero or NaN is computed anew.
         stale = (context.step % context.amount("every", self.every) == 0) | ~(state > 0)
         threshold = lax.cond(
             stale, lambda: self._new_threshold(chunks, context, key), lambda: state

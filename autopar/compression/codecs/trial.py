@@ -67,7 +67,7 @@ def try_codec(
       workers: number of workers.
       steps: number of steps, each with new samples.
       scatter: whether each worker needs only its own part of the sum (some rows of the
-        gradient), as for a parameter that is split over the workers.
+        gradient), as if the parameter were sharded over the workers.
 
     Returns:
       The bytes and errors.
@@ -131,9 +131,9 @@ def try_codec(
     )
 
 
-# If a total is rounded again after the sum, it differs from the sum of the sent values.
-# The relative difference may be at most `_ROUNDED_AGAIN` times the relative error of a
-# worker's gradient, plus `_LEAST`.
+# A total that is rounded again after the sum differs from the sum of the sent values.
+# Relative to the latter, the difference may be at most `_ROUNDED_AGAIN` times the
+# relative error of a worker's gradient, plus `_LEAST`.
 _ROUNDED_AGAIN, _LEAST = 2.0, 0.01
 
 
@@ -144,7 +144,7 @@ def _relative(found: Any, wanted: Any) -> float:
 
 
 def _check_scattered(codec: Codec, shape: tuple[int, ...], workers: int) -> None:
-    """Checks the codec with a scattered sum, too, because a run may use it so."""
+    """Also checks the codec with a scattered sum, as a run may use it."""
     try:
         check_codec(codec, shape, workers, scatter=True, name="")
     except InputError as error:

@@ -3,7 +3,7 @@ other regimes.
 
 Agarwal, Wang, Lee, Venkataraman and Papailiopoulos, "Accordion: Adaptive gradient
 communication via critical learning regime identification", MLSys 2021 (arXiv
-2010.16248). A gradient is critical in a window of steps if its ``norm`` differs from
+2010.16248). A gradient is *critical* in a window of steps if its ``norm`` differs from
 its norm in the previous window by at least the fraction ``eta``::
 
     critical = |previous - norm| / previous >= eta
@@ -13,9 +13,9 @@ Critical gradients are sent by the codec ``low``, other gradients by the codec `
 In the paper a window is an epoch; here it is a number of observations.
 
 A report holds the norm of ``w = g + e``, the gradient ``g`` plus the residual ``e``.
-With the codec ``high`` most of this norm comes from the residual. So if these norms
-were compared, every change of codec would look critical. Assume that ``g`` and ``e``
-are orthogonal. Then a window of T steps with the residuals ``e_0`` to ``e_T`` has
+With the codec ``high``, most of this norm comes from the residual. So every change of
+codec would look critical if these norms were compared. Assume that ``g`` and ``e`` are
+orthogonal. Then a window of T steps with the residuals ``e_0`` to ``e_T`` has
 
     E |g|^2 = mean (|w_t|^2 - |e_(t-1)|^2)
             = mean (|w_t|^2 - |e_t|^2) + (|e_T|^2 - |e_0|^2) / T
@@ -23,8 +23,8 @@ are orthogonal. Then a window of T steps with the residuals ``e_0`` to ``e_T`` h
 Accordion compares these values. The first observation after a change of codec is only
 used for ``e_0``.
 
-A change to ``high`` only saves time, so a run may postpone it (`Saving`). Accordion
-goes on observing norms meanwhile. A change back to ``low`` is never postponed.
+A change to ``high`` only saves time, so a run may postpone it (`Saving`). Until then,
+Accordion continues to observe norms. A change back to ``low`` is never postponed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class AccordionState:
     Attributes:
       members: name of a set of gradients -> the gradients, for which one decision is
         made.
-      tracks: name of a set of gradients -> its norms in the window so far (`Track`).
+      tracks: name of a set of gradients -> its norms in the present window (`Track`).
       step: step of the last observation.
     """
 

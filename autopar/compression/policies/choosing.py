@@ -1,18 +1,19 @@
 """Policies that choose a codec for each gradient by measured errors.
 
-L-GreCo sends the fewest bytes without more error than if all layers had one common
-codec (Alimohammadi et al., "L-GreCo: Layerwise-adaptive gradient compression for
-efficient data-parallel deep learning", MLSys 2024, arXiv 2210.17357): all layers use
-codecs of one family, such as PowerSGD, and each layer gets its own parameter, such as
-the rank. L-GreCo chooses the parameters that send the fewest bytes, among those for
-which the sum of the layers' errors is at most the sum with a reference codec (see
-`autopar_solver.selection.lgreco`). The published code measures errors on the mean of
-the last steps' gradients. `LGreCo` measures them on the gradient of one step plus the
-residual, which contains the errors of earlier steps.
+L-GreCo sends as few bytes as possible, with no more error than a common codec of all
+layers would make (Alimohammadi et al., "L-GreCo: Layerwise-adaptive gradient
+compression for efficient data-parallel deep learning", MLSys 2024, arXiv 2210.17357):
+all layers use codecs of one family, such as PowerSGD, and each layer gets its own
+parameter, such as the rank. L-GreCo chooses the parameters that send the fewest bytes,
+among those for which the sum of the layers' errors is at most the sum with a reference
+codec (see `autopar_solver.selection.lgreco`). The published code measures errors on the
+mean of the last steps' gradients. `LGreCo` measures them on the gradient of one step
+plus the residual, which contains the errors of earlier steps.
 
-`AcrossFamilies` chooses among codecs of all families. This policy minimises seconds,
-and weights the error of a gradient by how much it matters to the optimizer. Let ``r``
-be the relative error of a gradient, and ``w`` its weight::
+`AcrossFamilies` chooses among codecs of all families. This policy minimises the seconds
+of communication and encoding per step, and weights the error of a gradient by how much
+it matters to the optimizer. Let ``r`` be the relative error of a gradient, and ``w``
+its weight::
 
     minimise    sum bytes / bandwidth + rounds latency + elements encode_s
     subject to  sum w r^2 <= budget^2 sum w
@@ -57,7 +58,7 @@ Reports = Mapping[str, GradientReport]
 # limit.
 Judge = Callable[[Mapping[str, MeasuredErrors], Reports], bool]
 
-# Relative difference between sums of the same numbers in different orders that is
+# Sums of the same numbers in different orders differ by at most this fraction. It is
 # ignored when an error is compared with its limit.
 ROUNDING = 1e-9
 
@@ -74,7 +75,7 @@ class ChoiceState:
 
 
 def set_codecs(policy: Any, reference: str, options: Sequence[str]) -> None:
-    """Writes the codecs in a policy's options as reports do."""
+    """Writes the codecs in a policy's options in the form that reports use."""
     if not options:
         raise InputError(f"{type(policy).__name__}: needs at least one option.")
     object.__setattr__(policy, "reference", canonical_text(reference))
@@ -98,9 +99,7 @@ def with_codec(
 
 
 def error_in_use(measured: MeasuredErrors, report: GradientReport) -> float:
-    """The relative error of the codec in use: as a probe measured it, otherwise as in
-    the report.
-    """
+    """The relative error of the codec in use: the probed one, else the reported one."""
     found = (c.error for c in measured.choices if c.text == report.codec)
     return next(found, report.relative_error)
 
@@ -135,7 +134,7 @@ class LGreCo(Remembering):
     """L-GreCo: fewest bytes with at most the error of a reference codec.
 
     Attributes:
-      reference: the limit is the error, summed over the gradients, with this codec.
+      reference: codec whose error, summed over the gradients, is the limit.
       options: codecs to choose from in addition to the reference; default: PowerSGD
         with ranks from 2 to 8.
       every: number of steps between choices.
@@ -216,14 +215,14 @@ Optimizer = Literal["adam", "sgd"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AcrossFamilies(Remembering):
-    """Chooses among all codecs: fewest seconds within an error budget.
+    """Chooses among all codecs: the fewest seconds per step within an error budget.
 
     Attributes:
       bandwidth_bytes_per_s: bandwidth of the link of one device.
       latency_s: latency of one round of communication, in seconds.
       options: codecs to choose from; the codec ``dense`` is always among them.
-      budget: the largest relative error of all gradients together, with the optimizer's
-        weights; None: the error with the reference.
+      budget: the largest relative error (L2 norm) of all gradients together, with the
+        optimizer's weights; None: the error with the reference.
       reference: codec whose error is the budget if ``budget`` is None.
       optimizer: the optimizer that decides the weights.
       encode_s_per_element: name of a codec -> seconds to encode and decode an element;
@@ -340,7 +339,7 @@ class AcrossFamilies(Remembering):
         return elements * self.encode_s_per_element.get(name, 0.0)
 
     def _budget(self, every: Sequence[MeasuredErrors], parts: Sequence[float]) -> float:
-        """The largest allowed sum, over gradients, of weighted squared errors."""
+        """The error budget as a limit on the sum of weighted squared errors."""
         if self.budget is not None:
             return self.budget**2
         return math.fsum(

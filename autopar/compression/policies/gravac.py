@@ -3,9 +3,9 @@ gain.
 
 Tyagi and Swany, "GraVAC: Adaptive compression for communication-efficient distributed
 DL training", CLOUD 2023 (arXiv 2305.12201). A level is a codec with some compression
-factor. Its gain tells how much of the gradient it sends. Let ``g`` be a gradient, ``w``
-the gradient plus the residual, and ``C`` the codec of the level. The option ``gain_of``
-chooses one of these definitions of the gain::
+factor. Its *gain* tells how much of the gradient it sends. Let ``g`` be a gradient,
+``w`` the gradient plus the residual, and ``C`` the codec of the level. The option
+``gain_of`` chooses one of these definitions of the gain::
 
     gain       = sum E |C(w)| / sum E |g|          (norms)
                = sum E |C(w)|^2 / sum E |w|^2      (energy)
@@ -20,11 +20,11 @@ text of the paper. The third, with a mean over elements, compares the updates th
 optimizers such as Adam make (`sum_updates`). With error feedback the first two
 definitions differ. Elements that are delayed are sent in the end, so the first gain
 returns to 1 or more once the residual is large enough. The second gain is always
-smaller if the residual is larger. Measurements are in docs/record. The first gain is
-right for SGD with momentum, which gradients that arrive late harm little. Adam is
-harmed much by late gradients: with the first gain the policy compresses too much. With
-the second gain it compresses too little, which costs time but no accuracy; this gain is
-the default. In the third gain, late gradients count less, as they do for Adam.
+smaller if the residual is larger. Measurements are in docs/record. The first gain suits
+SGD with momentum, which suffers little from gradients that arrive late. Adam suffers
+much from them: with the first gain, the policy compresses too much. With the second
+gain it compresses too little, which costs time but no accuracy, so this gain is the
+default. In the third gain, late gradients count less, as they do for Adam.
 
 The policy goes through the levels one at a time, from the smallest compression factor
 to the largest. The policy uses each level for a window of observations. As long as
@@ -32,26 +32,27 @@ throughput improves by more than the fraction ``omega``, the policy tries the ne
 level; otherwise it goes back to the smaller factor. Whenever the gain falls below
 ``epsilon``, the policy also goes one level back. Below the first level, gradients are
 sent dense. After ``retry`` windows on a level, the policy tries the next level again,
-because gains and links change during training. With the option ``explore``, the time
-until a worse level is tried again is longer the worse the level was. So by the
-measurements, trials cost at most the fraction ``explore`` of all progress. With
-``explore`` the policy also compares the level in use at the end of each window, and not
-only after the first one.
+because gains and links change during training. With the option ``explore``, the worse a
+level was, the longer the policy waits before it tries the level again. So, as far as
+the measurements are right, trials cost at most the fraction ``explore`` of all
+progress. With ``explore`` the policy also compares the level in use at the end of each
+window, and not only after the first one.
 
 The published code compresses each gradient twice, by the level in use and by the first
 level, so that it can use the first level within the same step.
-`autopar.compression.fallback` implements this. The policy itself reads only the
-telemetry of the level in use.
+`autopar.compression.fallback` implements this. The policy reads only the telemetry of
+the level in use.
 
 A change to a level with a larger factor only saves time, so a run may postpone it
 (`Saving`). Meanwhile the policy observes the gain of the level in use. A change to a
 smaller factor is never postponed.
 
-If the option ``rate`` gives a learning rate that falls with the steps, a price is added
-to the seconds of each step in the throughput. The reason: learning-rate schedules count
-steps, so there are only so many steps with a large rate. Let ``gain`` be the progress
-of a step on a level as a fraction of the progress of a dense step, ``pace`` the seconds
-of a step, and ``rate`` the learning rate. A training that ends at step K has made::
+If the option ``rate`` gives a learning rate that falls with the steps, the throughput
+counts each step as longer than it is, by a price in seconds. The reason is that
+learning-rate schedules count steps, so the number of steps with a large rate is
+limited. Let ``gain`` be the progress of a step on a level as a fraction of the progress
+of a dense step, ``pace`` the seconds of a step, and ``rate`` the learning rate. A
+training that ends at step K has made::
 
     progress = sum over steps k of rate(k) gain(k)        in    sum of pace(k)  seconds
 
@@ -178,7 +179,7 @@ def falls_by(rate: Callable[[int], Any], step: int, steps: int) -> float:
 
 
 def step_price_s(levels: Sequence[tuple[float, float]], falls: float) -> float:
-    """The price of a step that is added to its seconds; see the module docstring.
+    """The seconds that the throughput adds to a step; see the module docstring.
 
     Args:
       levels: for each level, its gain and the seconds of a step.
@@ -253,15 +254,15 @@ class GraVACState:
       names: the gradients whose codecs the policy changes; empty before the first
         observation.
       level: index of the level in use; -1: gradients are sent dense.
-      count: number of observations of this level in the present window. With `PUT_OFF`
+      count: number of observations of this level in the present window. With `PUT_OFF`,
         the change to this level is postponed: the level below is still in use, and
-        ``sent`` and ``wanted`` belong to it.
+        ``sent`` and ``wanted`` are about it.
       seen: number of observations of this level since the policy changed to it.
       sent: running mean of the numerator of the gain.
       wanted: running mean of the denominator of the gain.
-      seconds: sum of the observed seconds of a step over this window.
+      seconds: seconds of a step, summed over the observations of this window.
       throughput: for each level the last measured throughput; None if not measured.
-      paces: for each level the seconds of a step at that measurement.
+      paces: for each level, the seconds of a step when its throughput was measured.
       waiting: number of windows before the next level is tried again; 0: the policy
         tries one level after another.
       moments: gradient -> second moments as in Adam, for ``signal-updates``.
@@ -377,7 +378,7 @@ class GraVAC(Remembering):
 
     @property
     def _knows_gain(self) -> bool:
-        """Whether the gain is known; noise may be so large that the signal is not."""
+        """Whether the gain is known: too much noise may hide the signal."""
         return not self.signals or self.state.level < 0 or self.state.wanted > 0
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
@@ -423,8 +424,10 @@ class GraVAC(Remembering):
         restore_state(self.state, values, "GraVAC")
 
     def _take_norms(self, seen: Observation) -> bool:
-        """Adds the reported norms to the running means. Returns False if neither this
-        level nor the level below is in use.
+        """Adds the reported norms to the running means.
+
+        Returns False if other codecs than those of this level or the level below are in
+        use.
         """
         state = self.state
         found = {n: seen.gradients[n] for n in state.names if n in seen.gradients}
@@ -438,8 +441,8 @@ class GraVAC(Remembering):
         if self.gain_of == "signal-updates":
             reports = update_moments(state.moments, found, self.b2**self.every)
         sent, wanted = _SUMS[self.gain_of](reports)
-        # The mean of the norms is a plain mean over all observations until their number
-        # exceeds 1 / alpha.
+        # While there are fewer than 1 / alpha observations, the mean of the norms is a
+        # plain mean over all of them.
         weight = max(self.alpha, 1.0 / (state.seen + 1))
         state.sent += weight * (sent - state.sent)
         state.wanted += weight * (wanted - state.wanted)
@@ -478,11 +481,11 @@ class GraVAC(Remembering):
             self._move(here if top else here + 1, waiting=self.retry if top else 0)
 
     def _remember(self, pace: float) -> None:
-        """Stores the throughput and step time of the level in this window."""
+        """Stores the throughput and the step's seconds for the level in this window."""
         state = self.state
         throughput, known = self.gain / pace, state.throughput[state.level]
-        # With rare trials a single window is not reliable. So the throughput is
-        # averaged with the previously measured throughput.
+        # If trials are rare, a single window is not reliable. So the throughput is
+        # averaged with the one measured before.
         if self.explore and known is not None:
             throughput = (throughput + known) / 2
         state.throughput[state.level], state.paces[state.level] = throughput, pace
@@ -509,7 +512,7 @@ class GraVAC(Remembering):
         return known or self.explore == 0.0 or self.rate is not None
 
     def _wait(self, tried: float, kept: float) -> int:
-        """After how many windows to try a level again that made slower progress."""
+        """After how many windows a level that made slower progress is tried again."""
         if not (self.explore and kept > 0.0):
             return self.retry
         return max(self.retry, math.ceil(max(0.0, 1.0 - tried / kept) / self.explore))

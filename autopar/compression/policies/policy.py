@@ -1,17 +1,18 @@
 """The interface of policies, which change the codecs of gradients during training.
 
-At regular intervals a policy gets the telemetry of a step (an observation). The policy
-returns the codecs to use from the next step on, or None to keep the codecs. Each
-combination of codecs needs one compiled program, which is kept. So if a policy
-alternates between a few combinations, each of them is compiled only once. A policy that
-often changes parameters of codecs sets ``often = True``. Parameters of codecs then
-become inputs of the program where this is possible (`autopar.compression.adjusting`).
+At regular intervals a policy gets the telemetry of a step, such as errors and norms (an
+*observation*). It returns the codecs to use from the next step on, or None to keep the
+codecs. Each combination of codecs needs one compiled program, which is kept: if a
+policy alternates between a few combinations, each of them is compiled only once. A
+policy that often changes parameters of codecs sets ``often = True``. Parameters of
+codecs then become inputs of the program where this is possible
+(`autopar.compression.adjusting`).
 
 If the only purpose of a change is to save time, a policy returns the codecs as
 `Saving`. The run then postpones the change as long as compiling the new program would
-take longer than the change would save. As long as the policy wants the change, it must
-return the codecs again at each observation. A policy can state in ``horizon`` for how
-many steps its changes are expected to last, if it is more than ``every``. With
+take longer than the change would save. As long as the policy wants a postponed change,
+it must return the codecs again at each observation. A policy can state in ``horizon``
+for how many steps its changes are expected to last, if it is more than ``every``. With
 ``signals = True``, steps measure how much of the true gradient the messages carry, and
 reports contain this signal.
 
@@ -83,8 +84,8 @@ class GradientReport:
         to send.
       residual_norm: L2 norm of the residuals of all workers.
       gradient_norm: as ``norm``, but without the residual.
-      level: with a fallback, the level that the step used, to which bytes and errors
-        belong: 0 is ``codec``, 1 is the first codec of the fallback.
+      level: with a fallback, the level that the step used, and to which bytes and
+        errors refer: 0 is ``codec``, 1 is the first codec of the fallback.
       taken: with a fallback, for each level the number of steps that used it since the
         last observation or the last change of codecs; otherwise empty.
       skipped: number of steps so far that were skipped because any gradient of the step
@@ -150,7 +151,7 @@ class MeasuredErrors:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation:
-    """What a policy is told at an observation.
+    """What a policy learns at an observation.
 
     Attributes:
       step: number of completed steps.
@@ -175,8 +176,8 @@ class Observation:
 class Saving(Mapping[str, str]):
     """A change of codecs whose only purpose is to save time: gradient -> codec.
 
-    The codecs in use do not have too much error, so the run may postpone the change. A
-    `Saving` is equal to a dict with the same codecs.
+    The error of the codecs in use is not too large, so the run may postpone the change.
+    A `Saving` is equal to a dict with the same codecs.
 
     >>> Saving({"params/w": "int4"}) == {"params/w": "int4"}
     True
@@ -295,14 +296,13 @@ def sum_norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
 
 
 def sum_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
-    """Sums over gradients of the size of Adam's updates: with codecs, and with dense
-    gradients.
+    """Two sums of the sizes of Adam's updates: with codecs, and with dense gradients.
 
     Adam and similar optimizers divide an element by the root mean square of the values
     received for it, so all elements matter equally, whatever the norm of their
-    gradient. If values are delayed and arrive as a few large ones, they have the same
-    mean and a larger mean square. The updates from such values are smaller by the ratio
-    of the norms. Updates are also smaller if less arrives than the gradients contain.
+    gradient. Delayed values arrive as a few large ones: they have the same mean and a
+    larger mean square, so the updates from them are smaller, by the ratio of the norms.
+    Updates are also smaller if codecs send less than the gradients contain.
     """
     size = dense = 0.0
     for report in reports:

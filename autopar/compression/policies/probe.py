@@ -3,8 +3,8 @@
 The telemetry of a step contains only the error of the codec in use. For steps of
 `autopar.parallelize`, `autopar.runtime.gradients.probing` measures the errors of other
 codecs. This module is for other training loops. `Probe` simulates a single worker that
-encodes samples of the gradients. The values that this worker sends are those that one
-of many workers would send.
+encodes samples of the gradients. This worker sends the same values as one of many
+workers would.
 
 >>> probe = Probe(workers=4)
 >>> found = probe.measure({"w": np.ones((64, 64), np.float32)}, ("powersgd", "int8"))
@@ -103,8 +103,7 @@ class Probe:
 
 
 def relative_error(codec: Codec, sample: np.ndarray, seed: int = 0) -> float:
-    """The relative L2 error of a codec on a sample, to `DIGITS` digits; 0 for a sample
-    of zeros.
+    """The relative L2 error of a codec on a sample, rounded; 0 for a sample of zeros.
 
     If the codec has a state, it first encodes the sample `WARM_UP` times.
 

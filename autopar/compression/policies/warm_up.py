@@ -1,10 +1,9 @@
 """Warm-up: compresses gradients less in the first steps than later.
 
 Gradients are largest and change fastest in the first steps. So the residuals of a codec
-are large then, and outdated by the time that they are sent. 1-bit Adam (arXiv
-2102.02888, section 4) trains the first 15 to 20 % of the steps without a codec. Deep
-Gradient Compression (arXiv 1712.01887, section 3.3) raises its sparsity over the first
-epochs.
+are large then, and outdated when they are sent. 1-bit Adam (arXiv 2102.02888, section
+4) trains the first 15 to 20 % of the steps without a codec. Deep Gradient Compression
+(arXiv 1712.01887, section 3.3) raises its sparsity over the first epochs.
 
 The warm-up ends with a change to another codec, and then perhaps to another policy.
 Residuals and states of codecs are kept at this change, which costs one compilation::
@@ -50,8 +49,8 @@ class WarmUpState:
 class WarmUp:
     """Uses the codec ``first`` in the first steps, and ``codec`` or ``then`` later.
 
-    The very first step still uses the codecs of the plan, because a policy is only
-    called after a step.
+    The very first step uses the codecs of the plan, because a policy is called only
+    after a step.
 
     Attributes:
       steps: number of steps of the warm-up, from the first step of the training.
@@ -79,8 +78,9 @@ class WarmUp:
 
     @property
     def every(self) -> int:
-        """Number of steps between observations. During the warm-up, the policy observes
-        only after its first and its last step.
+        """Number of steps between observations.
+
+        During the warm-up, the policy observes only after its first and its last step.
         """
         if not self.state.over:
             return self.steps if self.state.names else 1
