@@ -103,7 +103,7 @@ _Fact = TypeVar("_Fact")
 
 
 class _untimed(Generic[_Fact]):
-    """A cached property that does not depend on how often each operator runs.
+    """A cached property that does not depend on the number of runs of operators.
 
     The analysis of a replica differs from the analysis in `Analysis.counted` only in
     how often operators run, so it takes the property from `Analysis.counted`.
@@ -130,11 +130,13 @@ class Analysis:
     Attributes:
       program: the flat program.
       graph: its operator graph.
-      contraction: the nodes: groups of operators for which a plan chooses one sharding.
-      sources: the uses of each class of values (`autopar.steps.uses`).
+      contraction: the nodes: groups of operators that share one choice of a sharding
+        (`autopar.steps.nodes`).
+      sources: the uses of each class of values: which nodes read them
+        (`autopar.steps.uses`).
       deferrals: the paths along which sums over devices may stay partial.
       output_paths: a readable path for each flat output.
-      traced: the pytrees of the traced step; None for a program without pytrees.
+      traced: the traced step with its pytrees; None for a program without pytrees.
       origin: the step, and the shapes with which it was traced; None for a program that
         was not traced from a step.
       split: the microbatches into which the program splits its batch; None if it does
@@ -147,9 +149,8 @@ class Analysis:
       remat: the layers that the program rematerialises (`autopar.steps.remat`).
       written: if the checkpoints of the step were dropped, the analysis of the step
         with its checkpoints.
-      turns: the number of microbatches that one replica runs
-        (`autopar.steps.microbatches`); None if one replica runs all microbatches of the
-        step.
+      turns: the number of the step's microbatches that one replica runs
+        (`autopar.steps.microbatches`); None if it runs all of them.
       counted: the analysis that differs from this one only in the number of runs of
         each operator, and shares its cached properties; None if there is no such
         analysis.
@@ -160,8 +161,8 @@ class Analysis:
       programs: for a pipeline stage, equation -> the number of the program that runs
         it, since the passes of a stage are separate programs; None if one program
         runs the whole step.
-      trace_s: the time of tracing, in seconds.
-      graph_s: the time to build the graph and the contraction, in seconds.
+      trace_s: the seconds of tracing.
+      graph_s: the seconds of building the graph and the contraction.
     """
 
     program: Program
@@ -441,7 +442,7 @@ class Analysis:
 
     @_untimed
     def _summing(self) -> dict[int, int]:
-        """`_gradients` together with sums of elements, such as gradients of scales."""
+        """`_gradients`, and sums of elements over rows, such as gradients of scales."""
         return {
             op.index: self.independent.computations[op.index]
             for op in self.graph.operators
@@ -467,11 +468,11 @@ class Analysis:
     def ranks(self) -> np.ndarray:
         """The position of each operator if products that make gradients run last.
 
-        The position is the order in which the compiler runs the operators.
+        It is the order in which compilers run operators that overlap communication with
+        computation.
 
-        Compilers that overlap communication with computation run these products after
-        the rest of the backward pass, at the end of their loop. The products keep their
-        order.
+        These compilers run the products after the rest of the backward pass, at the end
+        of their loop. The products keep their order.
         """
         late, until = self._gradients, self.independent.computations
         last = behind(self.followers, late)
@@ -494,7 +495,7 @@ class Analysis:
 
     @_untimed
     def node_labels(self) -> Labels:
-        """The factors of nodes that grow with the batch or the sequence."""
+        """The factors of nodes that grow with the batch or with the sequence."""
         return factor_labels(self.dim_labels, self.contraction)
 
     @functools.cached_property
@@ -516,7 +517,10 @@ class Analysis:
 
     @_untimed
     def shared_sums(self) -> SharedSums:
-        """The sums over devices that may combine, except sums deferred past a loop."""
+        """The sums over devices that may combine into one.
+
+        Not those deferred past a loop.
+        """
         waiting = set[int]().union(*(d.members for d in self.deferrals if d.hoisted))
         found = [r for r in self.reassociations if waiting.isdisjoint(r.between)]
         return find_shared_sums(self.graph, found)
@@ -533,7 +537,7 @@ class Analysis:
 
     @functools.cached_property
     def coded_gradients(self) -> CodedSums:
-        """The gradients that a codec may compress, by contributing class."""
+        """The gradients that a codec may compress, by the classes that contribute."""
         return coded_sums(self.graph, self.contraction, self.deferrals)
 
     @functools.cached_property

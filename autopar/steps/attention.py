@@ -22,8 +22,8 @@ from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, pr
 from autopar_passes.graph.roles import Role
 from autopar_passes.rules.kernels import EXPONENTIALS, ORDERINGS
 
-# Operators whose result may have the size of an operand, but is not computed element by
-# element.
+# Operators whose result may have the size of an operand although it is not
+# element-wise.
 _APART = PRODUCTS | {"gather", "sort", "top_k", "dynamic_update_slice", "rev", "cumsum"}
 # The largest number of operators that the search visits from a mask back to the inputs
 # of the mask.
@@ -99,7 +99,10 @@ class _Groups:
         return path[-1]
 
     def of(self, values: Iterable[int | None]) -> set[int]:
-        """The groups of some values; a value that was never joined has no group."""
+        """The groups of some values.
+
+        A value that was never joined to others has no group.
+        """
         return {self.root(v) for v in values if v is not None and v in self.parent}
 
     def join(self, op: Operator, graph: OperatorGraph, free: frozenset[int]) -> None:

@@ -1,6 +1,7 @@
 """Finds the values that a fusing compiler writes to memory.
 
-The time model and the memory model share these results.
+The models of time and of memory share these results. A *boundary* operator passes a
+value into or out of the body of a loop or branch.
 
 A compiler fuses an operator with an element-wise result into the operators that read
 the result. It writes such a result to memory only in three cases: nothing can be fused
@@ -30,14 +31,13 @@ _COSTLY = frozenset(
         "logistic", "pow", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh",
     }
 )  # fmt: skip
-# Costly operators that take more than 150 clock cycles per element on an H100
+# Costly operators that need more than 150 clock cycles per element on an H100
 # (openxla/xla, ``xla/service/gpu/model/hlo_op_profiles_data.h``).
 _DEAR = _COSTLY - {"div", "exp", "exp2", "logistic", "rem", "rsqrt", "sqrt", "tanh"}
 # XLA keeps a tanh of these types. It recomputes a tanh of float32: in compiled GPTs and
 # an MLP mixer, it keeps the operand of the tanh in GELU.
 _KEPT = {("tanh", "bfloat16"), ("tanh", "float16")}
-# Operators into which nothing is fused. Nothing is fused into an operator with
-# `is_product` either.
+# Operators into which nothing is fused. The same holds for operators with `is_product`.
 _OPAQUE = frozenset(
     {
         "sort", "top_k", "enter", "carry", "merge", "slice_step", "stack_step",
@@ -63,7 +63,8 @@ _MOST_SOURCES = 32
 # of positions per element (openxla/xla, ``kMaxEvaluationsPerNode`` of
 # FusionNodeEvaluations).
 _MOST_PLACES = 15
-# Operators whose elements come from other positions of the operands.
+# Operators that read elements at other positions of their operands than those of the
+# result.
 _SHIFTING = frozenset({"concatenate", "dynamic_slice", "pad", "rev", "slice", "split"})
 _OWN_PLACE = frozenset({0})
 # Operators whose results share the buffer of an operand.
@@ -77,8 +78,8 @@ class Fusion:
     Attributes:
       buffers: values that have a separate buffer.
       in_memory: the values in `buffers`, and values that share the buffer of another
-        value: inputs, values that loops pass on, and one step of a scanned array.
-        Reading or writing any of them costs memory traffic.
+        value: inputs, values that loops pass on, and one iteration's part of a scanned
+        array. Reading or writing any of them causes memory traffic.
     """
 
     buffers: frozenset[int]
@@ -120,7 +121,8 @@ def _find_fusion(
         if op.kind in _HANDING:
             handed.update(op.outputs)
         if op.kind == "enter" and not floating.isdisjoint(op.inputs):
-            # A loop reads arrays, so a floating operand is written before the loop.
+            # A loop reads arrays in memory, so a floating operand is written before the
+            # loop.
             buffers.update(op.outputs)
         buffers.update(v for slot, v in enumerate(op.outputs) if writes(op, slot, v))
     kept = frozenset(buffers - floating)
@@ -254,8 +256,8 @@ class _Again:
       outputs: the outputs of the graph.
       made_of: fused value -> the values in memory from which it is computed.
       places: fused value -> the positions at which it reads the values in memory. A
-        number stands for the chain of shifting operators that leads to a position.
-        Values that only read their own position have no entry.
+        number stands for a chain of operators that shift positions. Values that read
+        only at their own positions have no entry.
       scattered: arrays of zeros that a scatter writes into.
       into_products: whether element-wise operands are computed within products.
     """
@@ -314,7 +316,7 @@ class _Again:
         if self.into_products and value in self.floating:
             return False
         if value in self.outputs or not self.scattered.isdisjoint(op.inputs):
-            # A sum of an array and a scatter into zeros becomes a scatter into the
+            # The sum of an array and a scatter into zeros becomes a scatter into this
             # array.
             return True
         dtype = str(self.graph.values[value].dtype)
@@ -352,7 +354,7 @@ def _saves(
 
 
 def _handed_out(graph: OperatorGraph) -> frozenset[int]:
-    """The values that the program, or its part that runs per microbatch, returns."""
+    """The values that the program, or its part for one microbatch, returns."""
     return graph.accumulated.union(v for v in graph.outputs if v is not None)
 
 
@@ -397,7 +399,8 @@ def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
         # carry's last output.
         return slot == len(op.outputs) - 1
     if op.kind == "slice_step":
-        # Readers read one step of a scanned array in the buffer of the whole array.
+        # Readers read one iteration's part of a scanned array in the buffer of the
+        # whole array.
         return any(_is_opaque(r) for r in users)
     if not is_elementwise(op):
         return True

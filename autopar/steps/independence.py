@@ -34,7 +34,8 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.rules.factor_rule import FactorKind
 from autopar_passes.sums.stacked import Deferral
 
-# Boundary operators of loops that pass on an operand, or one slice of it per iteration.
+# Operators at the boundary of a loop that pass on an operand, or its part for one
+# iteration.
 _HANDING = ("enter", "slice_step")
 # A barrier is one equation. The graph has an operator for each array that passes it.
 _BARRIER = "optimization_barrier"
@@ -51,8 +52,8 @@ class Independent:
         arrays of the update.
       norms: classes of operators whose partial results are independent sums of the
         update.
-      computations: for each operator, the last operator of its computation (the
-        program, or a loop or branch).
+      computations: for each operator, the last operator of its computation, which is
+        the innermost loop or branch, or the program.
       outside: for each operator, the last operator of the computation that contains its
         own computation.
       behind: parameter that goes through a barrier together with a value of the

@@ -3,7 +3,7 @@
 The results of this module do not depend on the layout of any array.
 
 By default, XLA's CPU compiler runs a program in breadth-first order. Its scheduler is a
-queue: an operator joins the queue when the last of its operands has run (openxla/xla,
+queue: an operator joins the queue when its last operand is complete (openxla/xla,
 ``BFScheduler`` in ``xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc``;
 ``xla_cpu_enable_concurrency_optimized_scheduler`` is on by default). Therefore
 operators run in the order of their depth. The depth of an operator is the number of
@@ -47,8 +47,8 @@ def breadth_first(graph: OperatorGraph, written: frozenset[int]) -> list[int]:
 def region_ends(graph: OperatorGraph, times: Sequence[int]) -> list[int]:
     """Returns the time at which each region of operators ends, at its first operator.
 
-    A region is the operators of a loop's body, which begin with a boundary operator.
-    The entry of an operator that begins no region is -1.
+    A region is the operators of a loop's body; its first operators pass values into the
+    body. The entry of an operator that begins no region is -1.
 
     Args:
       graph: the operator graph.
@@ -84,7 +84,7 @@ class _Queue:
         """Yields the operators of a computation in the order in which they run."""
         blocks = list(_blocks(operators))
         depths = self.depths(blocks)
-        # Blocks of equal depth run in the order of the program.
+        # Blocks (see `_blocks`) of equal depth run in the order of the program.
         for number in sorted(range(len(blocks)), key=depths.__getitem__):
             block = blocks[number]
             if len(block) == 1:
@@ -93,7 +93,7 @@ class _Queue:
                 yield from self.order(block)
 
     def depths(self, blocks: Sequence[Sequence[Operator]]) -> list[int]:
-        """The depth of each block: the kernels on the longest path to its end."""
+        """The depth of each block: the kernels on the longest path up to its end."""
         made: dict[int, int] = {}
         out: list[int] = []
         for block in blocks:
@@ -150,11 +150,10 @@ class Replacing:
     The gradients of the step are numbered. Sets of gradients are stored as bits.
 
     A step writes its new parameters into the buffers of the old parameters. An operator
-    that ran after the update would read the new parameters there instead of the old
-    ones. XLA's CPU compiler therefore copies the old parameters first
-    (``CopyInsertion``), unless the program makes sure that the operator runs before the
-    update. The program does so if the update waits for a gradient that depends on the
-    operator's result.
+    that runs after the update would find the new parameters there. XLA's CPU compiler
+    therefore copies the old parameters first (``CopyInsertion``), unless the program
+    makes sure that the operator runs before the update. The program does so if the
+    update waits for a gradient that depends on the operator's result.
 
     Attributes:
       made_of: for each operator, the gradients that are computed from its results.
@@ -167,8 +166,8 @@ class Replacing:
 
 REPLACES_NONE = Replacing((), {})
 
-# A result is not in memory between two times. The pair has the last time before this
-# gap, and the first time after it.
+# A gap: a result is not in memory between two times. The pair has the last time before
+# the gap, and the first time after it.
 Gap = tuple[int, int]
 
 
@@ -182,8 +181,8 @@ class Lifetimes:
       written: values that have buffers of their own.
       reads: for each operator, the last time at which its operands are read: the time
         at which the operator itself runs, or the last reader that it is fused into.
-      until: for a boundary operator, the time at which the last operator of its region
-        runs.
+      until: for an operator that passes values into or out of a region, the time at
+        which the region's last operator runs.
       order: for each time, the operator that runs.
       copies: a value and an operator that reads the value in another order of
         dimensions than other readers do (`autopar.steps.orders`) -> the time at which
@@ -207,8 +206,8 @@ class Lifetimes:
         needs more memory than the device has.
       room: see `Habits`.
       placed: see `Habits`.
-      factor: the predicted peak memory of the buffers is multiplied by this factor, and
-        by the factor of the device.
+      factor: factor on the predicted peak memory of the buffers, in addition to the
+        device's.
       replacing: the gradients that updates wait for, if the compiler copies parameters
         that operators may read after the update.
     """
@@ -236,7 +235,7 @@ class Lifetimes:
     factor: float = 1.0
 
     def starts(self, op: Operator, value: int) -> int:
-        """The first time at which a result of an operator has a buffer."""
+        """The first time at which a buffer holds a result of an operator."""
         return 0 if value in self.zeros else self.time[op.index]
 
     def arrives(self, value: int, reader: int) -> int:
@@ -248,8 +247,8 @@ class Lifetimes:
         """The last time at which an operator needs its operands.
 
         A loop keeps its operands until the end of the loop. The values that a loop
-        stacks are copied. If the compiler runs operators as soon as it can, the copy is
-        made at once.
+        stacks are copied. A compiler that runs operators as soon as it can makes the
+        copy at once.
         """
         own = self.reads[op.index]
         copied = bool(self.early) and op.kind == "stack_step"
@@ -258,17 +257,16 @@ class Lifetimes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Habits:
-    """What one compiler does with memory that other compilers do not do.
+    """How one compiler uses memory, where compilers differ.
 
     Attributes:
       makes_again: whether the compiler recomputes an element-wise result in each reader
         if that moves fewer bytes (`autopar.steps.fusion.made_again`).
       keeps_orders: whether batched products fix the order of dimensions in memory
         (`autopar.steps.orders`).
-      late_gradients: a fraction p of the operators that make gradients. The first of
-        these operators runs at the time at which, in program order, the fraction p of
-        them would have run. All of them are spread evenly over the rest of the pass
-        (`_late`).
+      late_gradients: a fraction p. Of the operators that make gradients, the first runs
+        at the time at which, in program order, the fraction p of them would have run.
+        All of them are spread evenly over the rest of the pass (`_late`).
       workspace_bytes: bytes of the workspace that a library reserves for matrix
         products.
       into_products: whether the compiler also recomputes element-wise results within
@@ -290,9 +288,9 @@ class Habits:
       rounds: whether products of float32 arrays read their operands in bfloat16
         (`autopar.steps.rounding`).
       room: two fractions. The first is the fraction of the device's memory that the
-        compiler may use. The second is a fraction of this usable memory minus the
-        inputs. If the buffers besides the inputs exceed it, the compiler frees results
-        for some time (`gaps`). If the second fraction is 0, it never frees results.
+        compiler may use. The second applies to this usable memory minus the inputs: if
+        the buffers besides the inputs exceed this part of it, the compiler frees
+        results for some time (`gaps`). With a second fraction of 0, it never does.
       placed: whether the memory model counts unused memory between buffers
         (`autopar.cost.live.lost_bytes`).
     """
@@ -315,8 +313,7 @@ class Habits:
 
 PLAIN = Habits()
 # The device preset `cpu` has a memory factor of 1.05. Its product with this factor is
-# 1.2. The value 1.2 was chosen by hand at a time when whole steps were also modelled in
-# program order.
+# 1.2, a value that was chosen when whole steps were modelled in program order.
 _NOT_EARLY = 1.2 / 1.05
 
 
@@ -393,8 +390,8 @@ def in_program_order(life: Lifetimes) -> Lifetimes:
     """Returns the lifetimes of a stage that consists of several programs.
 
     Each program runs its operators as soon as it can, but waits for other programs.
-    Results that a program makes early stay in memory while the program runs. A factor
-    on the peak stands for these results, whose lifetimes are not modelled.
+    Results that a program makes early stay in memory while the program runs. Their
+    lifetimes are not modelled; instead, the peak is multiplied by a factor.
 
     Args:
       life: lifetimes in program order.

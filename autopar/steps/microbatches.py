@@ -82,7 +82,7 @@ def in_microbatches(
 
 
 def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> Analysis:
-    """Returns the analysis of one microbatch's program, with its field ``split`` set.
+    """Returns the analysis of one microbatch's program; its field ``split`` is set.
 
     Args:
       analysis: the analysis of the step. If the step was split already, its analysis as
@@ -178,7 +178,7 @@ def _trace_microbatch(analysis: Analysis, count: int) -> TracedStep:
         trace = trace_call if analysis.remat.checkpoints else trace_without_checkpoints
         return in_pieces(trace(origin.step, call), analysis.pieces)
     except Exception as error:
-        # The code of the step ran on the whole batch. On other rows it may raise any
+        # The code of the step ran on the whole batch. On fewer rows, it may raise any
         # exception.
         rows = max((arrays[k].shape[dim] for k, dim in dims.items()), default=0)
         what = f"a microbatch of {rows} rows"
@@ -323,7 +323,7 @@ def check_can_be_dealt_out(analysis: Analysis) -> None:
 
 
 def with_turns(analysis: Analysis, turns: int) -> Analysis:
-    """Returns the analysis of a replica that runs ``turns`` of the microbatches.
+    """Returns the analysis of a replica that runs ``turns`` of a step's microbatches.
 
     The analysis differs from that of the whole step in the number of runs of the
     operators that run for each microbatch. The sizes of values stay the same.
@@ -356,7 +356,7 @@ def _scale_operator(op: Operator, factor: float) -> Operator:
 
 
 def _at_boundary(op: Operator, count: int, turns: int) -> Operator:
-    """Corrects how often an operator at the loop's boundary runs."""
+    """Corrects the number of runs of an operator at the loop's boundary."""
 
     def trips(before: float) -> float:
         return float(turns) if before == count else before

@@ -10,8 +10,8 @@ Kinds of nodes:
   that follow its sharding. The value and these operators share one assignment of mesh
   axes to dimensions.
 
-Cheap values that need no large operand (``iota``, broadcasts) *float*: each reader
-computes them in the layout that it needs, so they have no node.
+Cheap values that need no large operand (``iota``, broadcasts) are *floating*: each
+reader computes them in the layout that it needs, so they have no node.
 
 Equal operators of repeated layers form a class (`Operator.class_index`). All operators
 of a class share one decision.
@@ -33,7 +33,7 @@ SMALL_REDUCTION = 1 / 8
 MIN_ELEMENTS = 2
 
 # Operators that are never recomputed for each reader, because they are costly or end a
-# region.
+# loop's body.
 _ANCHORED = frozenset(
     {
         "random_bits",
@@ -59,11 +59,11 @@ class Node:
       index: position in `Contraction.nodes`.
       kind: ``input``, ``contraction`` or ``array``.
       factors: for each factor, its size and whether it may be sharded.
-      members: operator class -> the node factor for each factor of its rule (-1 if the
-        factor is replicated).
+      members: operator class -> for each factor of its rule, the node's factor (-1 if
+        it is replicated).
       root: the operator class for which the node was created.
-      state: whether the node holds state that the step carries. The layout of stored
-        state may use any order of axes.
+      state: whether the node holds state that the step carries. The layout of state may
+        use mesh axes in any order.
       whole: factors that must be split by a single mesh axis, which has as many devices
         as the factor has elements.
       halved: factors whose shards have two halves of equal size.
@@ -122,8 +122,8 @@ class Contraction:
 
     Attributes:
       nodes: the nodes.
-      node_of: operator class -> its node; absent for floating and tiny operators.
-      homes: value -> its home; absent for floating and tiny values.
+      node_of: operator class -> its node; missing for floating and tiny operators.
+      homes: value -> its home; missing for floating and tiny values.
       floating: values that each reader computes in the layout that it needs.
       producer: value -> the operator that makes it.
     """

@@ -84,8 +84,7 @@ class _Fixed:
     order: Order
 
 
-# A product, and the orders in which it can read an operand. If there are no orders, the
-# product reads the operand in the stored order.
+# A product, and the orders in which it can read an operand; () means the stored order.
 _Want = tuple[int, tuple[Order, ...]]
 
 
@@ -124,7 +123,7 @@ def _note_product(op: Operator, found: _Found) -> None:
 def _wanted_orders(
     rule: FactorRule, slot: int, batch: frozenset[int]
 ) -> tuple[Order, ...]:
-    """The orders in which a batched product can read an operand; () for any order."""
+    """The orders in which a batched product can read an operand; () means any order."""
     *free, contracted = (_large(rule, side) for side in side_factors(rule))
     if all(len(side) < 2 for side in (*free, contracted)):
         return ()
@@ -163,7 +162,7 @@ def _copied_for(
 ) -> list[tuple[int, bool]]:
     """The products that read a copy of a value in another order.
 
-    Each has True if the copy is made together with the value.
+    Each comes with True if the copy is made together with the value.
     """
     lies = _plain(graph, value) if fixed is None else fixed.order
     orders: list[tuple[int, Order]] = []

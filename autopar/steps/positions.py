@@ -15,9 +15,9 @@ from autopar_passes.sums.stacked import Deferral
 
 # The passes in which communication may overlap with computation; not the update.
 PASSES = (Role.FORWARD, Role.BACKWARD)
-# The operators of a pass are divided into segments at these fractions of their number.
-# Segments are short at both ends, because communication before the first operators or
-# after the last has almost no computation to overlap with.
+# At these fractions of the number of a pass's operators, the pass is divided into
+# segments. Segments are short at both ends of a pass, because communication before the
+# first or after the last operators has almost no computation to overlap with.
 _CUTS = (1 / 256, 1 / 32, 1 / 8, 1 / 2, 7 / 8, 31 / 32, 255 / 256)
 SEGMENTS = len(_CUTS) + 1
 
@@ -63,7 +63,7 @@ class Positions:
 
         Args:
           number: the position of the pass in `PASSES`.
-          seconds: float64 ``[operators]``, the time of each operator.
+          seconds: float64 ``[operators]``, the seconds of each operator.
         """
         return np.bincount(self.segments[number], seconds, SEGMENTS)
 
@@ -138,8 +138,8 @@ def positions(
     roles = {
         role: np.array([o.role is role for o in operators], bool) for role in PASSES
     }
-    # Sums over devices that the forward pass completes are sums of reported values,
-    # such as the loss.
+    # The forward pass only completes sums over devices of reported values, such as the
+    # loss.
     everywhere = np.ones(len(operators), bool)
     summed = {Role.FORWARD: ~everywhere, Role.BACKWARD: everywhere}
     ready = np.arange(len(operators))

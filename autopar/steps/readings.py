@@ -17,9 +17,8 @@ from autopar.steps.uses import required_values, value_class
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import Dims
 
-# A value whose layout a node decides, and from which an operand is computed. With it,
-# for each dimension of the value, the number of the operand's dimension with the same
-# sharding.
+# A value whose layout a node decides, and from which an operand is computed. For each
+# of its dimensions: the number of the operand's dimension with the same sharding.
 _Part = tuple[int, Dims]
 
 
@@ -48,9 +47,9 @@ class ReadingGroup:
     Attributes:
       operator: one of the operators of the readings.
       slot: the operand's position.
-      parts: the values with a home from which the operand of that operator is computed.
-        For each dimension of such a value, the part holds the dimension of the operand
-        with the same sharding, or ().
+      parts: the values with a home (a node that decides their layout) from which the
+        operand of that operator is computed. For each dimension of such a value, the
+        part has the dimension of the operand with the same sharding, or ().
     """
 
     operator: Operator

@@ -24,8 +24,8 @@ from autopar_passes.remat.recompute import Recomputation, recompute_layers
 from autopar_passes.stages.flow import Flow, reads
 from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain
 
-# If loops have more than this fraction of the forward FLOPs, their iterations are the
-# layers of the step.
+# If the loops have more than this fraction of the forward FLOPs, their iterations are
+# the step's layers.
 _LOOP = 0.5
 
 
@@ -207,10 +207,10 @@ def _layer_loops(
     """Returns the loops whose iterations are layers, or [] if they are too small.
 
     Together these loops must have more than half of the forward FLOPs. A loop of the
-    backward pass reads the arrays that such a loop stacks. No gradients pass through a
-    loop without such a backward loop, such as a loop in a teacher model. These loops
-    are left out, and their FLOPs do not count. If the same loop occurs several times,
-    it is a part of each layer, unless it runs over stacked layers itself.
+    backward pass reads the arrays that such a loop stacks. A loop without such a
+    backward loop has no gradients, such as a loop in a teacher model. Such loops are
+    left out, and their FLOPs do not count. If the same loop occurs several times, it is
+    a part of each layer, unless it runs over stacked layers itself.
     """
     times = Counter(chain.classes)
     top = {eqn.index: eqn for eqn in micro.program.body.equations}

@@ -31,7 +31,7 @@ programs (jaxlib 0.10.2, on a CPU without 16-bit products):
 * the operands of a product are in memory in 32 bits. Other operators read these arrays
   in their own 16-bit type;
 * the operand of a reduction stays in 32 bits for all its readers, because the compiler
-  drops a rounding to 16 bits that a conversion to 32 bits follows
+  drops a rounding to 16 bits that is followed by a conversion to 32 bits
   (``xla_allow_excess_precision``);
 * a rounded result that the forward and the backward pass read is kept for the backward
   pass. If this result were of type float32 and depended on only one array, the compiler
@@ -81,11 +81,11 @@ class Rounded:
 NOT_ROUNDED = Rounded()
 
 
-# The compiler moves a conversion to bfloat16 to before these operators.
+# The compiler moves a conversion to bfloat16 from after to before these operators.
 _MOVING = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy"}
 )
-# A sum that the kernel of its operand computes in float32.
+# A sum that the kernel which makes its operand computes in float32.
 _SUM = "reduce_sum"
 _HANDED = BOUNDARY | {"slice_step", "stack_step", "optimization_barrier"}
 

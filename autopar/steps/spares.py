@@ -1,8 +1,8 @@
 """Additional copies of the state that devices hold.
 
-A step that does not donate its state holds the old and the new state at the same time.
-A run that must survive the loss of processes also keeps the states of earlier steps. If
-only one process has an array, neighbouring processes also keep copies of it.
+Without donation, a device holds the old and the new state at the same time. A run that
+must survive the loss of processes also keeps the states of earlier steps. If only one
+process has an array, neighbouring processes also keep copies of it.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _other_dtype(analysis: Analysis) -> str:
 
 
 def _doubts_of_batch(analysis: Analysis) -> list[str]:
-    """Names arguments taken for state only because of their shape, if none is batch."""
+    """Names arguments that only their shape makes state, if no argument is batch."""
     inputs = analysis.graph.inputs
     if analysis.pytrees.form.roles.batch is not None:
         return []

@@ -14,9 +14,9 @@ from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.sums.reassociated import Reassociation
 from autopar_passes.sums.stacked import Deferral
 
-# Gradients with fewer elements and gradients of vectors are sent uncompressed. These
-# gradients have a very small part of the bytes, and compression harms norms and biases
-# most (PowerSGD, arXiv 1905.13727, and CGX, arXiv 2111.08617, do the same).
+# Gradients with fewer elements and gradients of vectors are sent uncompressed. They
+# have a very small part of the bytes, and compression harms norms and biases most
+# (PowerSGD, arXiv 1905.13727, and CGX, arXiv 2111.08617, do the same).
 SMALLEST = 1024
 
 
@@ -35,12 +35,13 @@ def times_due(graph: OperatorGraph, maker: Operator, value: int) -> float:
     if value in graph.accumulated:
         trips /= graph.microbatches
     if maker.kind == "stack_step":
-        # A replica runs only some of the iterations of a loop over microbatches.
+        # A replica runs only some of a loop's microbatches.
         trips = max(1.0, trips / graph.values[maker.outputs[0]].shape[0])
     return trips
 
 
-# Class -> for each sum over devices, its bytes and the number of times per step.
+# Class -> the bytes of each of its sums over devices, and how often per step each is
+# computed.
 Sums = dict[int, list[tuple[int, float]]]
 
 
@@ -78,7 +79,7 @@ class SharedSums:
 
     Attributes:
       summed: value whose sum over devices may be a combined one -> the results of
-        contractions that are added up in it. A result of a contraction maps to itself.
+        contractions that are added up to it. A result of a contraction maps to itself.
       count: result of a contraction -> the largest number of results that may share its
         sum, including this result.
       additions: pairs of the operator and the result of each addition, in program
@@ -144,7 +145,7 @@ def partial_runs(
 ) -> PartialRuns:
     """Returns how often operators run on partial values whose sum waits in loops.
 
-    The sum over devices of such a value is taken after the loop. Until then, each
+    The sum over devices of such a value is computed after the loop. Until then, each
     device runs the operators on the path of the value on its own partial value. These
     runs are divided equally among the operators that contribute to the value. The first
     operator of a class stands for the class.
@@ -172,8 +173,8 @@ def partial_runs(
     return out
 
 
-# Class -> for each gradient, its shape and the number of times per step that a gradient
-# of this shape is summed over devices.
+# Class -> for each gradient that it contributes to, its shape and how often per step a
+# gradient of this shape is summed over devices.
 CodedSums = dict[int, list[tuple[tuple[int, ...], float]]]
 
 

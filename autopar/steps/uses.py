@@ -16,8 +16,8 @@ from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.rules.factor_rule import Dims
 
-# Values are equivalent if the same output slot of equivalent operators, such as those
-# of repeated layers, makes them. The pair is (class of the producer, output slot).
+# Values are equivalent if equivalent operators, such as those of repeated layers, make
+# them as the same result. The pair is (class of the producer, position of the result).
 ValueClass = tuple[int, int]
 
 
@@ -28,9 +28,9 @@ class Use:
     Attributes:
       node: the node that reads.
       dims: for each dimension of the value, the factors of that node.
-      weight: how many reshardings per step the use needs. For each value of the class
-        that is read in this layout, the largest number of times per step that one
-        operator reads the value is added.
+      weight: the number of reshardings per step for this use. It is the sum, over the
+        values of the class that are read in this layout, of the largest number of times
+        per step that one operator reads the value.
       backward: whether the readers belong to the backward pass or the update.
       readers: value of the class -> the first and the last operator that read it in
         this layout, and the largest number of times per step that one such operator
@@ -60,7 +60,7 @@ class HomeValue:
 
     @property
     def foreign(self) -> tuple[Use, ...]:
-        """The uses that may need another layout than that of the home."""
+        """The uses that may need another layout than that of the values' home."""
         return tuple(
             u for u in self.uses if (u.node, u.dims) != (self.home.node, self.home.dims)
         )

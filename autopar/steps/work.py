@@ -51,9 +51,9 @@ class OperatorWork:
       sides: for a product, the factors of its sides M, N and K; empty for other
         operators.
       looked_up: for a gather or scatter, the factors of the indexed array that the
-        gathered or written rows do not have. If a mesh axis splits such a factor, a
-        device must check every index to find the rows in its own shard, so each device
-        processes all rows.
+        gathered or written rows lack. If a mesh axis splits such a factor, a device
+        must check every index to find the rows in its own shard, so it processes all
+        rows.
     """
 
     op: Operator
@@ -107,8 +107,7 @@ class WorkTable:
         divides the memory traffic.
       sides_split_by: int ``[rows, 3, factors]``, like ``split_by`` for the factors of
         each side of a product.
-      alike: groups of rows of this table; one formula gives the times of all rows of a
-        group.
+      alike: groups of rows of this table for which one formula gives the seconds.
     """
 
     works: tuple[OperatorWork, ...]
@@ -335,9 +334,9 @@ def _looked_up(op: Operator) -> frozenset[int]:
 
 
 def _copies(op: Operator, memory: InMemory) -> float:
-    """How often a loop moves one iteration's part of a stack in addition.
+    """How often a loop moves one iteration's part of a stack, besides other work.
 
-    The work of the operator that makes the part does not include these moves.
+    The operator that makes the part does not count these moves as its work.
 
     An element-wise operator writes the part directly into the stack; its own work
     counts this writing. It writes the part once more if the body of the loop also reads
@@ -377,7 +376,7 @@ def _traffic(
 
     made = op.outputs[0] if op.outputs else None
     if made is not None and op.kind == "slice_step":
-        # If the part has no separate buffer, its readers read it in the stack.
+        # A part without a buffer of its own is read in the stack.
         copied = 2.0 * values[made].nbytes if made in fusion.buffers else 0.0
         return ((made, copied),)
     if made is not None and op.kind == "stack_step":
