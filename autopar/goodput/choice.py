@@ -1,15 +1,16 @@
 """Chooses how a training continues: its batch, microbatches and codecs.
 
-A way (`Way`) is one choice of batch size, number of microbatches and codecs. The
-running way is the choice with which the job trains now. The value of a way is its
-goodput: rows per second times the efficiency of a row. Rows per second and efficiency
-are estimates with errors. Therefore `decide` compares a bound: a way's goodput divided
-by the running way's goodput is almost surely larger than this bound. A change to a way
-costs seconds without training, because a program must be compiled or the state must
-move. `decide` chooses a way only if it finishes more work than the running way until
-the next expected change of devices, with these seconds included. If the job ends before
-that change, the way that finishes the job first is best. A gain that is smaller than
-its uncertainty does not count, so that the choice does not oscillate.
+A *way* (`Way`) is one choice of batch size, number of microbatches and codecs. The
+*running* way is the choice with which the job trains now. The value of a way is its
+goodput: rows per second times efficiency, the progress per row. Rows per second and
+efficiency are estimates with errors. Therefore `decide` compares a bound: a way's
+goodput divided by the running way's goodput is almost surely larger than this bound. A
+change to a way costs seconds without training, because a program must be compiled or
+the state must move. `decide` chooses a way only if it finishes more work than the
+running way until the next expected change of devices, with these seconds included. If
+the job ends before that change, the way that finishes the job first is best. A gain
+that is smaller than its uncertainty does not count, so that the choice does not
+oscillate.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopar.errors import PlanError
 from autopar.goodput.efficiency import EXACT, CodecError, efficiency
 from autopar.goodput.throughput import Interval, Terms, Throughput
 
-# The number of candidate batches per doubling.
+# The number of candidate batch sizes in each doubling of the batch size.
 _EACH_DOUBLING = 2
 
 
@@ -54,7 +55,7 @@ class PhiRange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ratio:
-    """Measured progress per row with biased codecs, relative to a row without codecs.
+    """Measured progress per row with biased codecs, divided by that without codecs.
 
     Attributes:
       value: the most likely ratio.
@@ -77,7 +78,8 @@ class Way:
       codecs: the codecs of gradients, as a text of the option ``compression=``.
       terms: seconds of a step, as a plan predicts them.
       error: the squared error that unbiased codecs add to the gradient.
-      ratio: progress per row with biased codecs, relative to a row without codecs.
+      ratio: progress per row with biased codecs, divided by that without codecs; None
+        for unbiased codecs.
       cost_s: seconds without training before the first step in this way.
     """
 
@@ -103,12 +105,13 @@ class Judged:
     Attributes:
       way: the way.
       step_s: seconds of a step.
-      efficiency: progress per row, relative to the base batch.
+      efficiency: progress per row, divided by that with the base batch.
       goodput: progress per second, in rows of the base batch.
-      least: almost sure lower bound on this goodput divided by the running way's.
+      least: almost sure lower bound on this goodput divided by the running way's
+        goodput.
       pays: ``least`` with the cost of the change included. The value is the smaller of
         two ratios to the running way: of the work done until the next expected change,
-        and of the speed over the rest of the job. The change pays off above 1.
+        and of the speed over the rest of the job. The change pays off if it is above 1.
     """
 
     way: Way
@@ -179,8 +182,8 @@ def batches(base: int, most: int, split: int) -> tuple[int, ...]:
         rows = base * 2 ** (k / _EACH_DOUBLING)
         found.add(int(rows / split + 0.5) * split)
     sizes = sorted(rows for rows in found if base <= rows <= most)
-    # Rounding to multiples of `split` may have made two candidates equal. The code
-    # below adds candidates between neighbours.
+    # Rounding to multiples of `split` may have made two candidates equal. Other
+    # candidates between their neighbours are then added.
     middles = [
         max((a + b) // 2 // split * split, a // split * split + split)
         for a, b in itertools.pairwise(sizes)
@@ -270,7 +273,10 @@ def _least(
 
 
 def _efficiency(way: Way, phi: float, base_batch: int, most_gain: float) -> float:
-    """The efficiency of a way; at least a tiny positive number, because it divides."""
+    """The efficiency of a way.
+
+    At least a tiny positive number, as others divide by it.
+    """
     error = way.error
     if math.isinf(error.own + error.shared):
         return 1e-12

@@ -190,13 +190,16 @@ class PlanAtBatches:
     error: CodecError
 
     def step_s(self, rows: int, accumulation: int) -> float:
-        """Seconds of a step, if codecs save as many seconds as at the planned batch."""
+        """Seconds of a step.
+
+        Codecs are assumed to save as many as at the planned batch.
+        """
         coded_s = self.plan.predicted.step_s - self.estimate.seconds()
         scaled_s = self.estimate.seconds(rows / self.rows, accumulation)
         return max(scaled_s + coded_s, 1e-12)
 
     def peak_bytes(self, factor: float, accumulation: int) -> float:
-        """Peak bytes of a device, if codecs hold as many bytes as at the planned batch.
+        """Peak bytes of a device; codecs are assumed to hold as many as planned.
 
         Args:
           factor: rows of the batch divided by rows of the planned batch.
@@ -248,9 +251,9 @@ def error_of(plan: Plan) -> CodecError:
             continue
         codec, squared = parse_codec(gradient.codec), gradient.error**2
         workers = max(workers, gradient.workers)
-        # Stochastic rounding gives each worker an independent error. A codec that sends
-        # random elements draws the same elements on all workers, so its error is
-        # shared.
+        # Stochastic rounding gives each worker an error that is independent of the
+        # others'. A codec that sends random elements draws the same elements on all
+        # workers, so they share its error.
         if getattr(codec, "rounding", "") == "stochastic":
             own = max(own, squared)
         elif getattr(codec, "unbiased", False):
@@ -265,13 +268,13 @@ def error_of(plan: Plan) -> CodecError:
 # A step is planned again if the rows of the best microbatch and of the planned
 # microbatch differ by at least this factor.
 _FAR = 2.0
-# How often a batch that does not fit into memory is halved at most.
+# The largest number of times that a batch is halved because it does not fit the memory.
 _HALVINGS = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WantedCurve:
-    """The inputs of a curve.
+    """The inputs from which a goodput curve is computed.
 
     Attributes:
       program: the step.
@@ -351,7 +354,7 @@ def _best_found(
         rows = rows or point.batch // point.accumulation
         if max(rows / plan.rows, plan.rows / max(rows, 1)) < _FAR or not rows:
             continue
-        # If planning another batch fails, the first plan is still valid.
+        # If planning another batch fails, the first plan stays.
         with contextlib.suppress(AutoparError):
             again = _planned_at(wanted, cluster, rows, plan.plan)
             found.append((_best_batch(wanted, again, cluster, blank), again))
@@ -396,7 +399,8 @@ def _planned_at(
     wanted: WantedCurve, cluster: Cluster, rows: int, running: Plan | None
 ) -> PlanAtBatches:
     analysis = wanted.program.at(rows)
-    # Curves have points of their own for fewer devices, and for other batch sizes.
+    # A curve has points of its own for fewer devices and for other batch sizes, so the
+    # planner must use these.
     options = dataclasses.replace(as_written(wanted.options), may_idle=False)
     warm = (
         not wanted.anew

@@ -39,7 +39,7 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
       batch: rows of a step; 0 if the program cannot run.
       accumulation: number of microbatches into which the batch is split.
       step_s: seconds of a step.
-      efficiency: progress per row, relative to the base batch.
+      efficiency: progress per row, divided by that with the base batch.
       goodput: rows of the base batch per second; 0 if the program cannot run.
       peak_memory_bytes: peak memory of a device.
       plan: a digest of the plan; '' without a plan.
@@ -267,11 +267,11 @@ def correct_curve(
 
     A measured configuration gets the batch, seconds and codecs of its measured steps.
     If several batches were measured, the batch with the most goodput is used.
-    Configurations without measurements are scaled: their rows per second and their
-    batch size are multiplied by a factor. The factor is the geometric mean of measured
-    values divided by predicted values, over the measured configurations of the same
-    kind of devices. Batch sizes stay between the table's base batch and largest batch.
-    All efficiencies are computed anew from the measured noise scale.
+    Unmeasured configurations are scaled: their rows per second and their batch size are
+    each multiplied by a factor. The factor is the geometric mean of measured values
+    divided by predicted values, over the measured configurations of the same kind of
+    devices. Batch sizes stay between the table's base batch and largest batch. All
+    efficiencies are computed anew from the measured noise scale.
 
     Args:
       table: the table.
@@ -382,11 +382,11 @@ class _Judge:
     def efficiency(
         self, point: CurvePoint, batch: float, error: CodecError | None = None
     ) -> float:
-        """Progress per row in a batch, relative to the base batch.
+        """Progress per row in a batch, divided by that with the base batch.
 
         The efficiency in the table already includes the loss by codecs. Therefore this
-        method multiplies the efficiency by the effect of the new noise scale and batch
-        size, and does not replace the efficiency.
+        method multiplies it by the effect of the new noise scale and batch size,
+        instead of replacing it.
         """
         phi = self.noise_scale
         if phi is None or not self.knows:

@@ -105,14 +105,14 @@ def efficiency(
     error: CodecError = EXACT,
     most: float = math.inf,
 ) -> float:
-    """Progress per row in a batch of M rows, relative to the base batch.
+    """Progress per row in a batch of M rows, divided by that with the base batch.
 
     Args:
       phi: the noise scale, as for `gain`.
       batch: rows of the batch, M.
       base_batch: rows of the base batch, M0.
       error: the error of the codecs.
-      most: upper limit of the gain that is used.
+      most: upper limit of the gain from which the efficiency follows.
 
     >>> efficiency(100.0, 400, 100)
     0.4
@@ -147,9 +147,9 @@ def codec_error(
 ) -> CodecError:
     """The squared error of unbiased codecs, measured during training.
 
-    The telemetry holds each worker's independent error. The rest of the measured error
-    of the sum is shared by all workers: they draw the same elements, or the sum is
-    rounded once more.
+    The telemetry holds each worker's independent error. All workers share the rest of
+    the measured error of the sum: they draw the same elements, or the sum is rounded
+    once more.
 
     Args:
       scale: `ParallelStep.noise_scale`.

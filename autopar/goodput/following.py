@@ -42,8 +42,8 @@ class CriticalRegimes:
     """State of Accordion's rule; `with_step` returns the state after a step.
 
     Attributes:
-      eta: a regime is critical if the norm changed by at least this fraction since the
-        previous window.
+      eta: a regime is critical if the norm has changed by at least this fraction since
+        the previous window.
       window: length of a window, in base batches of rows.
       only_grows: whether the batch never returns to the base batch once it is large, as
         in the paper.
@@ -175,8 +175,8 @@ def _progress_ratio(dense: Sequence[float], coded: Sequence[float]) -> float:
             f"{one[0]:.4g} to {one[-1]:.4g}, the other from {other[0]:.4g} to "
             f"{other[-1]:.4g}. Train longer."
         )
-    # The highest loss levels are left out: early in training a single step may pass
-    # several levels.
+    # The highest loss levels are left out, because a single step may pass several
+    # levels early in training.
     levels = np.linspace(high, low, _LEVELS + 1)[_LEVELS // 4 :]
     quotients = [steps_to(one, level) / steps_to(other, level) for level in levels]
     return float(np.mean(quotients))

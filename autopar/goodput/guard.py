@@ -1,4 +1,4 @@
-"""Limits the learning rate's scaling (the gain) if large batches make the loss rise.
+"""Limits the gain that scales the learning rate, if large batches make the loss rise.
 
 The gain of a step is the number of steps with the base batch that make as much progress
 (`autopar.goodput.gain`). The learning rate is scaled by the gain. The
@@ -44,7 +44,7 @@ class LossGuard:
       most: the largest allowed gain.
       alarms: number of alarms so far.
       losses: recent losses, without outliers.
-      far: number of successive outliers at the end of the steps so far.
+      far: number of successive outliers among the losses, up to the last step.
       rest: for this number of next steps, no loss counts as an outlier.
       calm: steps since the last alarm, or since the limit of the gain was last doubled.
     """
@@ -63,8 +63,8 @@ class LossGuard:
             return math.inf
         usual = statistics.median(self.losses)
         spread = statistics.median(abs(x - usual) for x in self.losses)
-        # Equal losses have a spread of 0. The second operand of `max` then keeps
-        # rounding errors from counting as outliers.
+        # Equal losses have a spread of 0. Because of the second operand of `max`,
+        # rounding errors then do not count as outliers.
         return usual + max(_FAR * _SIGMA * spread, 1e-3 * abs(usual))
 
     def with_step(self, loss: float, gain: float) -> LossGuard:

@@ -115,7 +115,7 @@ def cap_line(
     """A ledger line with the new limit of the gain, after a loss rose; also warns.
 
     Args:
-      step: number of the step.
+      step: number of the step after which the limit is lowered.
       loss: the loss that rose.
       before: the guard before the step.
       now: the guard after the step.
@@ -171,8 +171,8 @@ def choose_first(
       horizon_s: seconds until the next expected change of devices.
       rest_s: seconds that the job takes if the codecs stay.
     """
-    # To plan one codec, or to search layouts for it, takes at most as long as the first
-    # plan took.
+    # Planning one codec, or searching layouts for it, takes at most as long as the
+    # first plan took.
     each_s, terms = now.made.plan.seconds.total, now.made.curve.terms()
     part = 0.0 if terms is None else Throughput().sync_part(terms)
     spare_s = min(horizon_s, rest_s)
@@ -216,15 +216,15 @@ def first_decision(
     )
 
 
-# The uncertainty of the noise scale.
+# The uncertainty of the noise scale, from the estimates of single steps.
 #
 # Each step gives an estimate of the squared norm of the mean gradient and an estimate
 # of the variance of a row's gradient. `autopar.runtime.noise` averages the estimates of
 # many steps. The standard error of an average is the standard deviation of single
 # steps' estimates, divided by the square root of the number of averaged steps.
 
-# The standard deviation is computed from the last `_KEPT` steps at most, and not before
-# `_FEWEST` steps.
+# The standard deviation is that of the last `_KEPT` steps at most. With fewer than
+# `_FEWEST` steps, it is not computed.
 _KEPT, _FEWEST = 64, 5
 
 
@@ -268,8 +268,9 @@ class PhiTrack:
             return None
         keep = decay ** (scale.rows / base_batch)
         held = min(float(scale.steps), (1 + keep) / max(1 - keep, 1e-9))
-        # If a step has only one group of gradients, its gradient is compared with the
-        # previous step's. This estimate is biased, so the range is doubled.
+        # If a step has only one group of gradients, its gradient is compared with that
+        # of the step before. This estimate is biased, so the range is made twice as
+        # wide.
         wide = sigmas * (2.0 if scale.biased else 1.0) / math.sqrt(held)
         sqr = wide * statistics.stdev(self.sqr)
         var = wide * statistics.stdev(self.var)
@@ -296,15 +297,15 @@ class PhiTrack:
         return cls(tuple(data["sqr"]), tuple(data["var"]), last)
 
 
-# After a change of way, the first `_UNTIMED` steps are not timed, and no decision is
-# made for `_SETTLED` steps.
+# After a change of way, the first `_UNTIMED` steps are not timed, and the next decision
+# comes after `_SETTLED` steps.
 _UNTIMED, _SETTLED = 2, 8
 # The largest number of ways that the loop plans for one decision.
 _EXPLORED = 3
 # Assumed seconds until the next change of devices, if they are not known.
 HORIZON_S = 600.0
 
-# Numbers the loops of a process; the numbers are equal in all processes.
+# Numbers the loops of this process; a loop has the same number in all processes.
 _LANES = itertools.count()
 
 Record = Callable[..., None]
@@ -524,8 +525,8 @@ class Loop:
     def _tells(self) -> bool:
         """Whether to write the gain into the state now.
 
-        To write the gain, the loop has to wait for the end of the step. Therefore the
-        loop does not write the gain after every step.
+        Writing the gain needs the end of the step. So the loop does not write it after
+        every step.
         """
         return self._since <= 1 or self._steps % self.following.every == 0
 
@@ -533,7 +534,7 @@ class Loop:
         """The running way; forgets all planned ways if other code changed the plan."""
         planned, before = self.step.running.planned, self._running
         if before is not planned:
-            # After processes restart, the same plan may run on other devices.
+            # After processes restart, an equal plan may run on other devices.
             same = before is None or before.plan is planned.plan
             if not same or self._world is not self.step.world:
                 self._since = 0

@@ -51,7 +51,9 @@ class Said:
 
 
 def agree_on_first(world: World, own: Said) -> Said:
-    """What the first process decided; busy while any process is busy.
+    """What the first process decided.
+
+    While any process is busy, the result is busy.
 
     Processes measure different step times. Therefore the first process decides for all
     processes.

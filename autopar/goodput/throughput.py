@@ -445,7 +445,7 @@ class PlanCurve:
         return self._known[rows, parts]
 
     def lost_part(self, rows: int) -> float:
-        """The largest fraction of a step's seconds that other layouts may save.
+        """The largest fraction of a step's seconds that other layouts could save.
 
         Other layouts may save work that several devices repeat, and waits for
         communication. The result is the time of a device's microbatches, minus the time
@@ -491,7 +491,7 @@ class PlanCurve:
         if found is None:
             sync = predicted.step_s - predicted.compute_s
             return predicted.compute_s * ratio, 0.0, sync
-        # The seconds that codecs add to the step or save; the estimate lacks them.
+        # The seconds that codecs add to the step or save, which the estimate lacks.
         coded = predicted.step_s - found.seconds()
         fixed = times * found.microbatch_s(_NOTHING)
         work = times * found.microbatch_s(ratio / times) - fixed

@@ -39,10 +39,10 @@ from autopar_passes.program.calls import StepCall
 #
 # The running plan is the first anchor. The layouts of this plan may be the best ones
 # only for its batch size and codecs. To avoid sums of gradients, a plan may exchange
-# activations, or compute the same on all devices. This is expensive with larger
-# batches, and unnecessary if codecs make sums cheap. Therefore layouts are also
-# searched with each codec: for the largest batch, or for the present batch if the batch
-# size is fixed.
+# activations, or compute the same on all devices. This takes long with larger batches,
+# and is unnecessary if codecs make sums fast. Therefore layouts are also searched with
+# each codec: for the largest batch, or for the present batch if the batch size is
+# fixed.
 
 # The number of pairs of layouts and codecs whose plans are cached.
 _STUDIED = 16
@@ -416,7 +416,10 @@ class Ways:
     def _anchor(
         self, key: Key, running: PlanCurve, curves: Sequence[PlanCurve]
     ) -> tuple[PlanCurve, Terms] | None:
-        """The plan for estimating a way, and the estimated seconds; None: no plan."""
+        """The plan from which a way is estimated, and the estimated seconds.
+
+        None without such a plan.
+        """
         found: list[tuple[PlanCurve, Terms]] = []
         for curve in curves:
             terms = curve.terms(key.rows, key.microbatches)
@@ -424,7 +427,7 @@ class Ways:
                 continue
             if curve.layouts == running.layouts:
                 # The anchor's codecs may have been chosen at another batch size. The
-                # work is taken from the running plan.
+                # seconds of work are those of the running plan.
                 own = running.terms(key.rows, key.microbatches)
                 if own is None:
                     continue
