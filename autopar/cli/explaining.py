@@ -24,12 +24,7 @@ from autopar.reports.alternatives import (
     stage_trials,
     trials_of,
 )
-from autopar.reports.attribution import (
-    WAYS,
-    AttributedTime,
-    attribute,
-    part_lines,
-)
+from autopar.reports.attribution import WAYS, AttributedTime, attribute, part_lines
 from autopar.reports.explain import (
     BoundPlan,
     LayoutDecision,

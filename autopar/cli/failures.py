@@ -183,10 +183,7 @@ EXIT_CODES = (
     (0, "done"),
     (DIFFERENT, "diff: the plans differ; doctor, verify: something is wrong"),
     (BAD_INPUT, "the input is wrong, or the target's own code failed"),
-    (
-        DOES_NOT_FIT,
-        "no plan fits the memory of a device; simulate: jobs could not run",
-    ),
+    (DOES_NOT_FIT, "no plan fits the memory of a device; simulate: jobs could not run"),
     (BUG, "a bug in autopar"),
     (STOPPED, "interrupted"),
 )

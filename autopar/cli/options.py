@@ -66,8 +66,7 @@ Devices = Annotated[
 # type here is `Any`.
 Asked = Any
 Traceback = Annotated[
-    bool,
-    typer.Option("--traceback", help="On an error, print where it was raised."),
+    bool, typer.Option("--traceback", help="On an error, print where it was raised.")
 ]
 
 # Command -> the example with which its help ends.

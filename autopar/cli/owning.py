@@ -54,9 +54,7 @@ def submit(asked: Submitted) -> Result:
     return take_jobs(asked.state, specs, folder)
 
 
-def read_submitted(
-    asked: Submitted,
-) -> tuple[list[tuple[str, JobSpec]], pathlib.Path]:
+def read_submitted(asked: Submitted) -> tuple[list[tuple[str, JobSpec]], pathlib.Path]:
     """Reads the submitted jobs, each with its place in the file, and their folder.
 
     Raises:

@@ -127,9 +127,7 @@ def level_sizes(devices: Sequence[Device]) -> tuple[int, ...]:
     return (len(processes), len(devices) // len(processes))
 
 
-def from_preset(
-    devices: Sequence[Device],
-) -> tuple[DeviceSpec, tuple[Level, ...]]:
+def from_preset(devices: Sequence[Device]) -> tuple[DeviceSpec, tuple[Level, ...]]:
     """Device and levels for these JAX devices, from the presets."""
     kind = devices[0].device_kind
     name = preset_name(kind)

@@ -8,11 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.cluster.specs import ClusterError, Level, LinkSpec
 
-_NAMES = {
-    1: ("data",),
-    2: ("data", "tensor"),
-    3: ("data", "fsdp", "tensor"),
-}
+_NAMES = {1: ("data",), 2: ("data", "tensor"), 3: ("data", "fsdp", "tensor")}
 DEFAULT_NAMES = _NAMES[3]
 
 
@@ -127,11 +123,7 @@ def _build(
     placed = placed or [(len(levels) - 1, 1)]  # a mesh has at least one axis
     axes = [
         MeshAxis(
-            name=name,
-            size=size,
-            link=levels[i].link,
-            level=i,
-            named=names is not None,
+            name=name, size=size, link=levels[i].link, level=i, named=names is not None
         )
         for name, (i, size) in zip(_names_for(len(placed), names), placed, strict=True)
     ]

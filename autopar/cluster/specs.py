@@ -190,11 +190,7 @@ CALIBRATIONS = {
 
 
 Kind = Literal[
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "collective_permute",
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
 ]
 """The kind of a collective. Here and in every cost, the size `nbytes` of a collective
 is: `all_reduce`: local input; `all_gather`: result; `reduce_scatter`: input;

@@ -17,13 +17,7 @@ from autopar.cost.collectives import (
     collective_s_per_byte,
     least_s_per_byte,
 )
-from autopar.cost.combining import (
-    NO_COMBINER,
-    SUMS,
-    Combiner,
-    Group,
-    combiner_of,
-)
+from autopar.cost.combining import NO_COMBINER, SUMS, Combiner, Group, combiner_of
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps, shards
 
 

@@ -127,10 +127,7 @@ class _Forms:
 
 
 def traffic(
-    assignment: Assignment,
-    only: Sequence[int] | None = None,
-    *,
-    rounds: bool = False,
+    assignment: Assignment, only: Sequence[int] | None = None, *, rounds: bool = False
 ) -> list[Collective]:
     """Lists the collectives of one step, in program order.
 

@@ -88,11 +88,7 @@ def summations(
 
 
 def summation_of(
-    shape: tuple[int, ...],
-    home: Layout,
-    axes: Axes,
-    within: Axes,
-    sizes: Sequence[int],
+    shape: tuple[int, ...], home: Layout, axes: Axes, within: Axes, sizes: Sequence[int]
 ) -> Summation | None:
     """Returns the way that sums over ``within`` first; None if the layout allows none.
 
@@ -149,11 +145,7 @@ def _gather_whole(
 
 
 def _keep_local(
-    home: Layout,
-    local: tuple[int, ...],
-    slow: Axes,
-    within: Axes,
-    sizes: Sequence[int],
+    home: Layout, local: tuple[int, ...], slow: Axes, within: Axes, sizes: Sequence[int]
 ) -> Summation | None:
     """The way to sum if the result must be split over the fast links only."""
     dim = scattered_dim(home, within)
@@ -165,11 +157,7 @@ def _keep_local(
 
 
 def _scatter_all(
-    home: Layout,
-    local: tuple[int, ...],
-    axes: Axes,
-    within: Axes,
-    sizes: Sequence[int],
+    home: Layout, local: tuple[int, ...], axes: Axes, within: Axes, sizes: Sequence[int]
 ) -> Summation | None:
     """The way to sum if the result must be split over all links, along one dim."""
     dim = scattered_dim(home, axes)

@@ -46,12 +46,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.programs import as_asked
 from autopar.planner.record import GIVEN, check_plan, make_plan, stated_assignment
-from autopar.planner.search import (
-    candidate_meshes,
-    plan_mesh,
-    search,
-    search_of_one,
-)
+from autopar.planner.search import candidate_meshes, plan_mesh, search, search_of_one
 from autopar.plans import ClusterData, Plan, ReplicaPlan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
@@ -656,7 +651,7 @@ def _check_fits(found: Candidate, site: ReplicaDevices) -> None:
         raise InfeasibleError(
             f"a replica on {site.part} needs {need / 1e9:.3g} GB on each device, which "
             f"has {have / 1e9:.3g} GB. Split the batch into more microbatches, or plan "
-            "with stages='auto'.",
+            "with stages='auto'."
         )
 
 

@@ -13,12 +13,7 @@ from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.strategies import Strategy
-from autopar.planner.candidate import (
-    Candidate,
-    SearchResult,
-    candidate_of,
-    choices_of,
-)
+from autopar.planner.candidate import Candidate, SearchResult, candidate_of, choices_of
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.infeasible import advise
 from autopar.planner.problem import Restriction, formulate

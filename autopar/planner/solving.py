@@ -54,12 +54,7 @@ from autopar.planner.problem import (
     small_state,
 )
 from autopar.planner.proposals import Proposal, record
-from autopar.planner.recipes import (
-    has_context,
-    least_bytes,
-    recipes,
-    restriction_of,
-)
+from autopar.planner.recipes import has_context, least_bytes, recipes, restriction_of
 from autopar.planner.ties import laid_out, tie_broken
 from autopar.planner.weights import (
     HIDDEN,

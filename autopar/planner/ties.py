@@ -17,12 +17,7 @@ import numpy as np
 
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout
-from autopar.planner.candidate import (
-    Candidate,
-    assignment_of,
-    candidate_of,
-    peak_of,
-)
+from autopar.planner.candidate import Candidate, assignment_of, candidate_of, peak_of
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.roles import InputRole

@@ -18,11 +18,7 @@ from autopar.errors import PlanError
 from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import CodecRequest, Errors, request_of
-from autopar.planner.hints import (
-    check_pinned,
-    pin_restriction,
-    pinned_layouts,
-)
+from autopar.planner.hints import check_pinned, pin_restriction, pinned_layouts
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import meshes_of, plan_analysis
 from autopar.planner.problem import FEW_NODES, Restriction, Within

@@ -153,11 +153,7 @@ def in_kinds(
     return np.concatenate(
         [
             np.broadcast_to(seconds, (count, *np.shape(seconds)[1:]))
-            for seconds, count in (
-                (work, _WORK),
-                (gathers, _GATHERS),
-                (sums, SEGMENTS),
-            )
+            for seconds, count in ((work, _WORK), (gathers, _GATHERS), (sums, SEGMENTS))
         ]
     )
 

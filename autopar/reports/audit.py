@@ -21,12 +21,7 @@ from autopar.plans import Plan
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
 from autopar.reports.staged import StageLink
-from autopar.reports.table import (
-    bytes_text,
-    mesh_text,
-    replica_lines,
-    seconds_text,
-)
+from autopar.reports.table import bytes_text, mesh_text, replica_lines, seconds_text
 from autopar.terminal import columns
 from autopar_passes.audit.compiled import (
     CompiledAudit,

@@ -225,8 +225,7 @@ def run(
 
 def worker(
     supervisor: Annotated[
-        str,
-        typer.Option(metavar="HOST:PORT", help="Where `autopar run --listen` is."),
+        str, typer.Option(metavar="HOST:PORT", help="Where `autopar run --listen` is.")
     ],
     secret: _Secret = None,
     slots: Annotated[
@@ -331,11 +330,7 @@ def workers(
     for how long.
     """
     # These modules import NumPy, which `--help` must not import.
-    from autopar.elastic.processes.records import (
-        command,
-        ending_text,
-        read_ending,
-    )
+    from autopar.elastic.processes.records import command, ending_text, read_ending
     from autopar.elastic.processes.stacks import stack_lines  # late, like the others
     from autopar.errors import PlanError  # late, like the others
     from autopar.units import number_of  # late, like the others
@@ -443,9 +438,7 @@ _Step = Annotated[
 
 
 def show(
-    directory: _Directory,
-    step: _Step = None,
-    as_json: options.Json = False,
+    directory: _Directory, step: _Step = None, as_json: options.Json = False
 ) -> Result:
     """Lists the checkpoints of a directory, and the arrays of the last or a given one.
 
@@ -458,9 +451,7 @@ def show(
 
 
 def verify(
-    directory: _Directory,
-    step: _Step = None,
-    as_json: options.Json = False,
+    directory: _Directory, step: _Step = None, as_json: options.Json = False
 ) -> Result:
     """Reads every array of the checkpoints, and compares it with its checksum.
 
@@ -479,8 +470,7 @@ def convert(
     ],
     target: Annotated[pathlib.Path, typer.Argument(help="What is written.")],
     to: Annotated[
-        str,
-        typer.Option(metavar="FORMAT", help="safetensors, atoms or checkpoint."),
+        str, typer.Option(metavar="FORMAT", help="safetensors, atoms or checkpoint.")
     ],
     step: _Step = None,
     like: Annotated[
@@ -495,8 +485,7 @@ def convert(
         ),
     ] = None,
     position: Annotated[
-        int | None,
-        typer.Option(min=0, help="From atoms: number of samples consumed."),
+        int | None, typer.Option(min=0, help="From atoms: number of samples consumed.")
     ] = None,
     as_json: options.Json = False,
 ) -> Result:

@@ -221,11 +221,7 @@ def _check_codecs(found: Sequence[Site], request: CodecRequest) -> None:
         for site in itertools.islice(taken, 1):
             way = site.flat
             check_codec(
-                codec,
-                way.local_shape,
-                way.workers,
-                scatter=way.scatter,
-                name=site.name,
+                codec, way.local_shape, way.workers, scatter=way.scatter, name=site.name
             )
 
 

@@ -661,9 +661,7 @@ def with_copied_layers(
     sent_s = 2 * state / np.array([link.bandwidth_bytes_per_s for link in links])
     costs = tuple(
         dataclasses.replace(
-            own,
-            step_s=own.step_s + sent_s,
-            resident_bytes=own.resident_bytes + state,
+            own, step_s=own.step_s + sent_s, resident_bytes=own.resident_bytes + state
         )
         for own in problem.costs
     )

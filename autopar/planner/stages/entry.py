@@ -492,10 +492,7 @@ def _with_recomputed(
     begins = [wanted.layers[part] for part in wanted.parts]
     layers = tuple(sorted({*found, *begins}))
     plain = dataclasses.replace(
-        wanted,
-        layers=layers,
-        parts=tuple(map(layers.index, begins)),
-        recomputed=(),
+        wanted, layers=layers, parts=tuple(map(layers.index, begins)), recomputed=()
     )
     every = dataclasses.replace(plain, recomputed=tuple(range(len(layers))))
     if asked != "auto" and number in (None, len(found)):

@@ -283,10 +283,7 @@ def kept_plan(
 
 
 def rooms_left(
-    cut: CutStep,
-    cluster: Cluster,
-    wanted: WantedPipeline,
-    found: Sequence[Candidate],
+    cut: CutStep, cluster: Cluster, wanted: WantedPipeline, found: Sequence[Candidate]
 ) -> list[int]:
     """By stage, the bytes that a device may hold while one microbatch runs.
 
@@ -308,10 +305,7 @@ def rooms_left(
 
 
 def price_pipeline(
-    cut: CutStep,
-    cluster: Cluster,
-    wanted: WantedPipeline,
-    found: Sequence[Candidate],
+    cut: CutStep, cluster: Cluster, wanted: WantedPipeline, found: Sequence[Candidate]
 ) -> tuple[float, list[float]]:
     """The seconds of a step without codecs, and by stage the most bytes on a device.
 

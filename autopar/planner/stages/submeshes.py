@@ -29,12 +29,7 @@ from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import assignment_of, peak_of
-from autopar.planner.problem import (
-    Formulation,
-    Restriction,
-    formulate,
-    small_state,
-)
+from autopar.planner.problem import Formulation, Restriction, formulate, small_state
 from autopar.planner.recipes import most_split
 from autopar.planner.replicas import replica_pricer, slowest_of
 from autopar.planner.search import candidate_meshes, plan_mesh
@@ -415,18 +410,12 @@ def _small(analysis: Analysis, pricer: Pricer) -> frozenset[int]:
 
 
 def _solve_by_rule(
-    formulation: Formulation,
-    analysis: Analysis,
-    allowed: Restriction,
-    limit: Limit,
+    formulation: Formulation, analysis: Analysis, allowed: Restriction, limit: Limit
 ) -> Assignment | None:
     """The fastest layouts of a problem that keep to a rule; None if none were found."""
     limited = formulation.within(analysis, allowed)
     solution = solve(
-        limited.problem,
-        seconds=limit.part_s(_SHARE),
-        gap=_GAP,
-        timer=time.thread_time,
+        limited.problem, seconds=limit.part_s(_SHARE), gap=_GAP, timer=time.thread_time
     )
     limit.spend(solution.seconds)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):

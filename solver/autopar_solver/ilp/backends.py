@@ -89,10 +89,7 @@ def _answer(
 ) -> ProgramAnswer:
     if model.status == pulp.LpStatusInfeasible:
         return ProgramAnswer(None, np.inf, True)
-    if model.sol_status not in (
-        pulp.LpSolutionOptimal,
-        pulp.LpSolutionIntegerFeasible,
-    ):
+    if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return ProgramAnswer(None, -np.inf, False)
     values = np.array([variable.value() or 0.0 for variable in variables])
     finished = model.sol_status == pulp.LpSolutionOptimal

@@ -18,14 +18,8 @@ from autopar_solver.stages.check import (
     task_seconds,
 )
 from autopar_solver.stages.entries import kept_microbatches
-from autopar_solver.stages.problem import (
-    Pipeline,
-    PipelineCost,
-    StageProblem,
-)
-from autopar_solver.stages.recompute import (
-    choose_recomputed,
-)
+from autopar_solver.stages.problem import Pipeline, PipelineCost, StageProblem
+from autopar_solver.stages.recompute import choose_recomputed
 from autopar_solver.stages.schedules.order import ScheduleKind, make_table
 from autopar_solver.stages.schedules.play import count_alive
 

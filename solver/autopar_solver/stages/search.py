@@ -22,11 +22,7 @@ import numpy as np
 from autopar_solver.clock import Clock
 from autopar_solver.stages.completion import PipelineIncumbent, complete_pipeline
 from autopar_solver.stages.entries import Entries, build_entries, kept_microbatches
-from autopar_solver.stages.problem import (
-    LayerCosts,
-    Pipeline,
-    StageProblem,
-)
+from autopar_solver.stages.problem import LayerCosts, Pipeline, StageProblem
 from autopar_solver.stages.recompute import (
     RecomputePrices,
     choose_recomputed,

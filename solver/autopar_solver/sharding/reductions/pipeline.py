@@ -466,10 +466,7 @@ def _move_links(graph: Graph, maps: dict[int, tuple[int, np.ndarray]]) -> None:
 
 
 def _relink(
-    node: int,
-    other: int,
-    table: np.ndarray,
-    maps: dict[int, tuple[int, np.ndarray]],
+    node: int, other: int, table: np.ndarray, maps: dict[int, tuple[int, np.ndarray]]
 ) -> tuple[int, int, np.ndarray]:
     """Rewrites a link for the remaining nodes that its two nodes map to."""
     i, rows = maps[node]
