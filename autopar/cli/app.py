@@ -7,7 +7,6 @@ JAX, so that help and completion answer at once.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import io
 import json
@@ -19,76 +18,21 @@ import typer
 from typer.core import TyperGroup
 
 from autopar.cli import failures, options
-from autopar.cli.commands import clusters, launching, runs
-from autopar.cli.commands.clusters import doctor, profile, schedule, simulate
-from autopar.cli.commands.plans import (
-    audit,
-    compare,
-    diff,
-    explain,
-    goodput,
-    plan,
-    sweep,
-)
-from autopar.cli.commands.runs import demo, ledger, run, secret, worker, workers
+from autopar.cli.commands import clusters, plans, runs
 from autopar.cli.failures import STOPPED, stoppable
+from autopar.cli.options import Command
 from autopar.cli.output import Result, Stdout
 from autopar.terminal import fold_text, follow_width
 from autopar.version import __version__
 
-# What a command returns. A command that returns an iterator yields a partial result
-# each time it has a new one, and the complete result at the end.
-_Returned = Result | Iterator[Result] | None
-_COMMANDS: tuple[Callable[..., _Returned], ...] = (
-    plan,
-    explain,
-    audit,
-    compare,
-    sweep,
-    goodput,
-    simulate,
-    schedule,
-    diff,
-    ledger,
-    profile,
-    doctor,
-    demo,
-    run,
-    worker,
-    workers,
-    secret,
-)
-# Name of a command -> settings. These commands run a script, and all words after the
-# script's name are arguments of the script.
-_SETTINGS = {
-    name: {"allow_interspersed_args": False}
-    for name in ("run", "launch slurm", "launch kubernetes")
-}
-# These commands print to stdout while they run.
-_SHOWN = (demo, run, worker, clusters.logs)
-# Commands of several words, such as ``autopar checkpoint show``.
-_GROUPS: dict[str, tuple[str, tuple[Callable[..., _Returned], ...]]] = {
-    "checkpoint": (
-        "Shows, verifies and converts checkpoints.",
-        (runs.show, runs.verify, runs.convert),
-    ),
-    "jobs": (
-        "Lists, shows, submits, holds and cancels the jobs of `autopar schedule`; "
-        "`autopar jobs DIR` lists them.",
-        (
-            clusters.list_,
-            clusters.submit,
-            clusters.cancel,
-            clusters.hold,
-            clusters.release,
-            clusters.logs,
-            clusters.show,
-        ),
-    ),
-    "launch": (
-        "Starts elastic runs on clusters that other programs manage.",
-        (launching.slurm, launching.kubernetes),
-    ),
+# The modules of commands, in the order of the help.
+_MODULES = [module.__name__ for module in (plans, clusters, runs)]
+# Groups of commands, such as ``autopar checkpoint show``.
+_GROUPS = {
+    "checkpoint": "Shows, verifies and converts checkpoints.",
+    "jobs": "Lists, shows, submits, holds and cancels the jobs of `autopar schedule`; "
+    "`autopar jobs DIR` lists them.",
+    "launch": "Starts elastic runs on clusters that other programs manage.",
 }
 # Group of commands -> the command that runs if none is named.
 _DEFAULTS = {"jobs": "list"}
@@ -105,15 +49,19 @@ def commands(stdout: Stdout) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for command in _COMMANDS:
-        _add(app, stdout, command, command.__name__)
-    for name, (text, members) in _GROUPS.items():
-        group = typer.Typer(
+    groups = dict[str, typer.Typer]()
+    order = sorted(options.COMMANDS, key=lambda c: _MODULES.index(c.record.__module__))
+    for command in order:
+        if " " not in command.words:
+            _add(app, stdout, command)
+    for name, text in _GROUPS.items():
+        groups[name] = typer.Typer(
             help=text, rich_markup_mode=None, cls=_group(_DEFAULTS.get(name))
         )
-        for command in members:
-            _add(group, stdout, command, f"{name} {command.__name__.rstrip('_')}")
-        app.add_typer(group, name=name)
+        app.add_typer(groups[name], name=name)
+    for command in order:
+        if " " in command.words:
+            _add(groups[command.words.split()[0]], stdout, command)
     return app
 
 
@@ -132,15 +80,12 @@ def _group(default: str | None) -> type[TyperGroup]:
     return DefaultGroup
 
 
-def _add(
-    app: typer.Typer, stdout: Stdout, command: Callable[..., _Returned], words: str
-) -> None:
-    """Adds the command that ``words`` call; its help ends with an example."""
-    epilog = f"Example: {options.EXAMPLES[words]}"
+def _add(app: typer.Typer, stdout: Stdout, command: Command) -> None:
+    """Adds a command; its help ends with its example."""
+    settings = {"allow_interspersed_args": False} if command.script else None
+    epilog = f"Example: {command.example}"
     made = _reporting(stdout, command)
-    settings = _SETTINGS.get(words)
-    name = command.__name__.rstrip("_")  # `list_`, because Python has `list`
-    app.command(name, epilog=epilog, context_settings=settings)(made)
+    app.command(command.name, epilog=epilog, context_settings=settings)(made)
 
 
 def _print_version(wanted: bool) -> None:
@@ -164,21 +109,18 @@ def _options(
     del version
 
 
-def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..., int]:
-    """Makes a command print its result, and adds the option ``--traceback``."""
+def _reporting(stdout: Stdout, command: Command) -> Callable[..., int]:
+    """Makes a function that prints a command's result, with ``--traceback``."""
 
-    @functools.wraps(command)
-    def reporting(*args: Any, traceback: bool = False, **kwargs: Any) -> int:
+    def reporting(*, traceback: bool = False, **given: Any) -> int:
         del traceback  # `main` reads it, also if parsing fails
         shown = (
-            contextlib.nullcontext()
-            if command in _SHOWN
-            else stdout.redirect_to_stderr()
+            contextlib.nullcontext() if command.prints else stdout.redirect_to_stderr()
         )
         try:
             with follow_width():
                 with shown:
-                    result = _last(stdout, command(*args, **kwargs))
+                    result = _last(stdout, command.run(given))
                 text = "" if result is None else fold_text(result.text)
         except KeyboardInterrupt:
             raise typer.Abort from None
@@ -189,21 +131,14 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
         typer.echo(text, err=result.failed)
         return result.code
 
-    signature = inspect.signature(command)
-    option = inspect.Parameter(
-        "traceback",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=options.Traceback,
-    )
-    parameters = [*signature.parameters.values(), option]
-    reporting.__dict__["__signature__"] = signature.replace(parameters=parameters)
-    types = command.__annotations__ | {"traceback": options.Traceback}
-    reporting.__annotations__ = types
+    parameters = [*command.parameters(), options.TRACEBACK]
+    reporting.__dict__["__signature__"] = inspect.Signature(parameters)
+    reporting.__annotations__ = {p.name: p.annotation for p in parameters}
+    reporting.__doc__, _ = options.help_texts(command.record)
     return reporting
 
 
-def _last(stdout: Stdout, returned: _Returned) -> Result | None:
+def _last(stdout: Stdout, returned: Result | Iterator[Result] | None) -> Result | None:
     """Returns the last result of a command.
 
     Each partial result is stored before, and is printed if the user interrupts.

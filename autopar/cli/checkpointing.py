@@ -11,6 +11,7 @@ import msgspec
 
 from autopar.checkpoint import converting, folders, manifest, restoring
 from autopar.checkpoint.manifest import Manifest
+from autopar.cli.commands.runs import CheckpointOptions, ConvertCommand
 from autopar.cli.failures import DIFFERENT
 from autopar.cli.output import Result
 from autopar.errors import CheckpointError
@@ -18,16 +19,16 @@ from autopar.reports.table import bytes_text
 from autopar.terminal import columns
 
 
-def show(directory: pathlib.Path, step: int | None, as_json: bool) -> Result:
+def show(asked: CheckpointOptions) -> Result:
     """Lists the checkpoints of a directory, and the arrays of one.
 
     Raises:
       CheckpointError: there is no checkpoint, or it cannot be read.
     """
-    chosen = folders.find_checkpoint(directory, step)
-    whole, begun = _all(directory, chosen)
+    chosen = folders.find_checkpoint(asked.directory, asked.step)
+    whole, begun = _all(asked.directory, chosen)
     held = manifest.read(chosen)
-    if as_json:
+    if asked.as_json:
         return Result.of(
             {
                 "checkpoints": [_data(folder) for folder in whole],
@@ -91,21 +92,22 @@ def _arrays(folder: pathlib.Path, held: Manifest) -> list[str]:
     return [title, "", *columns(rows, right=(2,))]
 
 
-def verify(directory: pathlib.Path, step: int | None, as_json: bool) -> Result:
+def verify(asked: CheckpointOptions) -> Result:
     """Reads and verifies all checkpoints of a directory, or the checkpoint of one step.
 
     Raises:
       CheckpointError: there is no checkpoint.
     """
-    chosen = folders.find_checkpoint(directory, step)
-    whole, begun = _all(directory, chosen)
+    step = asked.step
+    chosen = folders.find_checkpoint(asked.directory, step)
+    whole, begun = _all(asked.directory, chosen)
     found = {
         folder: _problems(folder)
         for folder in whole
         if step is None or folder == chosen
     }
     code = DIFFERENT if any(found.values()) else 0
-    if as_json:
+    if asked.as_json:
         data = [{"folder": str(x), "problems": said} for x, said in found.items()]
         started = [str(folder) for folder in begun]
         return Result.of({"checkpoints": data, "incomplete": started}, code)
@@ -122,34 +124,25 @@ def _problems(folder: pathlib.Path) -> list[str]:
         return [str(error)]
 
 
-def convert(
-    directory: pathlib.Path,
-    target: pathlib.Path,
-    to: str,
-    *,
-    step: int | None,
-    like: pathlib.Path | None,
-    names: pathlib.Path | None,
-    position: int | None,
-    as_json: bool,
-) -> Result:
+def convert(asked: ConvertCommand) -> Result:
     """Converts a checkpoint; see `autopar.checkpoint.converting.convert`.
 
     Raises:
       CheckpointError: an argument is wrong, or a file cannot be read or written.
     """
     found = converting.convert(
-        directory,
-        target,
-        to,
-        step=step,
-        like=like,
-        called=None if names is None else _read_names(names),
-        position=position,
+        asked.directory,
+        asked.target,
+        asked.to,
+        step=asked.step,
+        like=asked.like,
+        called=None if asked.names is None else _read_names(asked.names),
+        position=asked.position,
     )
-    if as_json:
-        return Result.of({"target": str(target), "format": to, "parameters": found})
-    return Result(f"wrote {len(found)} parameters to {target}")
+    if asked.as_json:
+        data = {"target": str(asked.target), "format": asked.to, "parameters": found}
+        return Result.of(data)
+    return Result(f"wrote {len(found)} parameters to {asked.target}")
 
 
 def _read_names(path: pathlib.Path) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import jax
 
 from autopar.cli import common
+from autopar.cli.commands.plans import CompareCommand
+from autopar.cli.commands.runs import DiffCommand
 from autopar.cli.failures import DIFFERENT, spell_options
 from autopar.cli.output import Result
 from autopar.cli.target import load, parse_words
@@ -41,34 +42,20 @@ from autopar.units import rounded_cluster
 OURS = "autopar"
 
 
-def compare(
-    target: str,
-    words: Sequence[str],
-    *,
-    cluster: Cluster | None,
-    limits: PlanOptions,
-    repeats: int,
-    as_json: bool,
-) -> Result:
+def compare(asked: CompareCommand) -> Result:
     """Compares a plan with plans that experts write by hand; times them if requested.
-
-    Args:
-      target: a target, or a saved plan with its step and its cluster.
-      words: options of the target. If ``target`` is a saved plan, other saved plans may
-        be among the words.
-      cluster: the cluster to plan for; None for the cluster of the saved plan.
-      limits: the planning options.
-      repeats: the number of rounds of timed steps; 0 to time no steps.
-      as_json: whether the result is JSON.
 
     Raises:
       PlanError: a saved plan is for another step or cluster, or there are too few
         devices.
     """
-    if repeats:
-        _check_devices(_cluster_of(target, cluster))
+    limits: PlanOptions = asked.limits
+    cluster = _cluster_said(asked)
+    if asked.measure:
+        _check_devices(_cluster_of(asked.target, cluster))
     with common.progress() as say:
-        found, ours = _subjects(target, list(words), cluster, limits, say)
+        words = list(asked.words or [])
+        found, ours = _subjects(asked.target, words, cluster, limits, say)
         say("planning as experts do")
         analysis, cluster = found.analysis, found.cluster
         experts = expert_plans(analysis, cluster, seconds=limits.seconds)
@@ -77,20 +64,16 @@ def compare(
         rows = [_plan_row(name, plan) for name, plan in ours.items()]
         rows += [expert_row(e, cluster) for e in experts]
         rows += [pipeline_row(p) for p in piped]
-        if repeats:
-            plans = ours | _plans(experts, cluster)
-            plans |= {p.name: p.plan for p in piped if p.plan is not None}
-            took = measure_plans(analysis, plans, repeats=repeats)
+        made = ours | {p.name: p.plan for p in piped if p.plan is not None}
+        if asked.measure:
+            plans = made | _plans(experts, cluster)
+            took = measure_plans(analysis, plans, repeats=asked.repeats)
             rows = [row | {"measured_s": took.get(row["name"])} for row in rows]
-    if as_json:
+    if asked.as_json:
         return Result.of({"cluster": str(cluster), "plans": rows})
-    made = ours | {p.name: p.plan for p in piped if p.plan is not None}
     notes = program_notes(made, len(experts))
-    return Result(
-        "\n".join(
-            [f"cluster  {rounded_cluster(cluster)}", "", *table_lines(rows), *notes]
-        )
-    )
+    lines = [f"cluster  {rounded_cluster(cluster)}", "", *table_lines(rows), *notes]
+    return Result("\n".join(lines))
 
 
 def program_notes(plans: Mapping[str, Plan], experts: int) -> list[str]:
@@ -139,11 +122,11 @@ def _pipelines(
     return best_pipelines(hand_made(analysis, cluster, limits, most_stages=most))
 
 
-def cluster_said(text: str | None, memory: str | None) -> Cluster | None:
+def _cluster_said(asked: CompareCommand) -> Cluster | None:
     """Returns the cluster of ``--cluster`` and ``--memory``; None without them."""
-    if text is None and memory is None:
+    if asked.cluster is None and asked.memory is None:
         return None
-    return common.read_cluster(text, memory)
+    return common.read_cluster(asked.cluster, asked.memory)
 
 
 def _cluster_of(target: str, cluster: Cluster | None) -> Cluster:
@@ -364,16 +347,17 @@ _COSTS: tuple[tuple[str, Callable[[Plan], float], Callable[[float], str]], ...] 
 )
 
 
-def diff(one: pathlib.Path, other: pathlib.Path, as_json: bool) -> Result:
+def diff(asked: DiffCommand) -> Result:
     """Compares two saved plans.
 
     Raises:
       PlanError: a file is not a plan.
     """
+    one, other = asked.one, asked.other
     plans = (Plan.load(one), Plan.load(other))
     found = differences(plans[0].to_json(), plans[1].to_json())
     code = DIFFERENT if found else 0
-    if as_json:
+    if asked.as_json:
         fields = [{"field": path, "a": a, "b": b} for path, a, b in found]
         return Result.of({"same": not found, "differences": fields}, code)
     if not found:

@@ -9,12 +9,12 @@ import itertools
 import math
 import multiprocessing
 import os
-import pathlib
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from autopar.cli import common, ranges
+from autopar.cli.commands.plans import GoodputCommand
 from autopar.cli.failures import spell_options
 from autopar.cli.output import Result
 from autopar.cli.target import load, parse_words
@@ -23,7 +23,6 @@ from autopar.errors import PlanError
 from autopar.goodput.configurations import Batches, ProgramAtBatches, WantedCurve, chain
 from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.planner.cache import PlanCache
-from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.reports.html import STYLE, VIEWPORT
 from autopar.terminal import columns
 from autopar.units import bytes_text, count_text, seconds_text, share_text
@@ -146,32 +145,6 @@ _HEADING = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CurveRequest:
-    """The options of ``autopar goodput``.
-
-    Attributes:
-      target: the target.
-      words: arguments of the target's function.
-      noise_scale: the noise scale of the gradients, in rows; None if it is not known.
-      base_batch: rows of the base batch; None for the rows of the target's batch.
-      max_batch: rows of the largest batch; None for the rows of the base batch.
-      options: the options of the planner.
-      cache: a folder that caches plans; None for no cache.
-      anew: whether to search each configuration from scratch, instead of starting from
-        the plan of the previous configuration.
-    """
-
-    target: str
-    words: tuple[str, ...]
-    noise_scale: float | None = None
-    base_batch: int | None = None
-    max_batch: int | None = None
-    options: PlanOptions = DEFAULTS
-    cache: pathlib.Path | None = None
-    anew: bool = False
-
-
 def told_apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separates the arguments of a target from the clusters after ``--clusters``.
 
@@ -182,50 +155,42 @@ def told_apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return pairs, [word for word in words if word not in pairs]
 
 
-def goodput(
-    asked: CurveRequest,
-    *,
-    clusters: Sequence[str],
-    memory: str | None,
-    processes: int | None,
-    out: pathlib.Path | None,
-    page: pathlib.Path | None,
-    as_json: bool,
-) -> Result:
+def goodput(asked: GoodputCommand) -> Result:
     """Makes the curve, writes the requested files, and returns the text to print.
 
     Raises:
       PlanError: the step runs on none of the clusters, with the reasons.
     """
+    for path in (asked.out, asked.html):
+        common.check_folder(path)
+    pairs, more = told_apart(asked.words or [])
+    asked = dataclasses.replace(asked, words=pairs)
     if (asked.noise_scale is None) != (asked.max_batch is None):
         raise PlanError(
             "--noise-scale and --max-batch go together: larger batches are worth less "
             "for each row, and the noise scale says how much."
         )
-    found = [common.read_cluster(c, memory) for c in ranges.clusters(clusters)]
-    table = curve_of(asked, found, processes)
+    texts = ranges.clusters([*(asked.clusters or []), *more])
+    table = curve_of(asked, [common.read_cluster(c, asked.memory) for c in texts])
     if not any(point.goodput for point in table.points):
         reasons = dict.fromkeys(f"{p.cluster}: {p.reason}" for p in table.points)
         raise PlanError(f"nothing runs on any of the clusters: {'; '.join(reasons)}")
-    if out is not None:
-        table.save(out)
-    if page is not None:
-        export_whole(page, curve_page(table).encode(errors="backslashreplace"))
-    if as_json:
+    if asked.out is not None:
+        table.save(asked.out)
+    if asked.html is not None:
+        export_whole(asked.html, curve_page(table).encode(errors="backslashreplace"))
+    if asked.as_json:
         return Result.of(msgspec.to_builtins(table))
     return Result("\n".join(lines_of(table)))
 
 
-def curve_of(
-    asked: CurveRequest, clusters: Sequence[Cluster], processes: int | None = None
-) -> CurveTable:
+def curve_of(asked: GoodputCommand, clusters: Sequence[Cluster]) -> CurveTable:
     """Plans a target on clusters, in several processes if that is faster.
 
     Args:
-      asked: the target and its options.
+      asked: the target and its options. If it names no number of processes, each
+        process plans several configurations.
       clusters: the configurations.
-      processes: the number of processes. If it is None, each process plans several
-        configurations.
 
     Raises:
       PlanError: there is no cluster, or the step has no batch.
@@ -236,7 +201,7 @@ def curve_of(
     with common.progress() as say:
         say(f"tracing {asked.target}")
         wanted, options = _read_wanted(asked)
-        chains = _chains(clusters, processes)
+        chains = _chains(clusters, asked.processes)
         if len(chains) == 1:
             points = _points(wanted, clusters, say)
         else:
@@ -269,8 +234,8 @@ def _check_shapes(clusters: Sequence[Cluster]) -> None:
         known[shape] = cluster
 
 
-def _read_wanted(asked: CurveRequest) -> tuple[WantedCurve, dict[str, str]]:
-    workload = load(asked.target, parse_words(asked.words))
+def _read_wanted(asked: GoodputCommand) -> tuple[WantedCurve, dict[str, str]]:
+    workload = load(asked.target, parse_words(asked.words or []))
     program = ProgramAtBatches(workload.analyse_step())
     base = asked.base_batch or program.rows
     wanted = WantedCurve(
@@ -278,7 +243,7 @@ def _read_wanted(asked: CurveRequest) -> tuple[WantedCurve, dict[str, str]]:
         batches=Batches(
             base=base, most=asked.max_batch or base, noise_scale=asked.noise_scale
         ),
-        options=asked.options,
+        options=asked.limits,
         cache=None if asked.cache is None else PlanCache(asked.cache),
         anew=asked.anew,
     )
@@ -320,7 +285,7 @@ def _chains(clusters: Sequence[Cluster], processes: int | None) -> list[list[Clu
 
 
 def _in_processes(
-    asked: CurveRequest, chains: Sequence[Sequence[Cluster]]
+    asked: GoodputCommand, chains: Sequence[Sequence[Cluster]]
 ) -> list[CurvePoint]:
     # A process that has started JAX cannot be forked.
     context = multiprocessing.get_context("spawn")
@@ -331,7 +296,7 @@ def _in_processes(
 
 
 def _chain_of(
-    asked: CurveRequest, clusters: Sequence[dict[str, object]]
+    asked: GoodputCommand, clusters: Sequence[dict[str, object]]
 ) -> list[CurvePoint]:
     """Plans some clusters in another process."""
     wanted, _ = _read_wanted(asked)

@@ -18,8 +18,11 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
+import typer
 
 from autopar.audits import audit_analysis
+from autopar.cli import common
+from autopar.cli.commands.runs import DemoCommand
 from autopar.cluster import Cluster, local
 from autopar.errors import TargetError
 from autopar.planner.options import PlanOptions
@@ -63,6 +66,19 @@ class DemoResult:
     audit: Audit
     losses: tuple[float, ...]
     step_s: float
+
+
+def demo(asked: DemoCommand) -> None:
+    """Runs the demonstration on simulated devices."""
+    common.simulate_devices(asked.devices)
+    with common.progress() as say:
+        run(
+            devices=asked.devices,
+            steps=asked.steps,
+            options=asked.limits,
+            show=typer.echo,
+            say=say,
+        )
 
 
 def run(

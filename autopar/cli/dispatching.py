@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import pathlib
 import signal
@@ -12,9 +11,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from autopar.cli.curving import CurveRequest as AskedCurve
+from autopar.cli.commands.clusters import ScheduleCommand, SimulateCommand
+from autopar.cli.commands.plans import GoodputCommand
 from autopar.cli.curving import curve_of
 from autopar.cli.failures import COULD_NOT_RUN
+from autopar.cli.options import BackendName
 from autopar.cli.output import Result
 from autopar.cli.owning import STATE_FILE, job_lines
 from autopar.cli.remote import listen
@@ -43,43 +44,26 @@ from autopar.whole_files import FileLock, export_whole
 _OF_TRACES = ("rubick",)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchRequest:
-    """The options of ``autopar schedule``."""
-
-    jobs: pathlib.Path | None
-    stays: bool
-    state: pathlib.Path
-    policy: str
-    backend: str
-    address: str
-    nodes: str
-    interval_s: float
-    react_s: float | None
-    start_s: float
-    change_s: float
-    quotas: tuple[str, ...] = ()
-    shares: tuple[str, ...] = ()
-    listen: str = ""
-    secret: pathlib.Path | None = None
-
-
-def schedule(asked: DispatchRequest) -> Result:
+def schedule(asked: ScheduleCommand) -> Result:
     """Runs the jobs of a table until all have ended; returns a table of the results.
 
     Raises:
       ScheduleError: the table is wrong, or another scheduler uses the state.
     """
+    if asked.address and asked.backend is not BackendName.RAY:
+        raise ScheduleError("--address is that of a Ray cluster: add --backend ray.")
+    if asked.secret is not None and not asked.listen:
+        raise ScheduleError("--secret is for other hosts: add --listen HOST:PORT.")
     policy = _policy(asked.policy)
-    jobs = () if asked.jobs is None else read_jobs(asked.jobs)
-    table = {} if asked.jobs is None else read_users(asked.jobs)
-    moves = MoveTimes(start_s=asked.start_s, change_s=asked.change_s)
+    jobs = () if asked.table is None else read_jobs(asked.table)
+    table = {} if asked.table is None else read_users(asked.table)
+    moves = MoveTimes(start_s=asked.start, change_s=asked.change)
     settings = SchedulerSettings(
-        interval_s=asked.interval_s,
-        react_s=asked.react_s,
+        interval_s=asked.interval,
+        react_s=asked.react or None,
         moves=moves,
-        stays=asked.stays,
-        users=parse_users(asked.quotas, asked.shares, table),
+        stays=asked.stay,
+        users=parse_users(asked.quota or (), asked.share or (), table),
     )
     secret = read_secret(asked.secret) if asked.listen else ""
     asked.state.mkdir(parents=True, exist_ok=True)
@@ -156,8 +140,8 @@ def _policy(name: str) -> SchedulingPolicy:
     return policy
 
 
-def _cluster(asked: DispatchRequest) -> Backend:
-    if asked.backend == "ray":
+def _cluster(asked: ScheduleCommand) -> Backend:
+    if asked.backend is BackendName.RAY:
         return RayCluster(asked.address)
     return LocalCluster(asked.nodes)
 
@@ -167,7 +151,7 @@ def _add(
     jobs: Sequence[Handed],
     cluster: Backend,
     policy: SchedulingPolicy,
-    asked: DispatchRequest,
+    asked: ScheduleCommand,
 ) -> None:
     """Adds new jobs to the state of the scheduler.
 
@@ -183,17 +167,17 @@ def _add(
             new.append(job)
         elif before.handed.spec != job.spec:
             raise ScheduleError(
-                f"{asked.jobs}: job {job.spec.name!r} is in {asked.state} already, "
+                f"{asked.table}: job {job.spec.name!r} is in {asked.state} already, "
                 "and was another one; rename it, or take another --state."
             )
     places = cluster.places()
     planned = tuple(_add_curve(job, places, asked) for job in new)
-    store.set_facts({"policy": policy.name, "backend": asked.backend})
+    store.set_facts({"policy": policy.name, "backend": asked.backend.value})
     store.add_jobs(planned, at_s)
 
 
 def _add_curve(
-    job: Handed, places: Sequence[ClusterNode], asked: DispatchRequest
+    job: Handed, places: Sequence[ClusterNode], asked: ScheduleCommand
 ) -> Handed:
     """Returns a job with the planned goodput curve of its target, if any."""
     spec = job.spec
@@ -203,18 +187,18 @@ def _add_curve(
     file, colon, function = spec.target.rpartition(":")
     inside = pathlib.Path(job.folder, file)
     target = f"{inside}{colon}{function}" if inside.is_file() else spec.target
-    wanted = AskedCurve(
+    wanted = GoodputCommand(
         target=target,
-        words=spec.target_args,
+        words=list(spec.target_args),
         noise_scale=spec.noise_scale,
         max_batch=spec.max_batch,
-        options=DEFAULTS,
+        limits=DEFAULTS,
         cache=asked.state / "plans",
     )
     try:
         curve = curve_of(wanted, configurations(places, spec.max or math.inf))
     except AutoparError as error:
-        raise ScheduleError(f"{asked.jobs}: job {spec.name!r}: {error}") from error
+        raise ScheduleError(f"{asked.table}: job {spec.name!r}: {error}") from error
     return msgspec.structs.replace(job, curve=curve)
 
 
@@ -236,42 +220,25 @@ def configurations(places: Sequence[ClusterNode], most: float) -> list[Cluster]:
     return found
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationRequest:
-    """The options of ``autopar simulate``."""
-
-    trace: pathlib.Path
-    cluster: str
-    policy: str
-    tables: tuple[str, ...]
-    interval_s: float
-    react_s: float | None
-    restart_s: float | None
-    interference: float
-    away: pathlib.Path | None
-    page: pathlib.Path | None
-    explain: bool
-    quotas: tuple[str, ...] = ()
-    shares: tuple[str, ...] = ()
-
-
-def run_simulation(asked: SimulationRequest, *, as_json: bool) -> Result:
+def run_simulation(asked: SimulateCommand) -> Result:
     """Simulates a trace, writes the page if requested, and returns the figures."""
     nodes, policy = Nodes.parse(asked.cluster), policy_of(asked.policy)
     events = read_events(asked.away, nodes) if asked.away else ()
     options = Options(
-        interval_s=asked.interval_s,
-        react_s=asked.react_s,
+        interval_s=asked.interval,
+        react_s=asked.react or None,
         interference=asked.interference,
         events=events,
-        users=parse_users(asked.quotas, asked.shares),
+        users=parse_users(asked.quota or (), asked.share or ()),
     )
-    restart_s = asked.restart_s
+    restart_s = asked.restart
     if restart_s is not None and not 0 <= restart_s < math.inf:
         raise ScheduleError(
             f"the restart takes {restart_s} s; give a finite time of at least 0."
         )
-    trace = read_trace(asked.trace, _tables(asked.tables), nodes, policy, restart_s)
+    trace = read_trace(
+        asked.trace, _tables(asked.tables or ()), nodes, policy, restart_s
+    )
     if not trace.jobs:
         raise ScheduleError(f"{asked.trace}: it has no jobs; give one row at least.")
     history = simulate(trace.jobs, nodes, policy, options)
@@ -280,7 +247,7 @@ def run_simulation(asked: SimulationRequest, *, as_json: bool) -> Result:
         page = timeline_page(history, figures)
         export_whole(asked.page, page.encode(errors="backslashreplace"))
     code = COULD_NOT_RUN if figures.failed else 0
-    if as_json:
+    if asked.as_json:
         data = {
             **figures.data,
             "left_out": dict(trace.left_out),
@@ -296,7 +263,7 @@ def run_simulation(asked: SimulationRequest, *, as_json: bool) -> Result:
     return Result("\n".join(lines), code)
 
 
-def _tables(words: tuple[str, ...]) -> dict[str, pathlib.Path]:
+def _tables(words: Sequence[str]) -> dict[str, pathlib.Path]:
     """Reads DIR or KIND=DIR as a map from kinds of devices to folders.
 
     Raises:

@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from autopar.cli import common
+from autopar.cli.commands.runs import DoctorCommand, ProfileCommand
 from autopar.cli.failures import DIFFERENT
 from autopar.cli.output import Result
 from autopar.cluster import Cluster, ClusterError, local
+from autopar.profiling import profile as profiling
 from autopar.terminal import columns
 
 _OK, _NOTE, _WRONG = "ok", "note", "wrong"
@@ -39,17 +42,33 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(as_json: bool) -> Result:
+def doctor(asked: DoctorCommand) -> Result:
     """Runs all checks; starts the backend of JAX."""
+    if asked.devices is not None:
+        common.simulate_devices(asked.devices)
     findings = [finding for look in _LOOKS for finding in look()]
     code = DIFFERENT if any(f.state == _WRONG for f in findings) else 0
-    if as_json:
+    if asked.as_json:
         found = [dataclasses.asdict(f) for f in findings]
         return Result.of({"ok": not code, "findings": found}, code)
     rows = [("", "state", "found"), *((f.what, f.state, f.found) for f in findings)]
     remedies = [f"{f.what}: {f.remedy}" for f in findings if f.remedy]
     lines = [*columns(rows), *([""] if remedies else []), *remedies]
     return Result("\n".join(lines), code)
+
+
+def profile(asked: ProfileCommand) -> Result:
+    """Measures the devices and their links, and saves the numbers for planning."""
+    devices = asked.devices
+    if asked.distributed:
+        common.join_processes(devices)
+    elif devices is not None:
+        common.simulate_devices(devices)
+    common.check_folder(asked.out)
+    with common.progress() as say:
+        found = profiling.run(None if asked.distributed else devices, say)
+        path = profiling.save(found.cluster, asked.out)
+    return Result(f"{found}\n\nsaved to {path}")
 
 
 def _versions() -> Iterator[Finding]:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.cli import common
+from autopar.cli.commands.plans import ExplainCommand
 from autopar.cli.output import Result
 from autopar.compression.codecs.registry import parse_codec
 from autopar.cost.codecs import CodecPrice
 from autopar.cost.live import Live, live
 from autopar.errors import PlanError
 from autopar.planner.candidate import WORTHWHILE
-from autopar.planner.options import PlanOptions
 from autopar.plans import GradientDecision, Plan
 from autopar.plans.specs import spec_text
 from autopar.reports.alternatives import (
@@ -194,32 +194,24 @@ class Explained:
     others: list[Alternative]
 
 
-def explain(
-    source: str,
-    words: list[str] | None,
-    *,
-    tensor: str | None,
-    by: str | None,
-    top: int,
-    limit: int,
-    seconds: float,
-    cluster: str | None,
-    limits: PlanOptions,
-    as_json: bool,
-) -> Result:
+def explain(asked: ExplainCommand) -> Result:
     """Explains a plan, the parts of its step, or the inputs that match a pattern.
 
     Raises:
       PlanError: the value of ``by`` is unknown, or ``by`` and ``tensor`` are both
         given.
     """
-    _check_way(by, tensor)
+    by = asked.by
+    _check_way(by, asked.tensor)
     with common.progress() as say:
-        found = common.subject(source, words, cluster, limits, say)
+        found = common.subject(
+            asked.source, asked.words, asked.cluster, asked.limits, say
+        )
         bound, staged = _bind(found)
-        if tensor is not None:
-            matched = input_decisions(bound, tensor)
+        if asked.tensor is not None:
+            matched = input_decisions(bound, asked.tensor)
             matched.sort(key=lambda pair: -pair[1].nbytes)
+            seconds = asked.seconds
             trials = (
                 stage_trials(staged, found.cluster, seconds)
                 if staged is not None
@@ -231,15 +223,19 @@ def explain(
                     bound[number],
                     decision,
                     alternatives(
-                        trials[number], decision, limit=limit, seconds=seconds, say=say
+                        trials[number],
+                        decision,
+                        limit=asked.limit,
+                        seconds=seconds,
+                        say=say,
                     ),
                 )
                 for number, decision in matched[:_MOST_DECISIONS]
             ]
-            left, step_s = len(matched) - len(explained), trials[0].step_s
-            return _inputs(explained, step_s, left, limit, as_json)
+            left = len(matched) - len(explained)
+            return _inputs(explained, trials[0].step_s, left, asked)
     parts = _parts(bound, staged, by)
-    if as_json:
+    if asked.as_json:
         return Result.of(_data(found.plan, bound, staged, by, parts))
     lines = summary_lines(found.plan)
     for number, own in enumerate(bound):
@@ -247,9 +243,9 @@ def explain(
         if staged is not None:
             lines.append(stage_text(number, found.plan.stages[number]))
         lines += (
-            overview_lines(own, top)
+            overview_lines(own, asked.top)
             if parts is None
-            else part_lines(parts[number], top)
+            else part_lines(parts[number], asked.top)
         )
     if staged is not None:
         lines += ["", *link_lines(links(staged))]
@@ -283,13 +279,13 @@ def _check_way(by: str | None, tensor: str | None) -> None:
 
 
 def _inputs(
-    explained: list[Explained], step_s: float, left: int, limit: int, as_json: bool
+    explained: list[Explained], step_s: float, left: int, asked: ExplainCommand
 ) -> Result:
-    if as_json:
+    if asked.as_json:
         inputs = [_input_data(e) for e in explained]
         return Result.of({"step_s": step_s, "inputs": inputs})
     texts = [
-        [*_lines(e, step_s), *gradient_lines(e.bound, _paths(e.decision), limit)]
+        [*_lines(e, step_s), *gradient_lines(e.bound, _paths(e.decision), asked.limit)]
         for e in explained
     ]
     if left:

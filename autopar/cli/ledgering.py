@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autopar.cli.commands.runs import LedgerCommand
 from autopar.cli.output import Result
 from autopar.elastic.ledger import read_ledger
 from autopar.errors import PlanError
@@ -30,7 +30,7 @@ _BATCHES = (
 )  # fmt: skip
 
 
-def ledger(file: pathlib.Path, as_json: bool) -> Result:
+def ledger(asked: LedgerCommand) -> Result:
     """Shows the ledger of an elastic run as tables.
 
     They list the sets of processes that trained, the re-plans, and events without
@@ -39,8 +39,9 @@ def ledger(file: pathlib.Path, as_json: bool) -> Result:
     Raises:
       PlanError: the file is not a ledger.
     """
+    file = asked.file
     lines = read_ledger(file)
-    if as_json:
+    if asked.as_json:
         return Result.of({"lines": [dict(line) for line in lines]})
     later = {(x["kind"], str(x.get("number"))): x for x in lines}
     replans: list[Sequence[str]] = [_HEADING]

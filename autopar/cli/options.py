@@ -1,17 +1,27 @@
-"""The options that several commands share.
+"""Commands as records: a field of a record is an option or an argument of its command.
+
+The signature, the help and the checks of a command are derived from its record. The
+help texts are the record's docstring: the lines before ``Attributes:`` are those of the
+command, and each attribute's text is that of its option.
 
 This module does not import JAX, because help and completion must answer at once.
 """
 
+import dataclasses
 import enum
-import functools
+import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_type_hints
 
 import typer
 
 from autopar.planner.option_texts import OPTIONS
+
+_T = TypeVar("_T")
 
 
 class BackendName(enum.StrEnum):
@@ -29,144 +39,226 @@ class RecoveryName(enum.StrEnum):
     RESPAWN = "respawn"
 
 
-Target = Annotated[str, typer.Argument(help="file.py:function or module:function.")]
-PlanOrTarget = Annotated[
-    str, typer.Argument(metavar="PLAN", help="A plan.json, or a target.")
-]
-PlanWords = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[TARGET] [KEY=VALUE]...",
-        help="Where the plan does not know its target; arguments to change.",
-    ),
-]
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Arguments of the target's function."
-    ),
-]
-ClusterSpec = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="SPEC",
-        help="Such as 8x8:h100 (hosts x devices), a TOML file, or local.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Memory = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Memory of a device to use, such as 40GB."),
-]
-Devices = Annotated[
-    int | None, typer.Option(min=1, help="Simulate this many CPU devices.")
-]
-# The planning options, a `PlanOptions`. The module of that class imports JAX, so the
-# type here is `Any`.
-Asked = Any
-Traceback = Annotated[
-    bool, typer.Option("--traceback", help="On an error, print where it was raised.")
-]
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommandField:
+    """How a field of a record is given on the command line.
 
-# Command -> the example with which its help ends.
-EXAMPLES = {
-    "plan": "autopar plan train.py:workload --cluster 8x8:h100 --out plan.json",
-    "explain": "autopar explain plan.json --tensor 'state/params/*/kernel'",
-    "audit": "autopar audit plan.json --compile",
-    "compare": "autopar compare train.py:workload --cluster 8:cpu --measure",
-    "sweep": "autopar sweep train.py:workload --cluster 1..8x8:h100 batch=64..1024",
-    "goodput": "autopar goodput train.py:workload --clusters 1:h100 8:h100 8x8:h100",
-    "simulate": "autopar simulate workload-6.csv --cluster 16x4 --policy tiresias",
-    "schedule": "autopar schedule jobs.toml --policy goodput --state runs --nodes 1x4",
-    "jobs list": "autopar jobs runs",
-    "jobs submit": "autopar jobs submit train.py --devices 2 -- --rate 0.1",
-    "jobs cancel": "autopar jobs cancel small late --state runs",
-    "jobs hold": "autopar jobs hold small --state runs",
-    "jobs release": "autopar jobs release small --state runs",
-    "jobs logs": "autopar jobs logs small --state runs --follow",
-    "jobs show": "autopar jobs show small --state runs",
-    "diff": "autopar diff plan.json other.json",
-    "ledger": "autopar ledger ledger.jsonl",
-    "profile": "autopar profile --devices 8",
-    "doctor": "autopar doctor --json",
-    "checkpoint show": "autopar checkpoint show checkpoints",
-    "checkpoint verify": "autopar checkpoint verify checkpoints",
-    "checkpoint convert": "autopar checkpoint convert checkpoints model.safetensors "
-    "--to safetensors",
-    "launch kubernetes": "autopar launch kubernetes --name gpt --image "
-    "registry.example/gpt:1 --nodes 2-8 --out run.yaml train.py",
-    "launch slurm": "autopar launch slurm --nodes 2-8 --time 4:00:00 --submit train.py",
-    "demo": "autopar demo --devices 8 --steps 20",
-    "run": "autopar run --processes 4 train.py --rate 0.1",
-    "worker": "autopar worker --supervisor 10.0.0.1:7000 --secret run.secret",
-    "secret": "autopar secret run.secret",
-    "workers": "autopar workers --folder runs/gpt --processes 3",
-}
+    Attributes:
+      default: the default; `dataclasses.MISSING` if the field is required.
+      make: `typer.Option` or `typer.Argument`.
+      flags: the flags; none for those that the field's name gives.
+      settings: further arguments of ``make``.
+      planning: the planning options that the field stands for.
+    """
+
+    default: Any = None
+    make: Callable[..., Any] = typer.Option
+    flags: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    planning: tuple[str, ...] = ()
 
 
-def planning(
-    *only: str, without: Sequence[str] = ()
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds the planning options of `OPTIONS` to a command.
+def option(default: Any = dataclasses.MISSING, *flags: str, **settings: Any) -> Any:
+    """An option; ``settings`` are those of `typer.Option`."""
+    return CommandField(default, typer.Option, flags, settings)
 
-    The command receives the options as ``asked``, an
-    `autopar.planner.options.PlanOptions`. The file of its target is imported first,
-    because it may register codecs that an option names.
+
+def argument(default: Any = dataclasses.MISSING, **settings: Any) -> Any:
+    """An argument; ``settings`` are those of `typer.Argument`."""
+    return CommandField(default, typer.Argument, (), settings)
+
+
+def planning(*only: str, without: Sequence[str] = ()) -> Any:
+    """The planning options of `OPTIONS`, read as a `PlanOptions`.
+
+    The file of the command's target is imported first, because it may register codecs
+    that an option names.
 
     Args:
-      only: the names of the options to add; all options if no name is given.
+      only: the names of the options; all options if no name is given.
       without: the names of options to leave out.
     """
     names = only or tuple(name for name, option in OPTIONS.items() if option.flag)
-    names = tuple(name for name in names if name not in without)
+    kept = tuple(name for name in names if name not in without)
+    return CommandField(planning=kept)
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def call_with_options(*args: Any, **kwargs: Any) -> Any:
-            # This module imports JAX, which `--help` must not import.
-            from autopar.cli import common
 
-            source = kwargs.get("source", kwargs.get("target"))
-            given = {name: kwargs.pop(name) for name in names}
-            asked = common.read_planning(given, source, kwargs.get("devices"))
-            return command(*args, **kwargs, asked=asked)
-
-        signature = inspect.signature(command)
-        own = [p for p in signature.parameters.values() if p.name != "asked"]
-        given = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=True if OPTIONS[name].default is True else None,
-                annotation=_option_type(name),
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def record(made: type[_T]) -> type[_T]:
+    """Makes a class a record of options, which commands or other records inherit."""
+    for name in inspect.get_annotations(made):
+        known = vars(made).get(name)
+        if isinstance(known, CommandField):
+            field: Any = dataclasses.field(
+                default=known.default, metadata={"field": known}
             )
-            for name in names
-        ]
-        parameters = [*own, *given]
-        call_with_options.__dict__["__signature__"] = signature.replace(
-            parameters=parameters
-        )
-        types = {p.name: p.annotation for p in parameters}
-        call_with_options.__annotations__ = types | {
-            "return": signature.return_annotation
-        }
-        return call_with_options
-
-    return decorate
+            setattr(made, name, field)
+    return dataclasses.dataclass(frozen=True, kw_only=True)(made)
 
 
-def _option_type(name: str) -> Any:
-    """Returns the type of a planning option, with its help text."""
-    option, default = OPTIONS[name], OPTIONS[name].default
-    text = option.text.replace("``", "").replace("`", "")
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """One command.
+
+    Attributes:
+      words: the words that call it, such as ``checkpoint show``.
+      work: the module of `autopar.cli` and the function that do its work.
+      example: the example with which its help ends.
+      record: the class of its options.
+      script: whether it runs a script, to which all words after the script's name
+        belong.
+      prints: whether it prints to stdout while it runs.
+      environment: variables that libraries read when the work imports them.
+    """
+
+    words: str
+    work: str
+    example: str
+    record: type[Any]
+    script: bool = False
+    prints: bool = False
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+    @property
+    def name(self) -> str:
+        """The last of the words."""
+        return self.words.split()[-1]
+
+    def run(self, given: dict[str, Any]) -> Any:
+        """Does the work of the command for values of its options."""
+        for field in dataclasses.fields(self.record):
+            if names := _field_of(field).planning:
+                # This module imports JAX, which `--help` must not import.
+                from autopar.cli import common
+
+                words = {name: given.pop(name) for name in names}
+                source = given.get("source", given.get("target"))
+                read = common.read_planning(words, source, given.get("devices"))
+                given[field.name] = read
+        for name, value in self.environment.items():
+            os.environ.setdefault(name, value)
+        module, function = self.work.split(".")
+        # The modules of the work import NumPy or JAX.
+        work = importlib.import_module(f"autopar.cli.{module}")
+        return getattr(work, function)(self.record(**given))
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """Yields the parameters of a function that typer reads.
+
+        The fields of the record itself come before those that it inherits.
+        """
+        owners = self.record.__mro__
+        texts = {k: v for c in reversed(owners) for k, v in help_texts(c)[1].items()}
+        kinds = get_type_hints(self.record)
+        fields = {field.name: field for field in dataclasses.fields(self.record)}
+        planned: tuple[str, ...] = ()
+        order = (n for owner in owners for n in inspect.get_annotations(owner))
+        for name in dict.fromkeys(n for n in order if n in fields):
+            known = _field_of(fields[name])
+            planned += known.planning
+            if known.planning:
+                continue
+            flags, default = known.flags, fields[name].default
+            if kinds[name] is bool and default is False and not flags:
+                flags = (f"--{name.replace('_', '-')}",)  # without its negation
+            told = known.make(*flags, help=texts.get(name, ""), **known.settings)
+            yield _parameter(name, kinds[name], default, told)
+        for name in planned:
+            yield _planning_parameter(name)
+
+
+# All commands, in the order in which the help lists them.
+COMMANDS: list[Command] = []
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def command(
+    words: str, work: str, example: str, **settings: Any
+) -> Callable[[type[_T]], type[_T]]:
+    """Makes a class the record of a command; for the arguments see `Command`."""
+
+    def register(made: type[_T]) -> type[_T]:
+        found = record(made)
+        COMMANDS.append(Command(words, work, f"autopar {example}", found, **settings))
+        return found
+
+    return register
+
+
+def help_texts(made: type[Any]) -> tuple[str, dict[str, str]]:
+    """The text of a record's docstring, and the texts of its attributes."""
+    doc = inspect.cleandoc(made.__doc__ or "")  # none under ``python -OO``
+    text, _, listed = doc.partition("\n\nAttributes:\n")
+    entries = re.split(r"\n(?=  \w)", listed) if listed else []
+    pairs = (entry.strip().partition(": ") for entry in entries)
+    return text, {name: " ".join(words.split()) for name, _, words in pairs}
+
+
+def _field_of(field: dataclasses.Field[Any]) -> CommandField:
+    return field.metadata.get("field", CommandField())
+
+
+def _parameter(name: str, kind: Any, default: Any, told: Any) -> inspect.Parameter:
+    if default is dataclasses.MISSING:
+        default = inspect.Parameter.empty
+    annotation = Annotated[kind, told]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def _planning_parameter(name: str) -> inspect.Parameter:
+    """A planning option, with its help text."""
+    told, default = OPTIONS[name], OPTIONS[name].default
+    text = told.text.replace("``", "").replace("`", "")
     text = f"{text[0].upper()}{text[1:]}."
     if isinstance(default, bool):
-        return Annotated[bool, typer.Option(help=text)]
+        return _parameter(name, bool, default or None, typer.Option(help=text))
     if name == "pins":
-        text = f"{text} Repeatable."
-        kind: Any = list[str] | None
+        text, kind = f"{text} Repeatable.", list[str] | None
     else:
         text = text if default is None else f"{text} Default: {default}."
         kind = str | None
-    return Annotated[kind, typer.Option(option.flag, metavar=option.metavar, help=text)]
+    shown = typer.Option(told.flag, metavar=told.metavar, help=text)
+    return _parameter(name, kind, None, shown)
+
+
+@record
+class JsonOptions:
+    """The option of commands whose result may be JSON.
+
+    Attributes:
+      as_json: Print one JSON object.
+    """
+
+    as_json: bool = option(False, "--json")
+
+
+@record
+class DevicesOptions:
+    """The number of simulated devices of a command.
+
+    Attributes:
+      devices: Simulate this many CPU devices.
+    """
+
+    devices: int | None = option(None, min=1)
+
+
+@record
+class SecretOptions:
+    """What hosts of a run or a scheduler share.
+
+    Attributes:
+      secret: Made by `autopar secret`; by default the text of AUTOPAR_SECRET.
+    """
+
+    secret: pathlib.Path | None = option(None, metavar="FILE")
+
+
+TRACEBACK = _parameter(
+    "traceback",
+    bool,
+    False,
+    typer.Option("--traceback", help="On an error, print where it was raised."),
+)

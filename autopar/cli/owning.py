@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import pathlib
 import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from autopar.cli.commands.clusters import SubmitCommand
 from autopar.cli.output import Result
 from autopar.dispatch.owners import carry_out, record_wish
 from autopar.dispatch.running import ProcessRuns
@@ -29,32 +29,9 @@ _HEADING = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted:
-    """The options of ``autopar jobs submit``."""
-
-    file: pathlib.Path
-    words: tuple[str, ...]
-    state: pathlib.Path
-    name: str
-    devices: int
-    guaranteed: bool
-    user: str = ""
-    priority: float = 1.0
-    submission: str = ""
-
-
-def submit(asked: Submitted) -> Result:
-    """Submits the jobs of a table, or one script as a job.
-
-    Raises:
-      ScheduleError: a job is wrong, or its name is taken. No job is added then.
-    """
-    specs, folder = read_submitted(asked)
-    return take_jobs(asked.state, specs, folder)
-
-
-def read_submitted(asked: Submitted) -> tuple[list[tuple[str, JobSpec]], pathlib.Path]:
+def read_submitted(
+    asked: SubmitCommand,
+) -> tuple[list[tuple[str, JobSpec]], pathlib.Path]:
     """Reads the submitted jobs, each with its place in the file, and their folder.
 
     Raises:
@@ -64,7 +41,7 @@ def read_submitted(asked: Submitted) -> tuple[list[tuple[str, JobSpec]], pathlib
         spec = JobSpec(
             name=asked.name or asked.file.stem,
             script=asked.file.name,
-            args=asked.words,
+            args=tuple(asked.words or ()),
             devices=asked.devices,
             guaranteed=asked.guaranteed,
             user=asked.user,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import pathlib
 import time
-from collections.abc import Sequence
 
 import jax
 import msgspec
 
 from autopar.audits import audit_analysis
 from autopar.cli import common
+from autopar.cli.commands.plans import AuditCommand, PlanCommand
 from autopar.cli.output import Result
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.compilers.targets import target_of
 from autopar.errors import PlanError
-from autopar.planner.options import PlanOptions
 from autopar.planner.proposals import recorded_proposals
 from autopar.plans import Plan
 from autopar.reports.attribution import LAYER, attribute
@@ -29,42 +27,34 @@ from autopar.steps.analysis import Analysis
 from autopar.whole_files import export_whole
 
 
-def plan(
-    target: str,
-    words: Sequence[str],
-    *,
-    cluster: Cluster,
-    limits: PlanOptions,
-    out: pathlib.Path | None,
-    html: pathlib.Path | None,
-    as_json: bool,
-    trace: pathlib.Path | None = None,
-    explain_search: bool = False,
-) -> Result:
+def plan(asked: PlanCommand) -> Result:
     """Plans the step of a target, and writes the requested files."""
+    for path in (asked.out, asked.html, asked.trace):
+        common.check_folder(path)
+    cluster = common.read_cluster(asked.cluster, asked.memory)
     begin = time.perf_counter()
     with common.progress() as say, recorded_proposals() as proposals:
-        workload = load(target, parse_words(words))
-        analysis, found = common.plan_workload(workload, cluster, limits, say)
+        workload = load(asked.target, parse_words(asked.words or []))
+        analysis, found = common.plan_workload(workload, cluster, asked.limits, say)
         total_s = time.perf_counter() - begin
         spent = msgspec.structs.replace(found.seconds, total=total_s)
         found = msgspec.structs.replace(found, seconds=spent)
-        if out is not None:
-            found.save(out)
-        if trace is not None:
+        if asked.out is not None:
+            found.save(asked.out)
+        if asked.trace is not None:
             if found.pipeline is None:
                 raise PlanError(
-                    f"--trace {trace}: the plan has one stage and no schedule to "
+                    f"--trace {asked.trace}: the plan has one stage and no schedule to "
                     "write. Say --stages, too, or leave --trace out."
                 )
-            export_whole(trace, trace_text(found).encode())
-        if html is not None:
-            say(f"writing {html}")
-            export_whole(html, _page(analysis, found, cluster).encode())
-    if as_json:
+            export_whole(asked.trace, trace_text(found).encode())
+        if asked.html is not None:
+            say(f"writing {asked.html}")
+            export_whole(asked.html, _page(analysis, found, cluster).encode())
+    if asked.as_json:
         return Result.of(found.to_json())
     parts = [render(found)]
-    if explain_search:
+    if asked.explain_search:
         parts.append("\n".join(proposal_lines(proposals, found)))
     return Result("\n\n".join([*parts, planning_times(found)]))
 
@@ -79,20 +69,12 @@ def _page(analysis: Analysis, found: Plan, cluster: Cluster) -> str:
     return render_html(found, ordered, attribute(bound, LAYER))
 
 
-def audit(
-    source: str,
-    words: list[str] | None,
-    *,
-    cluster: str | None,
-    limits: PlanOptions,
-    compiled: bool,
-    target: str | None,
-    as_json: bool,
-) -> Result:
+def audit(asked: AuditCommand) -> Result:
     """Partitions a planned step by the compiler, and compiles it if requested.
 
     The result compares the compiler's collectives and memory with the plan's.
     """
+    target, compiled = asked.target, asked.compiled and asked.target is None
     if target is not None:
         target_of(target)
         # An audit needs no device. If a compiler for accelerators is installed, JAX
@@ -100,14 +82,16 @@ def audit(
         jax.config.update("jax_platforms", "cpu")
     with common.progress() as say:
         if compiled:
-            _start_devices(source, cluster)
-        found = common.subject(source, words, cluster, limits, say)
+            _start_devices(asked.source, asked.cluster)
+        found = common.subject(
+            asked.source, asked.words, asked.cluster, asked.limits, say
+        )
         compiling = f" and compiling for {target or 'simulated devices'}"
         say("partitioning" + (compiling if compiled or target else ""))
         result = audit_analysis(
             found.analysis, found.plan, found.cluster, compiled=compiled, target=target
         )
-    if as_json:
+    if asked.as_json:
         return Result.of(found.plan.to_json() | result.to_json())
     return Result(str(result))
 

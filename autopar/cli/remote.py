@@ -1,19 +1,27 @@
-"""Sends the commands ``autopar jobs ... --at HOST:PORT`` to a remote scheduler.
+"""The work of ``autopar jobs``; with ``--at`` a remote scheduler does it.
 
-The scheduler runs a command as if it were called on the scheduler's own machine, and
+That scheduler runs a command as if it were called on the scheduler's own machine, and
 returns the text to print.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
+import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from autopar.cli import owning
+from autopar.cli.commands.clusters import (
+    JobCommand,
+    ListCommand,
+    LogsCommand,
+    RemoteOptions,
+    SubmitCommand,
+    WishOptions,
+)
 from autopar.cli.output import Result
 from autopar.dispatch.endpoint import Answer, Endpoint, ask
 from autopar.dispatch.specs import JobSpec, login_name
@@ -61,69 +69,81 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 _FIRST = msgspec.convert({"command": "jobs"}, Question)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerAt:
-    """A remote scheduler that listens for commands.
+_NO_ANSWER = "; see whether `autopar schedule --listen` runs there."
 
-    Attributes:
-      address: ``HOST:PORT``.
-      network: the network settings, with the secret.
+
+def _ask(asked: RemoteOptions, advice: str = _NO_ANSWER, **words: Any) -> Result:
+    """Runs a command at the scheduler that ``--at`` names, and returns its result.
+
+    Raises:
+      ScheduleError: the address is not ``HOST:PORT``, or the scheduler refuses the
+        command, or does not answer.
+      PlanError: there is no secret.
     """
+    _split("--at", asked.at)
+    network = Network(secret=read_secret(asked.secret))
+    try:
+        found = ask(network, asked.at, **words)
+    except OSError as error:
+        raise ScheduleError(f"{asked.at} does not answer: {error}{advice}") from error
+    return Result(str(found["text"]), int(found["code"]))
 
-    address: str
-    network: Network
 
-    @classmethod
-    def of(cls, address: str, secret: pathlib.Path | None) -> SchedulerAt:
-        """Returns the scheduler that ``--at`` and ``--secret`` name.
+def jobs(asked: ListCommand) -> Result:
+    """Lists the jobs of a scheduler."""
+    decisions, as_json = asked.decisions, asked.as_json
+    if asked.at:
+        return _ask(asked, command="jobs", decisions=decisions, as_json=as_json)
+    return owning.jobs(asked.folder, decisions=decisions, as_json=as_json)
 
-        Raises:
-          ScheduleError: the address is not ``HOST:PORT``.
-          PlanError: there is no secret.
-        """
-        _split("--at", address)
-        return cls(address, Network(secret=read_secret(secret)))
 
-    def run(self, command: str, **words: Any) -> Result:
-        """Runs a command at the scheduler, and returns its result.
+def submit(asked: SubmitCommand) -> Result:
+    """Submits jobs; a second call with the same ``asked.submission`` adds no jobs.
 
-        Raises:
-          ScheduleError: the scheduler refuses the command, or does not answer.
-        """
-        try:
-            found = ask(self.network, self.address, command=command, **words)
-        except OSError as error:
-            raise ScheduleError(
-                f"{self.address} does not answer: {error}; see whether `autopar "
-                "schedule --listen` runs there."
-            ) from error
-        return Result(str(found["text"]), int(found["code"]))
+    Raises:
+      ScheduleError: a job is wrong, or the scheduler does not answer.
+    """
+    if asked.submission and not asked.at:
+        raise ScheduleError("--id is of a submission elsewhere: add --at HOST:PORT.")
+    specs, folder = owning.read_submitted(asked)
+    if not asked.at:
+        return owning.take_jobs(asked.state, specs, folder)
+    submission = asked.submission or uuid.uuid4().hex
+    return _ask(
+        asked,
+        ". Nobody knows whether the jobs were taken: give the same command again with "
+        f"--id {submission}; what was taken is not taken twice.",
+        command="submit",
+        submission=submission,
+        owner=login_name(),
+        folder=str(folder),
+        where=str(asked.file),
+        jobs=[msgspec.to_builtins(spec) for _, spec in specs],
+    )
 
-    def submit(self, asked: owning.Submitted) -> Result:
-        """Submits jobs; a second call with the same ``asked.submission`` adds no jobs.
 
-        Raises:
-          ScheduleError: a job is wrong, or the scheduler does not answer.
-        """
-        specs, folder = owning.read_submitted(asked)
-        try:
-            found = ask(
-                self.network,
-                self.address,
-                command="submit",
-                submission=asked.submission,
-                owner=login_name(),
-                folder=str(folder),
-                where=str(asked.file),
-                jobs=[msgspec.to_builtins(spec) for _, spec in specs],
-            )
-        except OSError as error:
-            raise ScheduleError(
-                f"{self.address} does not answer: {error}. Nobody knows whether the "
-                "jobs were taken: give the same command again with --id "
-                f"{asked.submission}; what was taken is not taken twice."
-            ) from error
-        return Result(str(found["text"]), int(found["code"]))
+def wish(asked: WishOptions) -> Result:
+    """Cancels, holds or releases jobs."""
+    if asked.at:
+        return _ask(asked, command="wish", names=asked.names, wish=asked.wish)
+    return owning.wish(asked.state, asked.names, asked.wish)
+
+
+def logs(asked: LogsCommand) -> Result:
+    """Prints what a job printed."""
+    if asked.at and asked.follow:
+        raise ScheduleError("--follow works beside the scheduler: leave out --at.")
+    if asked.at:
+        return _ask(asked, command="logs", names=[asked.name], lines=asked.lines)
+    return owning.logs(asked.state, asked.name, asked.lines, follow=asked.follow)
+
+
+def show(asked: JobCommand) -> Result:
+    """Shows everything about a job."""
+    if asked.at:
+        names, as_json = [asked.name], asked.as_json
+        return _ask(asked, command="show", names=names, as_json=as_json)
+    return owning.show(asked.state, asked.name, as_json=asked.as_json)
 
 
 def listen(state: pathlib.Path, address: str, secret: str) -> Endpoint:

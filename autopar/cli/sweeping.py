@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Iterator, Sequence
 
 from autopar.cli import common, ranges
+from autopar.cli.commands.plans import SweepCommand
 from autopar.cli.failures import spell_options
 from autopar.cli.output import Result
 from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError, TargetError
 from autopar.planner.cache import PlanCache
-from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.reports.sweep import (
@@ -34,46 +33,25 @@ class SweepRequest:
     """The options of ``autopar sweep``.
 
     Attributes:
-      target: the target.
+      asked: the options as they were given.
       words: the options of the target, with ranges.
       clusters: the clusters to plan for.
-      limits: the planning options of each search.
-      share: the least efficiency (the speed-up over one device, divided by the number
-        of devices) at which a number of devices is worth its cost.
-      sized: the option for which to find the largest value that fits; None for no
-        option.
       cache: a cache of plans; None for no cache.
-      as_json: whether the result is JSON.
     """
 
-    target: str
+    asked: SweepCommand
     words: dict[str, str]
     clusters: tuple[Cluster, ...]
-    limits: PlanOptions
-    share: float
-    sized: str | None
     cache: PlanCache | None
-    as_json: bool
 
     @property
     def swept_options(self) -> list[str]:
         """The options that are swept."""
         several = [k for k, text in self.words.items() if len(ranges.values(text)) > 1]
-        return [k for k in self.words if k in several or k == self.sized]
+        return [k for k in self.words if k in several or k == self.asked.largest]
 
 
-def sweep(
-    target: str,
-    words: Sequence[str],
-    *,
-    clusters: Sequence[str],
-    memory: str | None,
-    limits: PlanOptions,
-    share: float,
-    sized: str | None,
-    cache: pathlib.Path | None,
-    as_json: bool,
-) -> Iterator[Result]:
+def sweep(asked: SweepCommand) -> Iterator[Result]:
     """Plans a target for all values of its options, on all clusters.
 
     Yields:
@@ -81,18 +59,15 @@ def sweep(
 
     Raises:
       PlanError: no point has a plan, with the reason.
-      TargetError: the target does not have the option ``sized``.
+      TargetError: the target does not have the option ``--largest``.
     """
-    made_for = [common.read_cluster(c, memory) for c in ranges.clusters(clusters)]
+    texts = ranges.clusters(asked.cluster or [])
+    made_for = [common.read_cluster(c, asked.memory) for c in texts]
     given = SweepRequest(
-        target,
-        parse_words(words),
+        asked,
+        parse_words(asked.words or []),
         tuple(made_for or [common.read_cluster(None)]),
-        limits,
-        share,
-        sized,
-        None if cache is None else PlanCache(cache),
-        as_json,
+        None if asked.cache is None else PlanCache(asked.cache),
     )
     _check_sized(given)
     points: list[Point] = []
@@ -107,13 +82,14 @@ def sweep(
 
 
 def _check_sized(given: SweepRequest) -> None:
-    if given.sized is None:
+    name = given.asked.largest
+    if name is None:
         return
-    text = given.words.get(given.sized, "")
+    text = given.words.get(name, "")
     if not text or not all(v.isdigit() and int(v) for v in ranges.values(text)):
         raise TargetError(
-            f"--largest {given.sized}: say where to start, with a whole number such as "
-            f"{given.sized}=8."
+            f"--largest {name}: say where to start, with a whole number such as "
+            f"{name}=8."
         )
 
 
@@ -134,9 +110,9 @@ def _points(
             say(f"point {len(done) + 1} of {total}: {name}")
             done.append(_point(given, analysed, cluster, failures))
             yield done[-1]
-    if given.sized is None:
+    if given.asked.largest is None:
         return
-    smaller = {k: v for k, v in given.words.items() if k != given.sized}
+    smaller = {k: v for k, v in given.words.items() if k != given.asked.largest}
     for options in ranges.combinations(smaller):
         for cluster in given.clusters:
             yield from _largest(given, options, cluster, done, say)
@@ -153,8 +129,8 @@ def _largest(
 
     Doubles the value until it does not fit, and then bisects.
     """
-    assert given.sized is not None
-    name = given.sized
+    assert given.asked.largest is not None
+    name = given.asked.largest
     varied = {k: v for k, v in options.items() if k in given.swept_options}
     known = {
         int(p.options[name]): p.plan is not None
@@ -208,7 +184,7 @@ class _Analysed:
         """
         if self._found is None:
             try:
-                workload = load(self.given.target, self.options)
+                workload = load(self.given.asked.target, self.options)
                 self._found = workload, workload.analyse_step()
             except AutoparError as error:
                 self._found = error
@@ -241,11 +217,11 @@ def _plan_for(given: SweepRequest, analysed: _Analysed, cluster: Cluster) -> Pla
     _, analysis = analysed.get()
 
     def make() -> Plan:
-        return plan_analysis(analysis, cluster, given.limits)
+        return plan_analysis(analysis, cluster, given.asked.limits)
 
     if given.cache is None:
         return make()
-    return given.cache.plan(analysis, cluster, given.limits, make)
+    return given.cache.plan(analysis, cluster, given.asked.limits, make)
 
 
 def _point_name(given: SweepRequest, options: dict[str, str], cluster: Cluster) -> str:
@@ -254,19 +230,23 @@ def _point_name(given: SweepRequest, options: dict[str, str], cluster: Cluster) 
 
 
 def _result(given: SweepRequest, points: Sequence[Point], *, complete: bool) -> Result:
-    if given.as_json:
-        sized = [] if given.sized is None else largest(points, given.sized)
+    if given.asked.as_json:
+        sized = (
+            [] if given.asked.largest is None else largest(points, given.asked.largest)
+        )
         return Result.of(
             {
-                "target": given.target,
+                "target": given.asked.target,
                 "complete": complete,
                 "points": [point.data for point in points],
-                "worth_it": [found.data for found in worth_it(points, given.share)],
+                "worth_it": [
+                    found.data for found in worth_it(points, given.asked.efficiency)
+                ],
                 "largest": [point.data for point in sized],
             }
         )
     lines = table_lines(points)
-    follows = conclusion_lines(points, given.share, given.sized)
+    follows = conclusion_lines(points, given.asked.efficiency, given.asked.largest)
     lines += ["", *follows] if follows else []
     if not complete:
         lines += ["", "stopped: not all points were planned"]

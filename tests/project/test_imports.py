@@ -15,9 +15,7 @@ import pytest
 Graph = Mapping[str, Set[str]]
 
 MODULES = checkout.modules()
-# What must be imported late, and says why in the line above. Besides, a command imports
-# its work when it runs.
-COMMANDS = "autopar/cli/commands/"
+# What must be imported late, and says why in the line above.
 LATE = {
     'autopar/backends/ray.py: return importlib.import_module("ray")',
     "autopar/cli/app.py: from autopar.errors import TargetError",
@@ -131,9 +129,7 @@ def test_late_imports_are_the_known_ones() -> None:
         for line, _ in unusual(text(path))
     }
 
-    commands = {name for name in found if name.startswith(COMMANDS)}
-    assert {name.split()[2].split(".")[0] for name in commands} == {"autopar"}
-    assert found - commands == LATE
+    assert found == LATE
 
 
 def test_no_module_imports_itself_through_others() -> None:

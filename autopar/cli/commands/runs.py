@@ -1,133 +1,110 @@
-"""Commands for training runs, their workers, ledgers and checkpoints."""
+"""The commands of saved plans, of this machine, of runs and of checkpoints."""
 
-# This module does not import `annotations` from `__future__`: typer reads annotations
-# of wrapped functions, and cannot read strings there.
-
-import json
 import pathlib
-from typing import Annotated
+from typing import Any
 
-import typer
+from autopar.cli.options import (
+    BackendName,
+    DevicesOptions,
+    JsonOptions,
+    RecoveryName,
+    SecretOptions,
+    argument,
+    command,
+    option,
+    planning,
+    record,
+)
 
-from autopar.cli import options
-from autopar.cli.options import BackendName, RecoveryName
-from autopar.cli.output import Result
-from autopar.plugins import LAUNCHERS, load_plugin, plugin_names
-
-_Secret = Annotated[
-    pathlib.Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Made by `autopar secret`; by default the text of AUTOPAR_SECRET.",
-    ),
-]
+# Where a run keeps its state, by default.
+RUN_FOLDER = pathlib.Path("autopar-run")
 
 
-def run(
-    script: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SCRIPT.py [ARGUMENT]...",
-            help="The script, which calls autopar.elastic, and its own arguments.",
-        ),
-    ],
-    processes: Annotated[
-        int, typer.Option("--processes", min=1, help="How many processes to start.")
-    ] = 2,
-    least: Annotated[
-        int, typer.Option("--min", min=1, help="Fewest processes to go on with.")
-    ] = 1,
-    most: Annotated[
-        int, typer.Option("--max", min=1, help="Most processes that may be asked for.")
-    ] = 64,
-    devices: Annotated[
-        int | None,
-        typer.Option(min=1, help="Simulate this many CPU devices in each process."),
-    ] = None,
-    restarts: Annotated[
-        int,
-        typer.Option(min=0, help="How many processes that died are replaced, in all."),
-    ] = 0,
-    folder: Annotated[
-        pathlib.Path,
-        typer.Option(help="Where the run keeps its state, log, plans and programs."),
-    ] = pathlib.Path("autopar-run"),
-    silence: Annotated[
-        float,
-        typer.Option(
-            min=1, help="Seconds without a word after which a process is killed."
-        ),
-    ] = 15.0,
-    grace: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds that processes go on without a supervisor."),
-    ] = 60.0,
-    collective: Annotated[
-        int,
-        typer.Option(
-            "--collective-timeout",
-            min=1,
-            help="Seconds that a process waits for another one in a collective.",
-        ),
-    ] = 10,
-    recovery: Annotated[
-        RecoveryName,
-        typer.Option(
-            help="What processes do as their world breaks: join the next one in place, "
-            "or end and be started again (respawn); auto: in place on CPUs alone."
-        ),
-    ] = RecoveryName.AUTO,
-    keep_every: Annotated[
-        int,
-        typer.Option(
-            "--keep-every",
-            min=1,
-            help="Under respawn, write the state to shared memory every so many steps.",
-        ),
-    ] = 10,
-    ahead: Annotated[
-        bool,
-        typer.Option(help="Prepare programs of likely next worlds in a process more."),
-    ] = True,
-    backend: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="local: on this machine; ray: as actors on a Ray cluster; or a "
-            "launcher of another package.",
-        ),
-    ] = BackendName.LOCAL,
-    address: Annotated[
-        str,
-        typer.Option(
-            help="Of the Ray cluster; by default RAY_ADDRESS, or that of this machine."
-        ),
-    ] = "",
-    resource: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND=NUMBER",
-            help="What a process takes of its node of a Ray cluster, such as GPU=1; "
-            "one CPU unless CPU= is given.",
-        ),
-    ] = None,
-    listen: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Run them on other hosts, whose `autopar worker` call here, or whose "
-            "nodes are in the Ray cluster.",
-        ),
-    ] = "",
-    secret: _Secret = None,
-    metrics: Annotated[
-        str,
-        typer.Option(
-            metavar="[HOST:]PORT",
-            help="Serve metrics for Prometheus; at 127.0.0.1 where no host is named.",
-        ),
-    ] = "",
-) -> Result:
+@record
+class CheckpointOptions(JsonOptions):
+    """The checkpoint of a command.
+
+    Attributes:
+      directory: A checkpoint, or a directory of them.
+      step: Which of a directory; default: the last.
+    """
+
+    directory: pathlib.Path = argument(metavar="DIR")
+    step: int | None = option(None, min=0)
+
+
+@command("diff", "comparing.diff", "diff plan.json other.json")
+class DiffCommand(JsonOptions):
+    """Shows how two plans differ: mesh, costs, layouts and codecs.
+
+    The exit code is 1 if they differ in more than the time that planning took.
+
+    Attributes:
+      one: A plan.json.
+      other: Another one.
+    """
+
+    one: pathlib.Path = argument(metavar="A")
+    other: pathlib.Path = argument(metavar="B")
+
+
+@command("ledger", "ledgering.ledger", "ledger ledger.jsonl")
+class LedgerCommand(JsonOptions):
+    """Shows the re-plans of an elastic run: their causes, options and costs.
+
+    A run writes the file if autopar.elastic or autopar.train is given ledger=.
+
+    Attributes:
+      file: A ledger.jsonl.
+    """
+
+    file: pathlib.Path = argument(metavar="FILE")
+
+
+@command("profile", "examining.profile", "profile --devices 8")
+class ProfileCommand(DevicesOptions):
+    """Measures the devices and their links, and saves the numbers for planning.
+
+    Attributes:
+      out: Where to save it; by default where planning looks for it.
+      distributed: Join jax.distributed first; run it on every host at the same time.
+    """
+
+    out: pathlib.Path | None = None
+    distributed: bool = False
+
+
+@command("doctor", "examining.doctor", "doctor --json")
+class DoctorCommand(DevicesOptions, JsonOptions):
+    """Checks versions, devices, threads, names and caches of this machine.
+
+    For each problem it says what to do. The exit code is 1 if something is wrong.
+    """
+
+
+@command("demo", "demonstration.demo", "demo --devices 8 --steps 20", prints=True)
+class DemoCommand:
+    """Plans a GPT for simulated devices, trains it, and checks the predictions.
+
+    Attributes:
+      devices: CPU devices to simulate.
+      steps: Steps to train.
+      limits: the planning options.
+    """
+
+    devices: int = option(8, min=1)
+    steps: int = option(40, min=2)
+    limits: Any = planning("seconds")
+
+
+@command(
+    "run",
+    "running.run",
+    "run --processes 4 train.py --rate 0.1",
+    script=True,
+    prints=True,
+)
+class RunCommand(SecretOptions):
     """Runs a training script in several processes, which may go and come.
 
     If a process dies, the others go on; `autopar workers` changes their number. If the
@@ -136,370 +113,240 @@ def run(
     --listen, a host that joins starts as many processes as it has slots, up to --max in
     all. On SIGUSR1 the run saves its state and ends with status 75; the same command
     continues it.
+
+    Attributes:
+      script: The script, which calls autopar.elastic, and its own arguments.
+      processes: How many processes to start.
+      least: Fewest processes to go on with.
+      most: Most processes that may be asked for.
+      devices: Simulate this many CPU devices in each process.
+      restarts: How many processes that died are replaced, in all.
+      folder: Where the run keeps its state, log, plans and programs.
+      silence: Seconds without a word after which a process is killed.
+      grace: Seconds that processes go on without a supervisor.
+      collective: Seconds that a process waits for another one in a collective.
+      recovery: What processes do as their world breaks: join the next one in place, or
+        end and be started again (respawn); auto: in place on CPUs alone.
+      keep_every: Under respawn, write the state to shared memory every so many steps.
+      ahead: Prepare programs of likely next worlds in a process more.
+      backend: local: on this machine; ray: as actors on a Ray cluster; or a launcher of
+        another package.
+      address: Of the Ray cluster; by default RAY_ADDRESS, or that of this machine.
+      resource: What a process takes of its node of a Ray cluster, such as GPU=1; one
+        CPU unless CPU= is given.
+      listen: Run them on other hosts, whose `autopar worker` call here, or whose nodes
+        are in the Ray cluster.
+      metrics: Serve metrics for Prometheus; at 127.0.0.1 where no host is named.
     """
-    # These modules import NumPy, which `--help` must not import.
-    from autopar.backends.ray import RayLauncher, read_resources  # late
-    from autopar.elastic.processes import hosts, launching, network, runner  # late
-    from autopar.elastic.processes import metrics as serving  # late, like the others
-    from autopar.elastic.processes.members import MemberLimits  # late, like the others
-    from autopar.elastic.processes.recovery import Recovery  # late, like the others
 
-    if not least <= processes <= most:
-        raise typer.BadParameter(
-            f"--processes {processes} is not within --min {least} and --max {most}."
-        )
-    if not pathlib.Path(script[0]).is_file():
-        raise typer.BadParameter(f"there is no script {script[0]}.")
-    ray = backend == BackendName.RAY
-    if address and not ray:
-        raise typer.BadParameter("--address is that of a cluster: add --backend ray.")
-    make = load_plugin(LAUNCHERS, backend)
-    if make is None and backend not in list(BackendName):
-        names = ", ".join([*BackendName, *plugin_names(LAUNCHERS)])
-        raise typer.BadParameter(f"--backend {backend}: there are {names}.")
-    if resource and not ray:
-        raise typer.BadParameter("--resource is of a Ray node: add --backend ray.")
-    try:
-        taken = read_resources(resource or ())
-    except ValueError as error:
-        raise typer.BadParameter(f"--resource: {error}") from error
-    if ray and recovery is RecoveryName.RESPAWN:
-        raise typer.BadParameter(
-            "--recovery respawn needs shared memory of the host: leave --backend ray."
-        )
-    if secret is not None and not listen:
-        raise typer.BadParameter("--secret is for other hosts: add --listen HOST:PORT.")
-    reached, port = network.Network(), 0
-    if listen:
-        try:
-            host, port = network.split_address(listen)
-        except ValueError as error:
-            raise typer.BadParameter(f"--listen: {error}.") from error
-        reached = network.Network(host, network.read_secret(secret))
-        if ray and host in ("0.0.0.0", "::"):
-            raise typer.BadParameter(
-                "--listen with --backend ray: name the address that nodes reach."
-            )
-    served: serving.RunMetrics | None = None
-    if metrics:
-        try:
-            at = serving.read_address(metrics)
-        except ValueError as error:
-            raise typer.BadParameter(
-                f"--metrics: {error}. Give a port, or HOST:PORT of this host."
-            ) from error
-        served = serving.RunMetrics(*at)
-    job = runner.RunJob(
-        command=launching.python_command(script),
-        limits=MemberLimits(
-            processes=processes,
-            least=least,
-            most=most,
-            restarts=restarts,
-            silent_s=silence,
-            # Workers that lost their supervisor go on training for the grace period.
-            fence_s=grace + silence if listen else 0.0,
-            prepares=ahead,
-        ),
-        folder=folder,
-        devices=devices,
-        grace_s=grace,
-        collective_s=collective,
-        network=reached,
-        port=port,
-        recovery=Recovery(recovery.value, keep_every),
-    )
-    launcher: launching.Launcher | None = None
-    if ray:
-        launcher = RayLauncher(
-            script, processes, address, network=reached, resources=taken
-        )
-    elif make is not None:
-        launcher = make(script, processes)
-    elif listen:
-        launcher = hosts.HostLauncher(script, silence)
-    made = runner.Runner(job, launcher, served)
-    code = made.run()
-    return Result(made.summary(), code, failed=code != 0)
+    script: list[str] = argument(metavar="SCRIPT.py [ARGUMENT]...")
+    processes: int = option(2, min=1)
+    least: int = option(1, "--min", min=1)
+    most: int = option(64, "--max", min=1)
+    devices: int | None = option(None, min=1)
+    restarts: int = option(0, min=0)
+    folder: pathlib.Path = RUN_FOLDER
+    silence: float = option(15.0, min=1)
+    grace: float = option(60.0, min=0)
+    collective: int = option(10, "--collective-timeout", min=1)
+    recovery: RecoveryName = RecoveryName.AUTO
+    keep_every: int = option(10, min=1)
+    ahead: bool = True
+    backend: str = option(BackendName.LOCAL, metavar="NAME")
+    address: str = ""
+    resource: list[str] | None = option(None, metavar="KIND=NUMBER")
+    listen: str = option("", metavar="HOST:PORT")
+    metrics: str = option("", metavar="[HOST:]PORT")
 
 
-def worker(
-    supervisor: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where `autopar run --listen` is.")
-    ],
-    secret: _Secret = None,
-    slots: Annotated[
-        int, typer.Option(min=1, help="How many processes this host takes.")
-    ] = 1,
-    folder: Annotated[
-        pathlib.Path, typer.Option(help="Where they keep plans and programs.")
-    ] = pathlib.Path("autopar-worker"),
-    address: Annotated[
-        str,
-        typer.Option(
-            help="Of this host, as the others reach it; by default the one from which "
-            "it reaches the supervisor."
-        ),
-    ] = "",
-    grace: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds that a supervisor that is away has to come."),
-    ] = 60.0,
-    leave_status: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=255,
-            help="Exit status where this host leaves a run that is not done.",
-        ),
-    ] = 0,
-) -> Result:
+@command(
+    "worker",
+    "running.worker",
+    "worker --supervisor 10.0.0.1:7000 --secret run.secret",
+    prints=True,
+)
+class WorkerCommand(SecretOptions):
     """Starts processes on this host for a run that `autopar run --listen` supervises.
 
     The script has to be on this host at the same path, relative to the current folder.
     On SIGTERM and Ctrl-C, the processes first leave the run, and then the command ends.
+
+    Attributes:
+      supervisor: Where `autopar run --listen` is.
+      slots: How many processes this host takes.
+      folder: Where they keep plans and programs.
+      address: Of this host, as the others reach it; by default the one from which it
+        reaches the supervisor.
+      grace: Seconds that a supervisor that is away has to come.
+      leave_status: Exit status where this host leaves a run that is not done.
     """
-    # These modules import NumPy, which `--help` must not import.
-    from autopar.elastic.processes import hosts, network
 
-    options_ = hosts.AgentOptions(
-        supervisor=supervisor,
-        secret=network.read_secret(secret),
-        slots=slots,
-        folder=folder,
-        address=address,
-        grace_s=grace,
-        leave_status=leave_status,
-    )
-    code = hosts.Agent(options_).run()
-    failed = code not in (0, leave_status)
-    return Result("autopar worker: this host has left the run", code, failed=failed)
+    supervisor: str = option(metavar="HOST:PORT")
+    slots: int = option(1, min=1)
+    folder: pathlib.Path = pathlib.Path("autopar-worker")
+    address: str = ""
+    grace: float = option(60.0, min=0)
+    leave_status: int = option(0, min=0, max=255)
 
 
-def secret(
-    file: Annotated[
-        pathlib.Path, typer.Argument(metavar="FILE", help="To write; it must be new.")
-    ],
-) -> Result:
-    """Makes a secret for a run on several hosts: a key and a certificate.
-
-    Copy the file to each host. Anyone who has it can join the run and read its state.
-    """
-    # The import of this module takes long, so help must not import it.
-    from autopar.elastic.processes import certificates
-
-    certificates.create_secret(file)
-    return Result(
-        f"{file}: a new secret; copy it to each host, and keep it from others"
-    )
-
-
-_FOLDER = pathlib.Path("autopar-run")
-_STOPS = "the run is asked to end: its workers end after the step that they are in"
-
-
-def workers(
-    place: Annotated[
-        pathlib.Path | None,
-        typer.Argument(metavar="[WORKER]", help="With --stacks: its number."),
-    ] = None,
-    *,
-    folder: Annotated[
-        pathlib.Path, typer.Option(help="The --folder of `autopar run`.")
-    ] = _FOLDER,
-    processes: Annotated[
-        int | None,
-        typer.Option("--processes", min=1, help="How many processes there should be."),
-    ] = None,
-    remove: Annotated[
-        int | None, typer.Option(min=0, help="The number of a worker that should go.")
-    ] = None,
-    stop: Annotated[bool, typer.Option("--stop", help="End the run.")] = False,
-    stacks: Annotated[
-        bool,
-        typer.Option(
-            "--stacks",
-            help="Print the Python stacks of all workers, or of the WORKER behind it.",
-        ),
-    ] = False,
-    as_json: options.Json = False,
-) -> Result:
+@command("workers", "workers.workers", "workers --folder runs/gpt --processes 3")
+class WorkersCommand(JsonOptions):
     """Shows the processes of a run, and adds or removes some.
 
     If the other workers wait for one, its number is printed, with what it is doing and
     for how long.
+
+    Attributes:
+      place: With --stacks: its number.
+      folder: The --folder of `autopar run`.
+      processes: How many processes there should be.
+      remove: The number of a worker that should go.
+      stop: End the run.
+      stacks: Print the Python stacks of all workers, or of the WORKER behind it.
     """
-    # These modules import NumPy, which `--help` must not import.
-    from autopar.elastic.processes.records import command, ending_text, read_ending
-    from autopar.elastic.processes.stacks import stack_lines  # late, like the others
-    from autopar.errors import PlanError  # late, like the others
-    from autopar.units import number_of  # late, like the others
 
-    wanted: int | None = None
-    if stacks and place is not None and str(place).isdigit():
-        wanted, place = int(str(place)), None
-    if place is not None and folder != _FOLDER:
-        raise typer.BadParameter(f"give the folder once: --folder {folder}.")
-    folder = place or folder  # earlier releases took it as an argument
-    asked = [processes is not None, remove is not None, stop, stacks]
-    if sum(asked) > 1:
-        raise typer.BadParameter(
-            "give one of --processes, --remove, --stop and --stacks."
-        )
-    if not any(asked) and (ended := read_ending(folder)) is not None:
-        found = json.dumps({"ended": ended}, indent=1)
-        return Result(found if as_json else f"{folder}: {ending_text(ended)}")
-    try:
-        if processes is not None:
-            answer = command(folder, command="resize", processes=processes)
-            told = [f"asked for {processes} processes"]
-        elif remove is not None:
-            answer = command(folder, command="remove", worker=remove)
-            told = [f"worker {remove} is asked to go"]
-        elif stacks:
-            answer, told = command(folder, command="stacks", worker=wanted), []
-        else:
-            answer = command(folder, command="stop" if stop else "status")
-            told = [_STOPS] if stop else []
-    except ConnectionRefusedError as error:
-        raise PlanError(
-            f"the supervisor of the run in {folder} does not run. Start `autopar run` "
-            "with the same folder and script: it takes up the workers that are left, "
-            "or goes on from the last checkpoint."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise PlanError(f"no run in {folder}: {error}") from error
-    if answer["wrong"]:
-        raise PlanError(answer["wrong"])
-    status = answer["status"]
-    if stacks:
-        missing = answer["missing"]
-        if wanted is not None and missing:
-            raise PlanError(missing[str(wanted)])
-        keys = ("stacks", "missing")
-        found = json.dumps({k: answer[k] for k in keys}, indent=1)
-        text = found if as_json else "\n".join(stack_lines(answer))
-        return Result(text, 1 if missing else 0)
-    if as_json:
-        return Result(json.dumps(status, indent=1))
-    lines = [
-        f"worker {name}: {found['phase']}"
-        + (f", step {found['step']}" if found["step"] >= 0 else "")
-        + (f", process {found['pid']}" if found["pid"] else "")
-        + (f" on {found['host']}" if found["host"] not in (None, "127.0.0.1") else "")
-        + (f": {found['doing']}" if found["doing"] else "")
-        for name, found in status["workers"].items()
-    ]
-    world = f"world of {number_of(len(status['world']), 'process')}"
-    return Result("\n".join([*told, world, *lines, *status["hangs"]]))
+    place: pathlib.Path | None = argument(None, metavar="[WORKER]")
+    folder: pathlib.Path = RUN_FOLDER
+    processes: int | None = option(None, min=1)
+    remove: int | None = option(None, min=0)
+    stop: bool = False
+    stacks: bool = False
 
 
-def ledger(
-    file: Annotated[
-        pathlib.Path, typer.Argument(metavar="FILE", help="A ledger.jsonl.")
-    ],
-    as_json: options.Json = False,
-) -> Result:
-    """Shows the re-plans of an elastic run: their causes, options and costs.
+@command("secret", "workers.secret", "secret run.secret")
+class SecretCommand:
+    """Makes a secret for a run on several hosts: a key and a certificate.
 
-    A run writes the file if autopar.elastic or autopar.train is given ledger=.
+    Copy the file to each host. Anyone who has it can join the run and read its state.
+
+    Attributes:
+      file: To write; it must be new.
     """
-    # This module imports NumPy, which `--help` must not import.
-    from autopar.cli import ledgering
 
-    return ledgering.ledger(file, as_json)
+    file: pathlib.Path = argument(metavar="FILE")
 
 
-@options.planning("seconds")
-def demo(
-    devices: Annotated[int, typer.Option(min=1, help="CPU devices to simulate.")] = 8,
-    steps: Annotated[int, typer.Option(min=2, help="Steps to train.")] = 40,
-    *,
-    asked: options.Asked,
-) -> None:
-    """Plans a GPT for simulated devices, trains it, and checks the predictions."""
-    # These modules import JAX, which `--help` must not import.
-    from autopar.cli import common, demonstration
-
-    common.simulate_devices(devices)
-    with common.progress() as say:
-        demonstration.run(
-            devices=devices, steps=steps, options=asked, show=typer.echo, say=say
-        )
-
-
-_Directory = Annotated[
-    pathlib.Path,
-    typer.Argument(metavar="DIR", help="A checkpoint, or a directory of them."),
-]
-_Step = Annotated[
-    int | None, typer.Option(min=0, help="Which of a directory; default: the last.")
-]
-
-
-def show(
-    directory: _Directory, step: _Step = None, as_json: options.Json = False
-) -> Result:
+@command("checkpoint show", "checkpointing.show", "checkpoint show checkpoints")
+class CheckpointCommand(CheckpointOptions):
     """Lists the checkpoints of a directory, and the arrays of the last or a given one.
 
     Incomplete checkpoints are listed, too.
     """
-    # This module imports JAX, which `--help` must not import.
-    from autopar.cli import checkpointing
-
-    return checkpointing.show(directory, step, as_json)
 
 
-def verify(
-    directory: _Directory, step: _Step = None, as_json: options.Json = False
-) -> Result:
+@command("checkpoint verify", "checkpointing.verify", "checkpoint verify checkpoints")
+class VerifyCommand(CheckpointOptions):
     """Reads every array of the checkpoints, and compares it with its checksum.
 
     The exit code is 1 if an array is damaged.
     """
-    # This module imports JAX, which `--help` must not import.
-    from autopar.cli import checkpointing
-
-    return checkpointing.verify(directory, step, as_json)
 
 
-def convert(
-    directory: Annotated[
-        pathlib.Path,
-        typer.Argument(metavar="DIR", help="A checkpoint, a directory, or atoms."),
-    ],
-    target: Annotated[pathlib.Path, typer.Argument(help="What is written.")],
-    to: Annotated[
-        str, typer.Option(metavar="FORMAT", help="safetensors, atoms or checkpoint.")
-    ],
-    step: _Step = None,
-    like: Annotated[
-        pathlib.Path | None,
-        typer.Option(metavar="DIR", help="From atoms: a checkpoint of the model."),
-    ] = None,
-    names: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="From atoms: JSON, name of a parameter -> its name there.",
-        ),
-    ] = None,
-    position: Annotated[
-        int | None, typer.Option(min=0, help="From atoms: number of samples consumed.")
-    ] = None,
-    as_json: options.Json = False,
-) -> Result:
-    """Converts parameters to safetensors or DeepSpeed's atoms, or reads these."""
-    # This module imports JAX, which `--help` must not import.
-    from autopar.cli import checkpointing
+@command(
+    "checkpoint convert",
+    "checkpointing.convert",
+    "checkpoint convert checkpoints model.safetensors --to safetensors",
+)
+class ConvertCommand(JsonOptions):
+    """Converts parameters to safetensors or DeepSpeed's atoms, or reads these.
 
-    return checkpointing.convert(
-        directory,
-        target,
-        to,
-        step=step,
-        like=like,
-        names=names,
-        position=position,
-        as_json=as_json,
-    )
+    Attributes:
+      directory: A checkpoint, a directory, or atoms.
+      target: What is written.
+      to: safetensors, atoms or checkpoint.
+      step: Which of a directory; default: the last.
+      like: From atoms: a checkpoint of the model.
+      names: From atoms: JSON, name of a parameter -> its name there.
+      position: From atoms: number of samples consumed.
+    """
+
+    directory: pathlib.Path = argument(metavar="DIR")
+    target: pathlib.Path = argument()
+    to: str = option(metavar="FORMAT")
+    step: int | None = option(None, min=0)
+    like: pathlib.Path | None = option(None, metavar="DIR")
+    names: pathlib.Path | None = option(None, metavar="FILE")
+    position: int | None = option(None, min=0)
+
+
+@command(
+    "launch slurm",
+    "running.slurm",
+    "launch slurm --nodes 2-8 --time 4:00:00 --submit train.py",
+    script=True,
+)
+class SlurmCommand:
+    """Writes a Slurm batch script of an elastic run, or submits it.
+
+    Before its time limit the job saves its state and is requeued. It then continues, on
+    as many nodes as are free.
+
+    Attributes:
+      script: The script, which calls autopar.elastic, and its own arguments.
+      nodes: Fewest and most nodes, such as 2-8.
+      slots: Workers of each node.
+      time: Time limit, such as 4:00:00.
+      grace: Seconds before the time limit at which the state is saved.
+      folder: The --folder of `autopar run`; all nodes have to see it.
+      sbatch: Of sbatch, such as --partition=gpu. Repeatable.
+      run: Of autopar run, such as --devices=4. Repeatable.
+      out: Write the batch script to a file, not to stdout.
+      submit: Hand the script to sbatch.
+    """
+
+    script: list[str] = argument(metavar="SCRIPT.py [ARGUMENT]...")
+    nodes: str = option(metavar="N|MIN-MAX")
+    slots: int = option(1, min=1)
+    time: str = option("", metavar="LIMIT")
+    grace: int = option(120, "--grace-signal", min=1, max=65535)
+    folder: pathlib.Path = RUN_FOLDER
+    sbatch: list[str] | None = option(None, metavar="OPTION")
+    run: list[str] | None = option(None, metavar="OPTION")
+    out: pathlib.Path | None = None
+    submit: bool = False
+
+
+@command(
+    "launch kubernetes",
+    "running.kubernetes",
+    "launch kubernetes --name gpt --image registry.example/gpt:1 --nodes 2-8 "
+    "--out run.yaml train.py",
+    script=True,
+)
+class KubernetesCommand:
+    """Writes the Kubernetes YAML of an elastic run: a JobSet, or Jobs.
+
+    Pods join the run as they get nodes, and leave it as they lose them.
+
+    Attributes:
+      script: The script in the image, which calls autopar.elastic, and its own
+        arguments.
+      name: Of the run, such as gpt-small.
+      image: Of the pods; it has autopar and the script.
+      nodes: Fewest and most pods with workers, such as 2-8.
+      slots: Workers of each pod.
+      resources: Of each pod, such as cpu=4,memory=16Gi,nvidia.com/gpu=8.
+      secret: Made by `autopar secret`, to put into the YAML; by default the Secret
+        NAME-secret of the cluster has it.
+      claim: A volume claim, mounted at /checkpoints by all pods.
+      queue: Kueue's local queue.
+      topology: A label of nodes, such as topology.kubernetes.io/zone: pods are placed
+        on nodes that have one value of it, if they can.
+      namespace: Of all objects.
+      plain: Two Jobs, for a cluster without JobSet.
+      out: Write the YAML to a file, not to stdout.
+    """
+
+    script: list[str] = argument(metavar="SCRIPT.py [ARGUMENT]...")
+    name: str
+    image: str
+    nodes: str = option(metavar="N|MIN-MAX")
+    slots: int = option(1, min=1)
+    resources: str = option("", metavar="NAME=QUANTITY,...")
+    secret: pathlib.Path | None = option(None, metavar="FILE")
+    claim: str = option("", "--checkpoint-claim", metavar="PVC")
+    queue: str = option("", metavar="QUEUE")
+    topology: str = option("", metavar="KEY")
+    namespace: str = ""
+    plain: bool = False
+    out: pathlib.Path | None = None

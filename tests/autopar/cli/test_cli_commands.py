@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import pathlib
 import socket
@@ -16,6 +18,7 @@ from golden import assert_golden
 import autopar
 from autopar.cli import examining
 from autopar.cli.failures import EXIT_CODES
+from autopar.cli.options import COMMANDS, Command
 from autopar.plans import Plan
 
 
@@ -210,28 +213,27 @@ class TestHelp:
         for code, meaning in EXIT_CODES:
             assert f"{code} {meaning}" in flat
 
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "plan",
-            "explain",
-            "audit",
-            "compare",
-            "diff",
-            "ledger",
-            "profile",
-            "doctor",
-            "demo",
-        ],
-    )
-    def test_of_a_command(self, run: Run, name: str) -> None:
+    @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.words)
+    def test_of_a_command(self, run: Run, command: Command) -> None:
         """Every command has an example, and fits a narrow terminal."""
-        result = run(name, "-h")
+        words = command.words.split()
+        result = run(*words, "-h")
         assert result.code == 0
-        assert f"Example: autopar {name}" in " ".join(result.out.split())
+        assert f"Example: autopar {words[0]}" in " ".join(result.out.split())
         assert max(map(len, result.out.splitlines())) <= 60
         assert "\x1b" not in result.out
-        assert result.out == run(name, "--help").out
+        assert result.out == run(*words, "--help").out
+
+    @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.words)
+    def test_every_option_has_a_text_and_every_command_its_work(
+        self, command: Command
+    ) -> None:
+        module, function = command.work.split(".")
+        work = getattr(importlib.import_module(f"autopar.cli.{module}"), function)
+        (asked,) = inspect.signature(work).parameters.values()
+        assert asked.name == "asked"
+        for parameter in command.parameters():
+            assert parameter.annotation.__metadata__[0].help, parameter
 
     def test_completion(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         # The shell that runs the tests is not asked for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import msgspec
@@ -9,8 +10,10 @@ import pytest
 from command_line import SMALL, TARGET, Run, assert_fails
 
 from autopar.cli import curving
+from autopar.cli.commands.plans import GoodputCommand
 from autopar.cluster import Cluster
 from autopar.goodput.curves import CurveTable
+from autopar.planner.options import DEFAULTS
 
 FUSED = """
 import jax
@@ -87,11 +90,17 @@ def test_a_kernel_of_attention_has_a_curve(run: Run, tmp_path: pathlib.Path) -> 
 @pytest.mark.cluster
 @pytest.mark.cluster
 def test_several_processes_find_the_same(tmp_path: pathlib.Path) -> None:
-    asked = curving.CurveRequest(
-        target=TARGET, words=SMALL, noise_scale=300.0, max_batch=512, anew=True
+    asked = GoodputCommand(
+        target=TARGET,
+        words=list(SMALL),
+        noise_scale=300.0,
+        max_batch=512,
+        anew=True,
+        limits=DEFAULTS,
     )
     clusters = [Cluster.parse("2:h100"), Cluster.parse("1:h100")]
-    both = [curving.curve_of(asked, clusters, count) for count in (1, 2)]
+    each = (dataclasses.replace(asked, processes=count) for count in (1, 2))
+    both = [curving.curve_of(one, clusters) for one in each]
     assert both[0] == both[1]
     assert [p.devices for p in both[0].points] == [2, 1]
 
