@@ -255,11 +255,7 @@ _BEYOND_S = {
 
 # A collective among 2 devices takes as long as a collective with this fraction of its
 # bytes among 4 devices. Measured on B200, with 2 GiB in both groups.
-_PAIR_PART = {
-    "all_gather": 0.855,
-    "reduce_scatter": 0.858,
-    "all_reduce": 0.791,
-}
+_PAIR_PART = {"all_gather": 0.855, "reduce_scatter": 0.858, "all_reduce": 0.791}
 
 
 def _protocols(link: LinkSpec) -> tuple[_Protocol, ...]:
@@ -354,11 +350,7 @@ def across(kind: str, groups: Sequence[tuple[int, LinkSpec]]) -> TimeCurve:
 
 
 def _over_network(
-    kind: str,
-    hosts: int,
-    size: int,
-    groups: Sequence[tuple[int, LinkSpec]],
-    of: str,
+    kind: str, hosts: int, size: int, groups: Sequence[tuple[int, LinkSpec]], of: str
 ) -> TimeCurve:
     """The time on the network, with `size` devices per host on links of kind `of`."""
     links = [link for _, link in groups]
