@@ -17,10 +17,13 @@ XLA passes the arrays to gloo one by one (``gloo_communicator.cc``). A reduce-sc
 codecs exchanges halves between partners, if their number is a power of two
 (``gloo/reduce_scatter.h``). For other numbers a ring is assumed.
 
+Processes that run several stages also gather a few bytes in each step (`_checks`).
+
 Some messages are left out because their size does not grow with the model: headers of
 TCP and of JAX's transfer servers, the messages of the coordination service,
-measurements (the noise scale, and telemetry of codecs between stages), and results of a
-step, such as the loss, that all processes receive.
+measurements (the noise scale, and telemetry of codecs between stages), what a check for
+numbers that are not finite gathers, and results of a step, such as the loss, that all
+processes receive.
 """
 
 from __future__ import annotations
@@ -83,7 +86,11 @@ def bytes_between(
     else:
         found = bind_stages(analysis, plan, cluster)
         stages = found.stages
-        for message in _between_stages(found, process_of):
+        is_gloo = cluster.device.kind == "cpu"
+        for message in (
+            *_between_stages(found, process_of),
+            *_checks(process_of, is_gloo),
+        ):
             send(*message)
     for stage in stages:
         for message in _within_stage(stage):
@@ -200,6 +207,23 @@ def _ring_parts(
 
 
 # Between stages.
+
+
+def _checks(
+    process_of: Sequence[int], is_gloo: bool
+) -> Iterator[tuple[int, int, float]]:
+    """Yields the messages by which processes learn whether a step goes well.
+
+    They gather 40 bytes before a step (`Links.begin`), and one after its first and its
+    last part (`Links.together`). JAX gathers on each local device.
+    """
+    devices: dict[int, list[int]] = defaultdict(list)
+    for device, process in enumerate(process_of):
+        devices[process].append(device)
+    for group in zip(*(devices[p] for p in sorted(devices)), strict=False):
+        for nbytes in (40, 1, 1):
+            whole = nbytes * len(group)
+            yield from _collective("all_gather", whole, group, 1, is_gloo)
 
 
 def _between_stages(
