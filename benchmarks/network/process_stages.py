@@ -66,8 +66,8 @@ FLAGS = (
 _MARK, _ROW = "@count", "@row "
 
 # What makes the examples wide enough, and keeps rounding small: a step in which one
-# unit in the last place grows is no evidence. With AdamW it grows to 3e-4 of the loss of
-# the wider GPT within 25 steps, and with this to 2.5e-7; to 5.6e-3 of that of 8 layers
+# unit in the last place grows is no evidence. In 25 steps with AdamW it grows to 3e-4
+# of the loss of the wider GPT, and with this to 2.5e-7; to 5.6e-3 of that of 8 layers
 # of gpt-nnx, and with clipping to 1.5e-7; with Adam and towers of 256 to 1.2e-2 of that
 # of the recommendation model, and with this to 1.9e-7.
 _WIDER: dict[str, Any] = {"d_model": 128, "optimizer": "sgd", "batch": 32}
