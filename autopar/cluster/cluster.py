@@ -42,8 +42,10 @@ def _runs(positions: Sequence[int]) -> Iterator[str]:
 
 
 def _place(of: Members) -> list[str]:
-    """The parts of a cluster's text about places: its group, the positions of its
-    devices (unless all are used), and the number of idle devices.
+    """The parts of a cluster's text that say where its devices are.
+
+    These are its group, the positions of its devices (unless all are used), and the
+    number of idle devices.
     """
     said = [of.group] if of.group else []
     if of.positions != tuple(range(size_of(of.whole))):
@@ -64,8 +66,9 @@ def _of_groups(cluster: ClusterFields) -> str:
 
 
 def cluster_text(cluster: ClusterFields) -> str:
-    """The text that `Cluster.parse` reads, if there is one. Otherwise the shape, the
-    device's name, and how the cluster differs from a preset.
+    """The text that `Cluster.parse` reads, or else a description.
+
+    The description has the shape, the device's name, and the differences from a preset.
 
     >>> from autopar.cluster import Cluster
     >>> cluster_text(Cluster.parse("4x8:h100").without("host1"))

@@ -84,7 +84,7 @@ class _Segment:
         for sizes, good in self.options(cells):
             if sizes == shape:
                 return good
-        raise AssertionError((shape, self))  # the search found it before
+        raise AssertionError((shape, self))  # `options` yielded this shape
 
     def place(self, cells: Cells, shape: Shape) -> list[tuple[int, ...]]:
         """The coordinates of the first usable inner parts that form this shape."""
@@ -572,9 +572,7 @@ def _next_host(group: ClusterFields) -> str:
 def _grown_groups(
     cluster: AnyCluster, names: Sequence[str], prefer: Prefer
 ) -> list[AnyCluster]:
-    """The groups after hosts joined them. If a group got new hosts, the positions of
-    all later groups increase.
-    """
+    """The groups after hosts joined; later groups get higher positions."""
     groups = {members_of(group).group: group for group in cluster.groups}
     mine = {name: [n for n in names if _is_in(name, n)] for name in groups}
     strays = [n for n in names if not any(_is_in(group, n) for group in groups)]

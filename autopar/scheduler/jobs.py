@@ -1,9 +1,9 @@
 """Submitted jobs, the view of a job that a policy gets, and the times of decisions.
 
-The simulator and the scheduler of a real cluster share one object for the times of
-decisions (`Rounds`). To look which jobs and nodes there are is cheap. To let a policy
-decide is expensive. Therefore the policy decides after a look only in two cases: a
-regular interval is over, or the jobs or nodes have changed since its last decision.
+The simulator and the scheduler of a real cluster share one object that says when to
+decide (`Rounds`). Both look regularly which jobs and nodes exist, which is cheap. A
+decision of a policy is expensive. So after a look the policy decides only if a regular
+interval is over, or if the jobs or nodes have changed since its last decision.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Job:
         """Checks the numbers of the job.
 
         Raises:
-          ScheduleError: a number is negative, zero or not finite.
+          ScheduleError: a number is negative or not finite, or a number that must be
+            above 0 is 0.
         """
         if not (math.isfinite(self.submitted_s) and self.submitted_s >= 0):
             raise ScheduleError(
@@ -91,10 +92,13 @@ def wrong_priority(priority: float) -> str:
 
 
 class Curve(Protocol):
-    """A job's progress per second on each number of nodes and devices."""
+    """How fast a job trains on each number of nodes and devices."""
 
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-        """Progress per second by nodes and devices; 0 where the job cannot run."""
+        """Progress (completed work) per second, by numbers of nodes and devices.
+
+        The result is 0 where the job cannot run.
+        """
         ...
 
 
@@ -137,22 +141,22 @@ class JobView:
       submitted_s: time of submission, in seconds from the beginning of the trace.
       age_s: seconds since submission.
       served_device_s: device-seconds that the job has had so far, restarts included.
-      progress: work done so far, in the unit of ``curve`` times seconds.
+      progress: work done so far: the integral of ``curve`` over the job's seconds.
       restarts: how often the job's devices have changed after its first start.
       asked: number of devices that the owner asks for.
       most: the most devices that the job can use.
       tried: the most devices that the job has run on.
       curve: progress per second for each number of nodes and devices.
       measured: whether the curve is based on measured steps.
-      restart_s: seconds for which the job stops when its devices change (a move).
+      restart_s: seconds for which the job does not train when its devices change.
       guaranteed: whether the job is promised at least the speed that it would have on
         the devices that its owner asks for.
       floor: the guaranteed progress per second; 0: the policy computes it from the
         curve.
       oracle: true properties of the job; None unless the policy is an oracle.
       by_kind: curve for each kind of devices; for a missing kind, ``curve`` is used.
-      moves: seconds of a move between an old and a new number of nodes and devices;
-        None: always `restart_s`.
+      moves: for an old and a new number of nodes and devices, the seconds for which the
+        job does not train (a move); None: always `restart_s`.
       user: name of the owner.
       priority: the job's weight relative to other jobs of the same user.
       share: the user's weight relative to other users.
@@ -204,7 +208,7 @@ Views = Mapping[str, JobView]
 
 
 def entitlements(jobs: Views) -> dict[str, float]:
-    """The entitlement of each job: how much it may get relative to the mean job.
+    """Each job's entitlement: its weight when policies divide devices among jobs.
 
     The entitlement is the product of three numbers: the user's share divided by the
     shares of all users, the job's priority divided by the priorities of all jobs of the
@@ -249,8 +253,8 @@ class Reason:
       devices: number of devices after the decision.
       kept: number of devices before the decision.
       compared: a text about the alternatives that the policy compared.
-      gain: predicted gain in progress by the change, as a fraction of the progress
-        without it; nan if the policy makes no prediction.
+      gain: predicted progress with the change, divided by the progress without it,
+        minus 1; nan if the policy makes no prediction.
       cost_s: seconds for which the job stops for the change.
     """
 
@@ -279,8 +283,8 @@ class Decisions:
       allocations: job -> the node of each of its devices; a job without an entry waits.
       plans: job -> name of its plan, for jobs that have several plans.
       reasons: reasons for the changes of allocations.
-      gap: proved relative distance to the best possible objective; nan if the policy
-        proves nothing.
+      gap: proved bound on how far the objective is from the best possible, as a
+        fraction of the best; nan if the policy proves nothing.
       waits: job -> why its user's quota does not let it run now.
     """
 
@@ -320,7 +324,7 @@ class Rounds:
         return left_s if self._react_s is None else min(self._react_s, left_s)
 
     def calls(self, now_s: float, found: Hashable) -> bool:
-        """Whether the policy must decide after this look.
+        """Whether the policy must decide, given the jobs and nodes that a look found.
 
         Args:
           now_s: the present time.
@@ -336,7 +340,7 @@ class Rounds:
         return due or (self._react_s is not None and found != self._left)
 
     def settle(self, left: Hashable) -> None:
-        """Stores the jobs and nodes that exist after a decision; `calls` compares."""
+        """Stores the jobs and nodes that a decision left, for `calls`."""
         self._left = left
 
 

@@ -175,7 +175,7 @@ def _has(places: Allocation, count: int, allowed: Sequence[int]) -> bool:
 def _place(
     count: int, allowed: Sequence[int], free: list[int], nodes: Nodes
 ) -> Allocation | None:
-    """Chooses whole nodes for a job, or the fullest node on which it fits."""
+    """Chooses free whole nodes for a job, or else the fullest node on which it fits."""
     per_node = max((nodes.devices[i] for i in allowed), default=0)
     if not per_node:
         return None

@@ -12,7 +12,7 @@ the jobs of its user. The policies `fair` and `goodput` use entitlements. A job'
 entitlement is the product of two fractions: the user's share divided by the sum of the
 shares of all users with jobs, and the job's priority divided by the sum of the
 priorities of the user's jobs. Therefore all jobs of a user together are entitled to as
-much as a single job of another user with the same share.
+many devices as a single job of another user with the same share.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ def _admit(
     """The jobs of a user that may run, and why the user's other jobs must wait.
 
     If a job does not fit into the quota, all jobs after it in the order must wait, too.
-    Otherwise small jobs could keep a large job waiting for ever. A waiting job moves
-    forward in the order as it gets older, whatever its priority.
+    If they could run, small jobs could keep a large job waiting for ever. A waiting job
+    moves forward in the order as it gets older, whatever its priority.
     """
     quota = users[user].devices
     assert quota is not None
@@ -267,7 +267,7 @@ def _grow(
     current: Mapping[str, Allocation],
     left: int,
 ) -> None:
-    """Doubles caps, always the cap with the smallest ratio to its job's priority.
+    """Doubles caps, one at a time: the cap that is smallest relative to its priority.
 
     The doubling ends when the quota does not allow to double any cap. The devices that
     remain are then added to caps in the same order. Caps grow by doubling so that they

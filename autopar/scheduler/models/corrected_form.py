@@ -42,7 +42,7 @@ from autopar.scheduler.models.pollux_form import StepSamples
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CorrectedTimes:
-    """Predicts seconds of microbatches.
+    """Predicts the seconds of a step's microbatches.
 
     Attributes:
       form: predicts seconds without the correction.
@@ -53,7 +53,7 @@ class CorrectedTimes:
     missed: Process
 
     def grad_s(self, local: np.ndarray) -> np.ndarray:
-        """Seconds of a microbatch with ``local`` samples per device, uncorrected."""
+        """Seconds of a microbatch, by the form alone; ``local`` samples per device."""
         return self.form.grad_s(local)
 
     def step_s(
@@ -80,7 +80,7 @@ def fit(samples: StepSamples) -> CorrectedTimes:
 def _places(
     nodes: np.ndarray, devices: np.ndarray, local: np.ndarray
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The arguments as points, (n, 3), and the shape to which they broadcast."""
+    """The arguments as points of shape (n, 3), and their common broadcast shape."""
     counts = np.broadcast_arrays(nodes, devices, local)
     axes = [np.log(np.maximum(count, 1)) for count in counts]
     return np.stack([axis.ravel() for axis in axes], axis=1), axes[0].shape
@@ -164,7 +164,7 @@ def fit_power_form(samples: StepSamples, start: PowerTimes | None = None) -> Pow
 
 
 def _sync_rows(nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-    """By what log c, log d, u, v, log e and w are multiplied in log T_sync, (6, n)."""
+    """Factors of log c, log d, u, v, log e and w in the sum log T_sync, (6, n)."""
     far = (nodes > 1) * 1.0
     near, wide = 1 - far, (nodes > 2) * 1.0
     log_devices, log_nodes = np.log(devices), np.log(nodes)
@@ -187,7 +187,10 @@ def _errors(
     alone: np.ndarray,
     mean: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted errors of logarithms and prior terms, and derivatives by constants."""
+    """Weighted errors of log seconds, then prior terms.
+
+    And their derivatives by constants.
+    """
     n = len(samples.local)
     first, second = np.exp(theta[0]), np.exp(theta[1]) * samples.local
     grad = first + second
@@ -257,7 +260,7 @@ class Process:
         return np.sqrt(self.variance * np.maximum(self.part - known, 0.0))
 
     def without(self, groups: np.ndarray) -> np.ndarray:
-        """Each value minus its prediction from the values of other groups, (n,).
+        """Each value minus the value predicted for it from all other groups, (n,).
 
         The variance and the smooth fraction come from the fit to all values. The
         formula generalises (5.12) of Rasmussen and Williams to groups of values.
@@ -284,7 +287,8 @@ class Prior:
     Attributes:
       lengths: the length scale of each axis.
       spread: standard deviation of values, noise included.
-      count: weight of the prior: it counts as this number of measured values.
+      count: weight of the prior, as the number of measured values that would have the
+        same weight.
     """
 
     lengths: tuple[float, ...]
@@ -293,7 +297,7 @@ class Prior:
 
 
 def fit_process(points: np.ndarray, values: np.ndarray, prior: Prior) -> Process:
-    """The process with the highest marginal likelihood.
+    """Fits the variance and its smooth part, by maximum marginal likelihood.
 
     Args:
       points: the measured points, shape (n, axes).
@@ -322,7 +326,7 @@ def process_of(
     variance: float,
     part: float,
 ) -> Process:
-    """Makes a process with this variance and smooth fraction (1: without noise)."""
+    """Makes a process of this variance; ``part`` of it is smooth (1: no noise)."""
     scaled = np.asarray(points, float) / np.array(lengths)
     eigen, vectors = _decompose(scaled)
     found = eigen, vectors, vectors.T @ values

@@ -15,9 +15,8 @@ Adapts = Literal["nothing", "devices", "batch"]
 class SchedulingPolicy(Protocol):
     """Decides in each round which devices each job gets.
 
-    A policy may keep state between rounds. A policy draws random numbers from a
-    generator of its own. Therefore a policy decides the same if it sees the same rounds
-    again.
+    A policy may keep state between rounds. It draws random numbers only from its own
+    generator. So a new instance that sees the same rounds makes the same decisions.
     """
 
     @property
@@ -27,7 +26,7 @@ class SchedulingPolicy(Protocol):
 
     @property
     def adapts(self) -> Adapts:
-        """Which part of an owner's request the policy may change."""
+        """Which parts of a request (devices, batch, plan) the policy may change."""
         ...
 
     @property

@@ -71,7 +71,7 @@ class Fifo:
 
 
 class FairShare:
-    """Gives all jobs equal numbers of devices, at least one while devices last.
+    """Gives all jobs equally many devices, if users and priorities are equal.
 
     Devices are first divided among users in proportion to the users' shares
     (`JobView.share`). No user gets more devices than the user's jobs can use. Each
@@ -154,7 +154,7 @@ class Gavel:
     _round_s = 360.0
 
     def __init__(self) -> None:
-        """Starts with a new round at the first decision."""
+        """Starts so that the first decision begins a round."""
         self._next_s = 0.0
 
     def decide(
@@ -206,7 +206,10 @@ class Optimus:
         nodes: Nodes,
         current: Mapping[str, Allocation],
     ) -> Decisions:
-        """Gives devices out greedily; moves only jobs whose number changes."""
+        """Gives out devices one by one.
+
+        Moves only jobs whose number of devices changes.
+        """
         del now_s
         counts = _counts(jobs, nodes.total)
         order = sorted(jobs, key=counts.__getitem__)
@@ -228,8 +231,8 @@ def _counts(jobs: Views, left: int) -> dict[str, int]:
         name = max(gains, key=gains.__getitem__)
         counts[name] += 1
         # As in the published code, the gain is computed before the device is subtracted
-        # from the free ones. So the gain may assume one device more than there is. The
-        # result is the same.
+        # from the free devices. So the gain may be that of one device more than exists.
+        # The result is the same.
         gains[name] = _gain(jobs[name], counts[name])
         left -= 1
     return counts
@@ -311,9 +314,9 @@ class Tiresias:
                 del kept[name]
 
     def _demote(self, name: str, now_s: float, devices: int) -> None:
-        """Adds the device-seconds since the last decision to a job's service.
+        """Adds the device-seconds since the last decision to a job's total.
 
-        A job with enough service moves to the second queue.
+        A job whose total reaches the threshold moves to the second queue.
         """
         if self._running[name]:
             spent = now_s - self._looked_s.get(name, 0.0)
@@ -325,7 +328,7 @@ class Tiresias:
 
 
 _POWER = -0.5
-_WAIT = 1.1  # what a waiting job adds to the sum that Sia minimises
+_WAIT = 1.1  # the term of a waiting job in the sum that Sia minimises
 
 
 class Sia:
@@ -376,7 +379,7 @@ def _row(
     kinds: list[str],
     allowed: list[list[int]],
 ) -> list[tuple[float, int, int]]:
-    """For each configuration of a job: its value, kind and number of devices.
+    """For each configuration: its value in the objective, kind and devices.
 
     A job gets at most twice as many devices as it has ever run on.
     """

@@ -8,14 +8,14 @@ policy does not see the remaining work. The policy predicts the remaining work b
 Gittins' index, from completed jobs of the same program. If no job of the program has
 completed yet, the policy assumes that a job has as much work left as it has done. A
 move (a change of a job's devices) costs time, so its gain counts only for the time that
-remains after it. The allocation problem is solved up to a relative optimality gap
-(`Settings.gap`).
+remains after it. The integer program is solved until the proved relative gap to the
+optimum is at most `Settings.gap`.
 
 A guaranteed job is promised a least mean speed since its submission, the floor: its
 speed on the devices that its owner asks for. The floor is not a constraint of the
-optimisation. Instead, the job's speed up to the floor has an extra value, the price.
-The price is lower if the job's mean speed is above its floor. The price is higher if
-fewer jobs have guarantees.
+optimisation. Instead, the part of the job's speed below the floor has an extra value,
+the price. The price is lower if the job's mean speed is above its floor. The price is
+higher if fewer jobs have guarantees.
 
 *Remaining work.* Take completed jobs that needed more work than the job has done.
 Suppose that each of them, at the point where it had done this much work, receives at
@@ -130,7 +130,7 @@ class Settings:
 
     Attributes:
       concavity: exponent below 1 by which a speed-up enters the utility.
-      least: a speed-up of at most this value has a utility of 0.
+      least: a configuration with a speed-up of at most this value has a utility of 0.
       shortness: a job's weight is its remaining work to the power of minus this value;
         with 0 the weight does not depend on the remaining work.
       known_s: seconds on one device that are added to each job's remaining work before
@@ -140,15 +140,15 @@ class Settings:
         move (as in Young's formula for the interval between checkpoints).
       growth: a job gets at most this many times as many devices as it has ever run on.
       first: largest number of devices of a job without measurements.
-      price: the extra value of speed up to the floor, as a multiple of its utility. The
-        price is also multiplied by the number of jobs without a guarantee, divided by
-        the number of jobs with one.
-      had_s: once a job has done the work of this many seconds at its guaranteed speed,
-        its price is half as large as at the start.
-      size: the price is multiplied by the floor to this power. Otherwise jobs that need
-        many devices would always come last.
-      ahead_s: the price falls linearly with how many seconds the job's progress is
-        ahead of its floor, and is 0 if it is this many seconds ahead.
+      price: value of speed below the floor, as a multiple of its utility, in addition
+        to the utility itself. It is also multiplied by the number of jobs without a
+        guarantee, divided by the number of jobs with one.
+      had_s: a job's price is halved when the job has done as much work as in this many
+        seconds at its guaranteed speed.
+      size: the price is multiplied by (floor as a speed-up over one device) to this
+        power. With 0, jobs that need many devices would always come last.
+      ahead_s: seconds by which a job is ahead of its promise when its price is 0. The
+        price falls linearly until then.
       least_sureness: a job may count as nearly done only if the `sureness` of its
         predicted remaining work is at least this value.
       learns: whether completed jobs predict the remaining work of other jobs of their
@@ -184,9 +184,9 @@ class _Option:
       speed: progress per second.
       worth: weighted utility, minus the cost of the move to this configuration.
       move_s: seconds of the move; 0 if the job stays where it is.
-      place_worth: extra loss if the job keeps its number of devices but moves to other
-        nodes although it may end soon. The loss is the worth of the move if the job
-        does not end, minus the worth if the job ends as predicted.
+      place_worth: loss of worth if the job keeps its number of devices but moves to
+        other nodes, because the job may end soon after the move. It is the worth of the
+        move if the job never ended, minus the worth if the job ends as predicted.
     """
 
     kind: int
@@ -202,8 +202,9 @@ class _Promise:
     """What a guaranteed job was promised, and what keeping the promise is worth.
 
     Attributes:
-      speedup: the floor, as a speed-up over one device.
-      price: extra value of the speed up to the floor, as a multiple of its utility.
+      speedup: the guaranteed speed (floor), divided by the speed on one device.
+      price: value of speed below the floor, as a multiple of its utility, in addition
+        to the utility itself.
     """
 
     speedup: float
@@ -284,7 +285,7 @@ class Goodput:
         """Stores the total work of each job that completed since the last round."""
         for name, (application, progress) in list(self._last.items()):
             if name not in jobs:
-                # A job without progress in any round tells nothing about work.
+                # A job that never made progress tells nothing about work.
                 if progress > 0:
                     self._ended.setdefault(application, []).append(progress)
                 del self._last[name]
@@ -326,8 +327,8 @@ class Goodput:
         self, view: JobView, kind: str, per_node: int, total: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Possible numbers of devices of a kind, and a job's goodput on each."""
-        # The key includes the number of devices, because more numbers are possible
-        # after a node joins.
+        # The key includes the number of devices in the cluster, because a job has more
+        # possible numbers of devices after a node joins.
         curve, key = view.on(kind), (view.name, kind, per_node, total)
         known = self._speeds.get(key)
         if known is None or known[0] is not curve:
@@ -407,7 +408,8 @@ class Goodput:
                 shape = -(-count // per), count
                 stays = there and count == len(held)
                 speedup, move_s = speed / single, _move_s(view, old, shape)
-                # A waiting job gains by being started, even if it has little work left.
+                # For a waiting job, the gain counts as if the job had unlimited work
+                # left: starting it is worth its cost even if little work is left.
                 late_s = lasts_s / speedup if held else math.inf
                 worth = weight * self._utility(speedup, promise, move_s, late_s)
                 place = 0.0
@@ -454,7 +456,7 @@ class Goodput:
     def _solve(
         self, jobs: Views, options: Mapping[str, list[_Option]], budgets: list[int]
     ) -> tuple[dict[str, _Option], Allocated]:
-        """Chooses one option for each job: the most worth that fits the devices."""
+        """Chooses one option for each job; maximises the sum of their worths."""
         rows = [[(o.worth, o.kind, o.count) for o in options[name]] for name in jobs]
         problem = AllocationProblem.of(rows, budgets)
         solution = solve_allocation(problem, gap=self._settings.gap)
@@ -481,12 +483,12 @@ def _single(curves: _Curves) -> float:
 
 
 def _move_s(view: JobView, old: Shape, new: Shape) -> float:
-    """The seconds that a move counts as in the optimisation.
+    """The seconds for which a moved job does not train, as assumed in the optimisation.
 
-    A move counts as at least the seconds of a restart (`JobView.restart_s`), even if it
+    These are at least the seconds of a restart (`JobView.restart_s`), even if the move
     takes less time. The reason: predictions of remaining work change between decisions.
     If moves cost almost nothing, about half of them are undone within five minutes.
-    With the larger cost, a move must gain for longer to be made.
+    With the larger cost, a policy moves a job only if the gain lasts longer.
     """
     return max(view.move_s(old, new), view.restart_s)
 

@@ -23,7 +23,7 @@ _SMALL = 1e-3
 
 
 class Pollux:
-    """Searches in each round, starting from the allocations of the previous search."""
+    """Searches in each round, starting from states that the last search kept."""
 
     name = "pollux"
     adapts: Adapts = "batch"
@@ -65,7 +65,7 @@ class Pollux:
         )
 
     def _carry_over(self, order: list[JobView], base: np.ndarray) -> np.ndarray:
-        """The previous allocations (population), with a row for each present job."""
+        """The allocations kept by the last search, with a row for each present job."""
         if self._states.shape[2] != base.shape[1]:
             return base[None]
         states = np.zeros((len(self._states), *base.shape), np.int64)
@@ -148,7 +148,10 @@ class _Search:
         self._factor = np.maximum(age - moves * delay, 0.0) / (age + delay)
 
     def run(self, states: np.ndarray, generations: int) -> np.ndarray:
-        """Runs some generations; returns the different states, fittest first."""
+        """Runs ``generations`` generations.
+
+        Returns the distinct states, fittest first.
+        """
         states = self._repair(states)
         values = self.fitness(states)
         for _ in range(generations):
@@ -171,7 +174,7 @@ class _Search:
     def fitness(self, states: np.ndarray) -> np.ndarray:
         """The power mean of each state's speed-ups; moves reduce a job's speed-up.
 
-        A job that has moved often is reduced more.
+        The speed-up of a job that has moved often is reduced more.
         """
         moved = np.any(states != self._base, axis=2)
         scaled = self.speedups(states) * np.where(moved, self._factor, 1.0)
@@ -207,8 +210,8 @@ class _Search:
     def _repair(self, states: np.ndarray) -> np.ndarray:
         """Makes states feasible.
 
-        After this, at most one job on each node uses several nodes. No job has more
-        devices than it may use. No device is given out twice.
+        Afterwards at most one job on each node uses several nodes, no job has more
+        devices than it may use, and no device belongs to two jobs.
         """
         wide = np.count_nonzero(states, axis=2) > 1
         users = ((states > 0) & wide[..., None]).cumsum(axis=1)

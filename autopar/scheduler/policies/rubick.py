@@ -3,9 +3,9 @@
 Zhang et al., "Rubick: Exploiting job reconfigurability for deep learning cluster
 scheduling", MLSys 2025. The policy decides as in Rubick's published simulator. A slope
 is the speed that one more device adds. The policy goes through the jobs in ascending
-order of slopes, guaranteed jobs first. Each job gets the free devices of one node. A
-large model gets one of a fixed list of placements over several nodes, and later a
-larger one if it fits. A guaranteed job starts only where it comes close to its
+order of slopes, guaranteed jobs first. Each job gets free devices of one node. But a
+large model gets a placement over several nodes, from a fixed list, and later a larger
+placement if that fits. A guaranteed job starts only where it comes close to its
 guaranteed speed.
 
 `step_ms` models the time of a step with data-parallel plans. A backward pass takes
@@ -43,13 +43,14 @@ class ModelledProgram:
       parameters: number of parameters, in units of 2**20.
       asked: samples per second on the configuration that the owner asks for; slopes are
         divided by this number.
-      pcie: megabytes per millisecond between device and host.
-      link: megabytes per millisecond between devices of a node.
-      k: fitted constants (bwd, sync, opt, opt_off, const, off, swap).
+      pcie: bandwidth between device and host, in megabytes per millisecond.
+      link: bandwidth between devices of a node, in megabytes per millisecond.
+      k: fitted constants of the terms of a step: (bwd, sync, opt, opt_off, const, off,
+        swap).
       scaled: speed-up of a forward pass on 2, 4 and 8 devices over one device; () for
         linear speed-up.
-      most: the most samples per device that fit in memory: with offloading, with
-        sharded optimizer state, and with neither of them.
+      most: the most samples per device that fit in memory: for plans with offloading,
+        for plans with sharded optimizer state, and for the other plans.
     """
 
     batch: int
@@ -182,7 +183,7 @@ PROGRAMS = {
 
 PER_NODE = 8
 _PLANS = ("zero-offload", "zero-dp", "ga")
-_SAME = 1.01  # a larger number of devices must make a job at least 1 % faster
+_SAME = 1.01  # a larger number of devices must make a job 1 % faster
 
 
 def step_ms(program: ModelledProgram, devices: int, plan: str, again: bool) -> float:
@@ -255,8 +256,8 @@ def best_plans(application: str) -> tuple[BestPlan, ...]:
 _OLD_S = 200_000.0
 _FEW_MOVES = 7
 _WIDE = 32
-# A guaranteed job starts only if its guaranteed speed is at most this factor times the
-# speed that it would have.
+# A guaranteed job starts only if its speed would be at least its guaranteed speed
+# divided by this factor.
 _NEARLY = 1.5
 # If there are more guaranteed jobs than this, large models may be placed anew however
 # often they have moved.
@@ -334,8 +335,8 @@ class _Round:
         self.jobs, self.nodes = jobs, nodes
         self.places = {name: list(current.get(name, ())) for name in jobs}
         self.plans: dict[str, str] = {}
-        # During the whole round, slopes are computed at the numbers of devices before
-        # it.
+        # During the whole round, a job's slope is computed at the number of devices
+        # that it had before the round.
         self._before = {name: len(places) for name, places in self.places.items()}
         self._known = known
         self._widest = max(PER_NODE, nodes.widest)
@@ -363,7 +364,10 @@ class _Round:
         return self._widest if cap is None else min(self._widest, cap)
 
     def _asked_speed(self, name: str) -> float:
-        """Progress per second on the requested configuration; divides slopes."""
+        """Progress per second on the requested configuration.
+
+        Slopes are divided by it.
+        """
         view = self.jobs[name]
         if view.application in PROGRAMS:
             return PROGRAMS[view.application].asked
@@ -383,7 +387,7 @@ class _Round:
         return abs(gained) / self._asked_speed(name) / delta
 
     def release_wide(self, order: list[str]) -> None:
-        """Takes the devices from large models on many devices that have moved rarely.
+        """Takes the devices from large models that have many devices and moved rarely.
 
         `place_large` then gives these models new placements.
         """
@@ -396,7 +400,10 @@ class _Round:
                 self.places[name] = []
 
     def schedule(self, name: str, free: dict[int, int]) -> None:
-        """Gives a job the free devices of one node: of its own node if it runs."""
+        """Gives a job free devices of one node.
+
+        A running job gets them on its own node.
+        """
         if self.jobs[name].application in _LARGE:
             self.place_large(name, grow=False)
             return
@@ -425,7 +432,7 @@ class _Round:
             self.plans[name] = plan
 
     def grow_on(self, node: int, left: int) -> None:
-        """Gives a node's free devices to the job there with the largest slope."""
+        """Gives a node's free devices to the job on the node with the largest slope."""
         there = [name for name, places in self.places.items() if node in places]
         grown: dict[str, int] = {}
         ends = not there

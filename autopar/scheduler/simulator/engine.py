@@ -150,7 +150,8 @@ class Round:
       used: number of devices that jobs have.
       available: number of devices of the present nodes.
       reasons: reasons for changes of jobs' devices.
-      gap: proved relative distance of the allocation from the best possible one.
+      gap: proved bound on how far the allocation's objective is from the best possible,
+        as a fraction of the best.
     """
 
     at_s: float
@@ -304,7 +305,7 @@ class _Simulation:
         self._end_idleness()
 
     def _end_idleness(self) -> None:
-        """Fails waiting jobs if none has run for many rounds and no event will come."""
+        """Fails waiting jobs if no job has run for long and no node event will come."""
         comes = bool(self._coming or self._events)
         idle = bool(self._active()) and not (self._current or comes)
         self._idle = self._idle + 1 if idle else 0

@@ -1,10 +1,10 @@
 """Three kinds of simulated jobs, which differ in where their step times come from.
 
 `EpochJob` reads tables by batch size and epoch, as published with Pollux. `StepJob`
-reads tables by plan, as published with Rubick. `CurveJob` uses a goodput curve, and
-changes devices like a real elastic run of autopar: its start takes long, and a change
-of devices only a short pause. While the processes on new devices start, it trains on
-its old devices.
+reads tables by plan, as published with Rubick. `CurveJob` uses a goodput curve and
+changes devices like an elastic run of autopar. Its start takes long. A change of
+devices is only a short pause, because the job trains on its old devices while the
+processes on the new devices start.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Limits:
     """The batch sizes that a program allows.
 
     Attributes:
-      base: the batch size for which the program was written. Progress is counted as the
-        number of samples, in batches of this size, that make the same progress.
+      base: the batch size for which the program was written. Progress is counted in
+        samples of batches of this size.
       largest: the largest batch.
       least_local: the fewest samples per device in a microbatch.
       most_local: the most samples per device in a microbatch.
@@ -75,7 +75,7 @@ class Best:
     Attributes:
       goodput: samples of the base batch per second; 0 where no batch fits.
       local: samples per device in a microbatch.
-      more: number of microbatches of a step without the last one.
+      more: number of microbatches of a step before the last one.
     """
 
     goodput: np.ndarray
@@ -137,14 +137,14 @@ class GoodputCurve:
         """Splits candidate batches (array rows) on each configuration (array columns).
 
         Returns the samples per device in a microbatch, and the number of microbatches
-        without the last one.
+        before the last one.
         """
         limits = self.limits
         least = np.maximum(limits.base, limits.least_local * devices)
         batches = np.geomspace(
             least, np.maximum(limits.largest, least), num=_CANDIDATES
         )
-        # If even the smallest possible batch is too large, there is no candidate.
+        # If even the smallest possible batch is too large, no batch is tried.
         batches = np.where(least <= limits.largest, batches, 0.0)
         share = batches / devices
         more = np.ceil(share / limits.most_local - 1e-8) - 1
@@ -184,9 +184,9 @@ class MeasuredSteps:
 
     @property
     def first_noise(self) -> tuple[float, float]:
-        """The gradient noise of the earliest measured epoch (see `see_noise`).
+        """The norm and the variance of the gradient in the earliest measured epoch.
 
-        A job that has not begun is assumed to have the same noise.
+        A job that has not begun is assumed to have the same norm and variance.
         """
         return self._noise[min(self._noise)]
 
@@ -200,7 +200,7 @@ class MeasuredSteps:
           devices: number of devices on all nodes.
           local: samples per device in a microbatch.
           step_s: seconds of the microbatch that synchronises.
-          sync_s: seconds of its synchronisation.
+          sync_s: seconds of the synchronisation within ``step_s``.
         """
         if (key := (nodes, devices, local)) not in self._steps:
             self._steps[key] = step_s, sync_s
@@ -230,7 +230,7 @@ _MOST_DEVICES = 64  # the largest number of devices in the published tables
 
 
 class EpochJob:
-    """A job whose true speed comes from Pollux's tables by batch and epoch.
+    """A job whose true speed comes from Pollux's tables by batch size and epoch.
 
     The job measures its speed on each configuration on which it runs. The curve that a
     policy sees is fitted only to such measurements: the job's own, or those of all jobs
@@ -279,7 +279,10 @@ class EpochJob:
         return sum(self.placement) * self._local * (self._more + 1)
 
     def advance(self, now_s: float, seconds: float, slowdown: float) -> None:
-        """Runs for ``seconds``; an epoch ends at a whole second."""
+        """Runs for ``seconds``.
+
+        Each epoch ends at a whole second, as in the published simulator.
+        """
         if not self.placement or self.completed_s is not None:
             return
         devices = sum(self.placement)
@@ -500,7 +503,8 @@ class StepJob:
         now_s, seconds = now_s + delay, seconds - delay
         if seconds <= 0:
             return
-        # If the job has devices of several kinds, each step waits for the slowest kind.
+        # If the job has devices of several kinds, a step takes as long as on the
+        # slowest kind.
         step_s = max(
             self._by_kind.get(kind, self.times).seconds(self.plan, self.placement)
             for kind in self._kinds
@@ -596,7 +600,7 @@ class Moves:
       change_s: seconds for which a job pauses when its devices change.
       by_pair: seconds of the pause between an old and a new number of nodes and
         devices; None: always `change_s`.
-      told_s: seconds that the policy sees for every move; None: the policy sees the
+      told_s: seconds of every move as the policy sees them; None: the policy sees the
         true seconds.
     """
 
@@ -616,7 +620,7 @@ class Moves:
         return self.change_s if self.by_pair is None else self.by_pair(old, new)
 
     def seconds_told(self, old: Shape, new: Shape) -> float:
-        """Seconds of a move that the policy sees."""
+        """Seconds of a move as the policy sees them."""
         if old == (0, 0) or self.told_s is None:
             return self.move_s(old, new)
         return self.told_s
@@ -675,14 +679,15 @@ class CurveJob:
             now_s += part
 
     def _next_part(self, left_s: float) -> float:
-        """Seconds until a pause or the joining of devices ends, at most ``left_s``."""
+        """Seconds until a pause ends or new devices are ready, at most ``left_s``."""
         if self._waits_s > 0:
             return min(left_s, self._waits_s)
         return min(left_s, self._joins_s) if self._joins_s > 0 else left_s
 
     def _train(self, now_s: float, seconds: float, slowdown: float) -> float:
         """Trains; returns the seconds used, fewer than ``seconds`` if it completes."""
-        # If the job has devices of several kinds, each step waits for the slowest kind.
+        # If the job has devices of several kinds, a step takes as long as on the
+        # slowest kind.
         step_s = max(
             self._by_kind.get(kind, self._curve).step_s(*_shape(self._trains))
             for kind in self._kinds or ("",)

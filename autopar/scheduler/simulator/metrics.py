@@ -39,7 +39,7 @@ class Metrics:
       median_s: median completion time of completed jobs.
       p99_s: 99th percentile of the completion times of completed jobs.
       makespan_s: seconds from the beginning until the last job completes.
-      slowest_share: the largest ratio, over jobs, of completion time to the time during
+      slowest_share: of all jobs, the largest completion time divided by the time during
         which the job had devices.
       utilisation: device-seconds that jobs had, divided by all device-seconds until the
         last completion.

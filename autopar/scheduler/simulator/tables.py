@@ -358,7 +358,7 @@ class Application:
         """Splits a batch into microbatches.
 
         Returns the samples per device in a microbatch, and the number of microbatches
-        without the last one.
+        before the last one.
         """
         local = math.ceil(batch / devices - 1e-8)
         more = max(math.ceil(local / self.most_local - 1e-8), 1) - 1

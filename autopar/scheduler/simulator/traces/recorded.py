@@ -1,8 +1,7 @@
 """Reads what real clusters recorded of jobs: Philly's log and table, Slurm's sacct.
 
-Such a record has no measured step times. So a job's work is set to its run time on the
-devices that it had. Jobs that never had a GPU are not simulated; their number is
-reported.
+Such a record has no step times. So a job's work is set to its run time on the devices
+that it had. Jobs that never had a GPU are not simulated; their number is reported.
 """
 
 from __future__ import annotations
@@ -313,7 +312,8 @@ def read_trace(
     Args:
       trace: a CSV file, the output of ``sacct -P``, or Philly's log in JSON.
       tables: kind of devices -> folder with measured tables; or '' -> one folder for
-        all kinds. If empty, the folder ``../traces``, relative to the trace's folder.
+        all kinds. If empty, the tables are read from ``../traces``, relative to the
+        trace's folder.
       nodes: the cluster.
       policy: the policy; `SchedulingPolicy.adapts` says which part of a job's request
         may change.
