@@ -23,7 +23,7 @@ import workloads
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.cluster import Cluster
-from autopar.cost.messages import messages
+from autopar.cost.traffic import messages
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.experts import expert_plans
 from autopar.planner.record import make_plan

@@ -27,8 +27,8 @@ import workloads
 from autopar.cluster import Cluster
 from autopar.planner.candidate import Candidate
 from autopar.planner.experts import Expert, expert_plans
+from autopar.planner.scheme import worth_of
 from autopar.planner.search import search
-from autopar.planner.worth import worth_of
 from autopar.steps.analysis import analyse
 
 HEADING = (

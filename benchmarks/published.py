@@ -41,7 +41,7 @@ import decoder
 import autopar
 from autopar.cluster import DeviceSpec
 from autopar.cluster.presets import preset
-from autopar.cost.certainty import interval_s
+from autopar.cost.breakdown import interval_s
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
 from autopar.planner.candidate import Candidate

@@ -11,14 +11,14 @@ import time
 
 import numpy as np
 
-from autopar_solver.stages.check import check_stages
+from autopar_solver.stages.completion import check_stages
 from autopar_solver.stages.problem import (
     DeviceGroup,
     LayerCosts,
     StageProblem,
     SubmeshOption,
 )
-from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
+from autopar_solver.stages.schedules.play import Schedule, ScheduleKind
 from autopar_solver.stages.solve import solve_stages
 
 SCHEDULES = (

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from autopar.cli import common, ranges
+from autopar.cli import common
 from autopar.cli.commands.plans import GoodputCommand
 from autopar.cli.failures import spell_options
 from autopar.cli.output import Result
@@ -170,7 +170,7 @@ def goodput(asked: GoodputCommand) -> Result:
             "--noise-scale and --max-batch go together: larger batches are worth less "
             "for each row, and the noise scale says how much."
         )
-    texts = ranges.clusters([*(asked.clusters or []), *more])
+    texts = common.cluster_texts([*(asked.clusters or []), *more])
     table = curve_of(asked, [common.read_cluster(c, asked.memory) for c in texts])
     if not any(point.goodput for point in table.points):
         reasons = dict.fromkeys(f"{p.cluster}: {p.reason}" for p in table.points)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from autopar.cli import common, ranges
+from autopar.cli import common
 from autopar.cli.commands.plans import SweepCommand
 from autopar.cli.failures import spell_options
 from autopar.cli.output import Result
@@ -47,7 +47,9 @@ class SweepRequest:
     @property
     def swept_options(self) -> list[str]:
         """The options that are swept."""
-        several = [k for k, text in self.words.items() if len(ranges.values(text)) > 1]
+        several = [
+            k for k, text in self.words.items() if len(common.range_values(text)) > 1
+        ]
         return [k for k in self.words if k in several or k == self.asked.largest]
 
 
@@ -61,7 +63,7 @@ def sweep(asked: SweepCommand) -> Iterator[Result]:
       PlanError: no point has a plan, with the reason.
       TargetError: the target does not have the option ``--largest``.
     """
-    texts = ranges.clusters(asked.cluster or [])
+    texts = common.cluster_texts(asked.cluster or [])
     made_for = [common.read_cluster(c, asked.memory) for c in texts]
     given = SweepRequest(
         asked,
@@ -86,7 +88,7 @@ def _check_sized(given: SweepRequest) -> None:
     if name is None:
         return
     text = given.words.get(name, "")
-    if not text or not all(v.isdigit() and int(v) for v in ranges.values(text)):
+    if not text or not all(v.isdigit() and int(v) for v in common.range_values(text)):
         raise TargetError(
             f"--largest {name}: say where to start, with a whole number such as "
             f"{name}=8."
@@ -100,7 +102,7 @@ def _points(
 
     Then plans the values that the search for the largest value of an option tries.
     """
-    every = ranges.combinations(given.words)
+    every = common.range_combinations(given.words)
     total = len(every) * len(given.clusters)
     done: list[Point] = []
     for options in every:
@@ -113,7 +115,7 @@ def _points(
     if given.asked.largest is None:
         return
     smaller = {k: v for k, v in given.words.items() if k != given.asked.largest}
-    for options in ranges.combinations(smaller):
+    for options in common.range_combinations(smaller):
         for cluster in given.clusters:
             yield from _largest(given, options, cluster, done, say)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+import math
+from typing import Final, Self
+
+from autopar.cluster import DeviceSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,3 +137,124 @@ def step_s(cost: CostBreakdown) -> float:
 def added_s(cost: CostBreakdown) -> float:
     """Seconds of a step in which work and communication do not overlap."""
     return cost.work_s + cost.codec_s + cost.communication_s
+
+
+# The uncertainty of a predicted step time, from the uncertainty of its terms.
+#
+# Each term of a `CostBreakdown` has a relative error: in 90 % of the measured cases
+# that were not used to choose constants, the measured seconds differed by at most this
+# fraction. Errors of different terms are assumed to be independent, so their squares
+# add. All seconds that one term adds up are assumed to have the same error, so these
+# errors do not cancel. Communication that is predicted to be hidden may be partly
+# exposed, which makes a step longer but never shorter.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Certainty:
+    """Relative errors of the seconds of a step's terms; 90 % of cases lie within them.
+
+    Attributes:
+      matrix: error of the seconds of matrix products.
+      vector: error of the seconds of other operators.
+      kernel: error of the seconds of kernel launches.
+      transfer: error of the seconds of communication, without latency.
+      latency: error of latencies.
+      codec: error of the seconds of codecs.
+      step: error of the whole step from causes that no term covers: how the software
+        around a program schedules it, waits between its parts, and feeds data.
+      bare: the fraction of communication predicted to be hidden that may be exposed.
+    """
+
+    matrix: float
+    vector: float
+    kernel: float
+    transfer: float
+    latency: float
+    codec: float
+    step: float
+    bare: float
+
+
+# Sources of the errors. Matrix products and communication: the errors on rows of XLA's
+# tables that were left out of the fit (docs/record, "Rates against XLA's
+# measurements"). They are 12 % for products, 29 % for collectives from 1 MiB on and 30
+# % for smaller collectives. In a step, a card's power limit lowers the rate of
+# products. In published measurements it multiplies the rate by .61 to .68 on a card of
+# 700 W, which adds an error of 6 %. Other operators: on models that no constant was
+# chosen on, the compiled work is .76 to 1.2 times the predicted work.
+# Kernels: where XLA's fusion differs from the prediction, the number of launches is
+# half to twice the predicted number.
+# Codecs: a codec lengthens a step by between one third and all of the seconds that
+# encoding and decoding take outside of a step.
+# Overlap: in published runs, half to all of the hideable communication is hidden.
+# Step: a sequential execution takes 10 % longer on average than an overlapped one
+# (arXiv 2507.03114). The software around the program decides whether communication
+# overlaps.
+_TABLED = Certainty(
+    matrix=math.hypot(0.12, 0.06),
+    vector=0.24,
+    kernel=0.5,
+    transfer=0.29,
+    latency=0.30,
+    codec=0.6,
+    step=0.10,
+    bare=0.5,
+)
+# For devices without a table of rates, an error of 20 % for products is an assumption.
+# Presets assume .8 of a datasheet's peak. One measured step on v5e attained .86 of the
+# peak. Published steps on TPUs lie within 3 % of the prediction.
+_DATASHEET = dataclasses.replace(_TABLED, matrix=0.20)
+# Simulated devices and hosts share CPU cores. Measured steps of the examples took .42
+# to 1.5 times the predicted seconds. Collectives of 256 KiB differed from a measured
+# profile by up to 70 % (docs/record).
+_SHARED_CORES = dataclasses.replace(
+    _TABLED, matrix=0.35, vector=0.5, transfer=0.5, latency=0.7
+)
+
+
+# The largest excess of compiled memory over predicted memory, as a fraction, by kind of
+# device. The programs are those of docs/data/memory.json; on GPUs also plans for little
+# memory, and on CPUs also the programs of docs/record.
+MEMORY_MORE: Final = {"gpu": 0.28, "tpu": 1.31, "cpu": 0.08}
+# A plan that needs more than this fraction of the memory is near the limit, and may not
+# fit.
+NEAR_LIMIT: Final = 0.75
+
+
+def certainty_of(device: DeviceSpec) -> Certainty:
+    """The relative errors of predictions for a device."""
+    if device.kind == "cpu":
+        return _SHARED_CORES
+    return _TABLED if device.rates else _DATASHEET
+
+
+def interval_s(cost: CostBreakdown, device: DeviceSpec) -> tuple[float, float]:
+    """The interval of seconds in which 90 % of steps should lie.
+
+    >>> from autopar.cluster import Cluster
+    >>> device = Cluster.parse("8:v5e").device
+    >>> interval_s(CostBreakdown(matrix_s=1.0), device)  # doctest: +ELLIPSIS
+    (0.776..., 1.223...)
+
+    Args:
+      cost: the predicted cost of a step.
+      device: the device that runs the step.
+
+    Returns:
+      The shortest and the longest seconds, around `step_s` of the cost.
+    """
+    sure, hideable_s = certainty_of(device), cost.hideable_total_s
+    bare = max(0.0, 1.0 - cost.cover_s / hideable_s) if hideable_s else 0.0
+    middle = step_s(cost)
+    terms = (
+        sure.matrix * cost.matrix_s,
+        sure.vector * cost.vector_s,
+        sure.kernel * cost.kernel_s,
+        sure.transfer * (cost.waiting_s + bare * cost.hideable_s),
+        sure.latency * (cost.waiting_latency_s + bare * cost.hideable_latency_s),
+        sure.codec * cost.codec_s,
+        sure.step * middle,
+    )
+    around = math.hypot(*terms)
+    above = math.hypot(around, sure.bare * cost.cover_s)
+    return max(0.0, middle - around), middle + above

@@ -29,8 +29,7 @@ from autopar.cost.compute import roofline_s, shard_s
 from autopar.cost.live import Live, each_held_bytes, live
 from autopar.cost.overlap import Key, Part, PartCut, Timeline
 from autopar.cost.pricer import Pricer
-from autopar.cost.reassociation import compiled_traffic
-from autopar.cost.traffic import Collective, join_messages
+from autopar.cost.traffic import Collective, compiled_traffic, join_messages
 from autopar.cost.work import beside_ring_s
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes, ReshardStep, shards

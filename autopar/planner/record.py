@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from autopar.cost.certainty import interval_s
+from autopar.cost.breakdown import interval_s
 from autopar.errors import PlanError
 from autopar.garbage import collector_paused
 from autopar.layouts.assignment import Assignment, CopyChoice, apart_bytes
@@ -27,7 +27,7 @@ from autopar.planner.codecs.choose import (
     record_decisions,
     warn_if_unused,
 )
-from autopar.planner.worth import worth_of
+from autopar.planner.scheme import worth_of
 from autopar.plans import (
     SCHEMA,
     ClusterData,

@@ -40,8 +40,10 @@ from autopar.planner.candidate import (
     WORTHWHILE,
     Candidate,
     choices_of,
+    laid_out,
     peak_of,
     price_solution,
+    tie_broken,
 )
 from autopar.planner.codecs.choose import CodecRequest, prices_of, sent_as_asked
 from autopar.planner.infeasible import infeasible
@@ -55,7 +57,6 @@ from autopar.planner.problem import (
 )
 from autopar.planner.proposals import Proposal, record
 from autopar.planner.recipes import has_context, least_bytes, recipes, restriction_of
-from autopar.planner.ties import laid_out, tie_broken
 from autopar.planner.weights import (
     HIDDEN,
     WHOLE,

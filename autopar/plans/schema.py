@@ -213,7 +213,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       checks: checksum of each part from the time of its making; see `edited`.
       compiled_memory_bytes: the most bytes on one device according to the compiler.
         Only plans near the memory limit are compiled for this number
-        (`autopar.cost.certainty.NEAR_LIMIT`); 0: not compiled.
+        (`autopar.cost.breakdown.NEAR_LIMIT`); 0: not compiled.
       worth: how well the plan uses its cluster; None if not computed, as in plans of
         earlier versions.
 

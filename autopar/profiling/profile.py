@@ -31,7 +31,7 @@ from autopar.cluster.presets import PCIE_LATENCY_S, preset
 from autopar.cluster.specs import KINDS
 from autopar.cost.collectives import bytes_ratio, collective_s
 from autopar.cost.compute import roofline_s
-from autopar.profiling import kernels, transfers
+from autopar.profiling import kernels
 from autopar.units import seconds_text
 from autopar.whole_files import export_whole
 
@@ -241,14 +241,14 @@ class _Times:
         sizes = self.settings.matmul_sizes
         flops = [2.0 * n**3 for n in sizes]
         times_s = [self.seconds["matmul", dtype, n] for n in sizes]
-        _, slope = transfers.fit_line(flops, times_s)
-        return transfers.round_off(1 / slope if slope else flops[-1] / times_s[-1])
+        _, slope = kernels.fit_line(flops, times_s)
+        return kernels.round_off(1 / slope if slope else flops[-1] / times_s[-1])
 
     def collective(self, kind: str, level: int, group_size: int) -> CollectiveFit:
         """The fit to the measured times of a collective."""
         sizes = self.settings.collective_bytes
         points = [(float(n), self.seconds[kind, level, group_size, n]) for n in sizes]
-        return transfers.fit_collective(kind, group_size, points)
+        return kernels.fit_collective(kind, group_size, points)
 
     def codecs(self) -> tuple[tuple[str, float], ...]:
         """(codec, seconds) pairs: by how much longer an element takes with the codec
@@ -257,7 +257,7 @@ class _Times:
         elements = kernels.timed_elements(self.settings.codec_elements)
         plain_s = self.seconds.get(("codec", ""), 0.0)
         return tuple(
-            (str(key[1]), transfers.round_off(max(0.0, seconds - plain_s) / elements))
+            (str(key[1]), kernels.round_off(max(0.0, seconds - plain_s) / elements))
             for key, seconds in self.seconds.items()
             if key[0] == "codec" and key[1]
         )
@@ -281,12 +281,12 @@ def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
         kind=first.platform if first.platform in ("cpu", "tpu") else "gpu",
         peak_flops_per_s=tuple(zip(names, rates, strict=True)),
         memory_bytes=memory_bytes,
-        memory_bandwidth_bytes_per_s=transfers.round_off(
+        memory_bandwidth_bytes_per_s=kernels.round_off(
             traffic / times.seconds["stream",]
         ),
         matmul_efficiency=1.0,  # the peaks are attained rates
-        kernel_latency_s=transfers.round_off(kernel_s),
-        vector_flops_per_s=transfers.round_off(vector_flops / times.seconds["vector",]),
+        kernel_latency_s=kernels.round_off(kernel_s),
+        vector_flops_per_s=kernels.round_off(vector_flops / times.seconds["vector",]),
         # The workspace is a setting of the compiler, which measured times do not show.
         workspace_bytes=None if known is None else preset(known).device.workspace_bytes,
         on_chip_bytes=0 if known is None else preset(known).device.on_chip_bytes,
@@ -306,8 +306,8 @@ def _level(times: _Times, index: int, kept: Level) -> Level:
     latency_s, slope = _plain(times, index, fits, count)
     bandwidth = 1 / slope if slope else kept.link.bandwidth_bytes_per_s
     link = LinkSpec(
-        latency_s=transfers.round_off(latency_s),
-        bandwidth_bytes_per_s=transfers.round_off(bandwidth),
+        latency_s=kernels.round_off(latency_s),
+        bandwidth_bytes_per_s=kernels.round_off(bandwidth),
         measured=fits,
     )
     return dataclasses.replace(kept, link=link)
@@ -324,7 +324,7 @@ def _plain(
     if index == 0 and times.transfer_s:
         sizes = times.settings.collective_bytes
         points = [times.transfer_s[n] for n in sizes]
-        latency_s, slope = transfers.fit_line(sizes, points)
+        latency_s, slope = kernels.fit_line(sizes, points)
         return latency_s, slope or points[-1] / sizes[-1]
     whole = next(f for f in fits if f.kind == "all_gather" and f.group_size == count)
     slope = max(whole.s_per_byte, whole.large_s_per_byte)
@@ -405,7 +405,7 @@ def run(
     _check(taken)
     default = CPU_SETTINGS if taken[0].platform == "cpu" else ACCELERATOR_SETTINGS
     chosen, say = settings or default, progress or (lambda _: None)
-    neighbours = transfers.on_this_machine(taken)
+    neighbours = kernels.on_this_machine(taken)
     memory_bytes, kept = _known_parts(taken, neighbours)
     programs = _programs(taken, chosen, len(neighbours), say)
     say(f"timing {len(programs)} programs in {chosen.rounds} rounds")
@@ -436,7 +436,7 @@ def _transfers(settings: ProfileSizes, say: Progress) -> dict[int, float]:
         return {}
     say("timing transfers between processes")
     sizes = (*settings.collective_bytes, *settings.check_bytes)
-    found = transfers.seconds(sizes, settings.rounds)
+    found = kernels.seconds(sizes, settings.rounds)
     if not found:
         say("no transfers between processes on this backend: an all-gather stands in")
     return found
@@ -448,7 +448,7 @@ def _transfer_checks(times: _Times, link: LinkSpec) -> list[Check]:
     """
     return [
         Check(
-            name=transfers.transfer_name(n),
+            name=kernels.transfer_name(n),
             predicted_s=link.latency_s + n / link.bandwidth_bytes_per_s,
             measured_s=times.transfer_s[n],
         )

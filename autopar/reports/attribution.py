@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.cost.breakdown import CostBreakdown, step_s
 from autopar.cost.estimate import StepEstimate, estimate
-from autopar.planner.worth import is_repeated
+from autopar.planner.scheme import is_repeated
 from autopar.reports.explain import BoundPlan
 from autopar.reports.table import collapse, template
 from autopar.steps.names import array_name, operator_name

@@ -12,11 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from autopar.compilers.compiled import CompiledProgram, Memory
+from autopar.compilers.compiled import CompiledProgram, DeviceTimeline, Memory, timeline
 from autopar.compilers.targets import Target
-from autopar.compilers.timeline import DeviceTimeline, timeline
 from autopar.cost.estimate import all_collectives
-from autopar.cost.messages import messages
+from autopar.cost.traffic import messages
 from autopar.plans import Plan
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows

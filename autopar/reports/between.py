@@ -37,7 +37,7 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cost.collectives import collective_bytes
-from autopar.layouts.floating import kept_layout
+from autopar.layouts.assignment import kept_layout
 from autopar.layouts.layout import Layout
 from autopar.layouts.pieces import Blocks, blocks_of, landings
 from autopar.planner.stages.stage_costs import copied_layers, stage_messages, wire_of

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from autopar.cost.certainty import MEMORY_MORE, NEAR_LIMIT
+from autopar.cost.breakdown import MEMORY_MORE, NEAR_LIMIT
 from autopar.plans import GradientDecision, Plan, StagePlan
 from autopar.plans.schema import Predicted, set_renderer
 from autopar.plans.specs import spec_text

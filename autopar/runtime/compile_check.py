@@ -19,7 +19,7 @@ import msgspec
 from autopar.cluster import Cluster
 from autopar.compilers.compiled import check_target, compile_for
 from autopar.compilers.targets import CPU, TARGETS, Target
-from autopar.cost.certainty import NEAR_LIMIT
+from autopar.cost.breakdown import NEAR_LIMIT
 from autopar.errors import CompileError, InfeasibleError, PlanError
 from autopar.planner.infeasible import round_up, size_text
 from autopar.planner.options import PlanOptions, decide_open

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster, CollectiveFit
-from autopar.profiling.transfers import fit_collective
+from autopar.profiling.kernels import fit_collective
 
 UNSHAPED_MBIT = 12_000.0
 """What an unshaped pair carries about, measured by one TCP stream."""

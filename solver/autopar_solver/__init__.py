@@ -11,20 +11,14 @@
 (1, 0)
 """
 
-from autopar_solver.allocation.problem import (
+from autopar_solver.allocation.solve import (
     Allocated,
     AllocationProblem,
     check_allocation,
     deal_out,
+    solve_allocation,
 )
-from autopar_solver.allocation.solve import solve_allocation
 from autopar_solver.ilp.highs import highest_minimum
-from autopar_solver.selection.check import (
-    check_selection,
-    fits_budgets,
-    recompute,
-    wire_weights,
-)
 from autopar_solver.selection.lgreco import (
     LGreCoProblem,
     LGreCoResult,
@@ -35,6 +29,10 @@ from autopar_solver.selection.problem import (
     CodecSelection,
     SelectionCost,
     SelectionResult,
+    check_selection,
+    fits_budgets,
+    recompute,
+    wire_weights,
 )
 from autopar_solver.selection.program import SelectionRelaxation, solve_relaxation
 from autopar_solver.selection.solve import solve_selection
@@ -54,13 +52,17 @@ from autopar_solver.sharding.problem import (
     evaluate_choices,
     memory_profile,
 )
-from autopar_solver.sharding.solve import (
+from autopar_solver.sharding.rounds import (
     InfeasibilityExplanation,
     LiveTerm,
     explain_infeasibility,
     solve,
 )
-from autopar_solver.stages.check import check_stages, evaluate_pipeline, task_seconds
+from autopar_solver.stages.completion import (
+    check_stages,
+    evaluate_pipeline,
+    task_seconds,
+)
 from autopar_solver.stages.problem import (
     BindingMemory,
     DeviceGroup,
@@ -72,20 +74,18 @@ from autopar_solver.stages.problem import (
     StageSolution,
     SubmeshOption,
 )
-from autopar_solver.stages.schedules.order import (
+from autopar_solver.stages.schedules.play import (
     Schedule,
     ScheduleKind,
     ScheduleTable,
     ScheduleTask,
     TaskKind,
-    make_table,
-)
-from autopar_solver.stages.schedules.play import (
     TaskSeconds,
     TaskTimes,
     check_table,
     count_alive,
     equal_parts,
+    make_table,
     play,
 )
 from autopar_solver.stages.solve import solve_stages

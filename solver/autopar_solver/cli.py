@@ -16,7 +16,7 @@ from autopar_solver.sharding.contest import (
     write_contest_solution,
 )
 from autopar_solver.sharding.problem import ShardingProblem, Solution
-from autopar_solver.sharding.solve import explain_infeasibility, solve
+from autopar_solver.sharding.rounds import explain_infeasibility, solve
 from autopar_solver.status import Status
 
 app = typer.Typer(add_completion=False)

@@ -14,7 +14,7 @@ from microbatch_cases import assert_close, evaluated
 from remat_cases import again
 
 import autopar
-from autopar.planner.worth import is_repeated
+from autopar.planner.scheme import is_repeated
 from autopar.plans import Rematerialisation
 from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.remat import rematerialise

@@ -11,7 +11,7 @@ from autopar_solver import (
     Status,
     recompute,
 )
-from autopar_solver.selection.check import check_selection, fits_budgets
+from autopar_solver.selection.problem import check_selection, fits_budgets
 
 
 def random_problem(seed: int) -> CodecSelection:

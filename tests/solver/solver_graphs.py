@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from autopar_solver.sharding.graph import Graph
-from autopar_solver.sharding.memory import NodeMemory
+from autopar_solver.sharding.graph import Graph, NodeMemory
 
 
 def graph_of(costs, links, memory=None, room=()):

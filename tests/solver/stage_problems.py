@@ -6,7 +6,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from autopar_solver.stages.check import (
+from autopar_solver.stages.completion import (
     devices_used,
     evaluate_pipeline,
     lower_bound_s,
@@ -20,7 +20,7 @@ from autopar_solver.stages.problem import (
     StageProblem,
     SubmeshOption,
 )
-from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
+from autopar_solver.stages.schedules.play import Schedule, ScheduleKind
 
 PLAIN = (
     Schedule(ScheduleKind.ONE_F_ONE_B),

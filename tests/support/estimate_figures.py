@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from figures import digest, digest_all, row
 
-from autopar.cost.breakdown import CostBreakdown, added_s, exposed_s, step_s
-from autopar.cost.certainty import interval_s
+from autopar.cost.breakdown import CostBreakdown, added_s, exposed_s, interval_s, step_s
 from autopar.cost.codecs import Prices
 from autopar.cost.estimate import StepEstimate, estimate
-from autopar.cost.messages import messages
 from autopar.cost.pricer import Pricer
+from autopar.cost.traffic import messages
 from autopar.layouts.assignment import Assignment
 from autopar.planner.memory_terms import fixed_bytes, least_terms
 from autopar.planner.problem import Formulation, Within, formulate, small_state
@@ -24,9 +23,8 @@ from autopar.planner.recipes import (
     recipes,
     restriction_of,
 )
-from autopar.planner.scheme import name_of, split_of
+from autopar.planner.scheme import axis_uses, name_of, split_of, worth_of
 from autopar.planner.weights import HIDDEN, plane_of
-from autopar.planner.worth import axis_uses, worth_of
 from autopar.steps.analysis import Analysis
 
 # Rows of the batch and microbatches, beside those that were planned.

@@ -23,8 +23,7 @@ from autopar.cost.combining import SUMS
 from autopar.cost.estimate import messages_of, work_of
 from autopar.cost.live import SUMS as HELD_SUMS
 from autopar.cost.live import Live, habits_of, live
-from autopar.cost.reassociation import compiled_traffic
-from autopar.cost.traffic import Collective, join_messages
+from autopar.cost.traffic import Collective, compiled_traffic, join_messages
 from autopar.layouts.layout import shards
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.submeshes import Submesh, batch_splits, divides

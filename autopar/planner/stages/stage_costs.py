@@ -12,8 +12,7 @@ import numpy as np
 from autopar.cluster import Cluster, LinkSpec
 from autopar.cost.live import habits_of
 from autopar.cost.traffic import Collective
-from autopar.layouts.assignment import Assignment
-from autopar.layouts.floating import kept_layout
+from autopar.layouts.assignment import Assignment, kept_layout
 from autopar.layouts.layout import Layout, reshard_steps, shards
 from autopar.layouts.pieces import wire_layout
 from autopar.planner.candidate import Candidate

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from autopar.layouts.assignment import Assignment
-from autopar.layouts.floating import kept_layout
+from autopar.layouts.assignment import Assignment, kept_layout
 from autopar.layouts.pieces import wire_layout
 from autopar.runtime.compiler import compile_lowered
 from autopar.runtime.gradients.state_restorer import Carried, StateRestorer, Verdict

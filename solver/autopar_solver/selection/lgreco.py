@@ -45,7 +45,7 @@ import numpy as np
 from autopar_errors import InputError
 from autopar_solver.ilp.backends import BackendName, backend_of
 from autopar_solver.ilp.highs import IntegerProgram, StopCriteria
-from autopar_solver.selection.check import entries_of
+from autopar_solver.selection.problem import entries_of
 from autopar_solver.status import Status
 
 DEFAULT_BUCKETS = 10_000

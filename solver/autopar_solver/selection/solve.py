@@ -20,14 +20,15 @@ import numpy as np
 from autopar_solver.clock import Clock
 from autopar_solver.ilp.backends import BackendName, backend_of
 from autopar_solver.ilp.highs import Backend, IntegerProgram, StopCriteria
-from autopar_solver.selection.check import fits_budgets, recompute
 from autopar_solver.selection.problem import (
     BUDGET_TOLERANCE,
     CodecSelection,
     OptionTable,
     SelectionCost,
     SelectionResult,
+    fits_budgets,
     options_of,
+    recompute,
 )
 from autopar_solver.selection.program import (
     Relaxed,

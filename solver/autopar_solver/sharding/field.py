@@ -1,7 +1,7 @@
 """The problem left after reductions, as flat arrays for bounds and searches.
 
 A *memory row* is a time at which the memory limit could be exceeded
-(`autopar_solver.sharding.memory`).
+(`autopar_solver.sharding.graph`).
 
 The strategies of all nodes are numbered consecutively, node after node. These numbers
 are called flat strategies. ``offsets[k]`` is the first flat strategy of node ``k``.

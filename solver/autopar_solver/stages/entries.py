@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from autopar_solver.stages.problem import LayerCosts, StageProblem
-from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
+from autopar_solver.stages.schedules.play import Schedule, ScheduleKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

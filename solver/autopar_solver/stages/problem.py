@@ -16,7 +16,7 @@ import math
 import numpy as np
 
 from autopar_errors import InputError
-from autopar_solver.stages.schedules.order import Schedule
+from autopar_solver.stages.schedules.play import Schedule
 from autopar_solver.status import Status
 
 

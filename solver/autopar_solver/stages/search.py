@@ -23,14 +23,10 @@ from autopar_solver.clock import Clock
 from autopar_solver.stages.completion import PipelineIncumbent, complete_pipeline
 from autopar_solver.stages.entries import Entries, build_entries, kept_microbatches
 from autopar_solver.stages.problem import LayerCosts, Pipeline, StageProblem
-from autopar_solver.stages.recompute import (
-    RecomputePrices,
-    choose_recomputed,
-    recompute_prices,
-)
 from autopar_solver.stages.relaxation import (
     Chain,
     CutTerms,
+    RecomputePrices,
     StagePlace,
     StageTerms,
     add_prices,
@@ -38,15 +34,17 @@ from autopar_solver.stages.relaxation import (
     chain_of,
     cheapest,
     cheapest_before,
+    choose_recomputed,
     crossings_of,
     device_table,
     fits_devices,
     least_add_s,
     loosest_terms,
+    recompute_prices,
     terms_at,
     through,
 )
-from autopar_solver.stages.schedules.order import Schedule
+from autopar_solver.stages.schedules.play import Schedule
 
 # Minimises the sum of two terms, of which one is a maximum, by dividing the range in
 # which the maximum can lie.

@@ -40,7 +40,7 @@ from autopar_solver.stages.relaxation import (
     device_table,
     fits_devices,
 )
-from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
+from autopar_solver.stages.schedules.play import Schedule, ScheduleKind
 from autopar_solver.stages.search import (
     Bounded,
     bound_space,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from command_line import TARGET, Run, assert_fails
 
-from autopar.cli import ranges, sweeping
+from autopar.cli import common, sweeping
 from autopar.cli.sweeping import _next  # pyright: ignore[reportPrivateUsage]
 from autopar.errors import TargetError
 from autopar.plans import Plan
@@ -21,17 +21,17 @@ WORDS = ("width=64", "layers=1", "--seconds", 2)
 @pytest.mark.parametrize("text", ["8..4", "0..8", "8..16+0", "8,8", "8,", "8..8,8"])
 def test_ranges_that_make_no_sense(text: str) -> None:
     with pytest.raises(TargetError, match="Examples"):
-        ranges.values(text)
+        common.range_values(text)
 
 
 def test_texts_that_are_no_ranges_stay() -> None:
-    assert ranges.values("../data") == ["../data"]
-    assert ranges.clusters(["../c.toml", "2x4:cpu,memory=1GB", "local"]) == [
+    assert common.range_values("../data") == ["../data"]
+    assert common.cluster_texts(["../c.toml", "2x4:cpu,memory=1GB", "local"]) == [
         "../c.toml",
         "2x4:cpu,memory=1GB",
         "local",
     ]
-    assert ranges.clusters(["1..2x2,4:cpu"]) == [
+    assert common.cluster_texts(["1..2x2,4:cpu"]) == [
         "1x2:cpu",
         "1x4:cpu",
         "2x2:cpu",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import autopar.cluster.cluster as cluster_module
 import autopar.cluster.mesh as mesh_module
 import autopar.cluster.text as text_module
-import autopar.profiling.transfers as fit_module
+import autopar.profiling.kernels as fit_module
 from autopar.cluster import (
     Cluster,
     ClusterError,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.profiling.transfers import (
+from autopar.profiling.kernels import (
     fit_collective,
     fit_line,
     fit_slope,

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.compilers.timeline import kernel_s, message_s, timeline
+from autopar.compilers.compiled import kernel_s, message_s, timeline
 from autopar.cost.compute import product_s
 from autopar.cost.pricer import Pricer
 from autopar_passes.audit.compiled import Done, EventLoop, Kernel, Start

@@ -11,7 +11,7 @@ import planner_cases as cases
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.cost.brought import Brought
+from autopar.cost.buffers import Brought
 from autopar.cost.estimate import messages_of
 from autopar.cost.live import each_held_bytes, habits_of, held_bytes
 from autopar.cost.pricer import Pricer

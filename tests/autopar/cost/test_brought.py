@@ -13,8 +13,7 @@ import pytest
 from planner_steps import mlp_batch, mlp_params, training
 
 import autopar
-from autopar.cost.brought import contracts_first
-from autopar.cost.buffers import buffers
+from autopar.cost.buffers import buffers, contracts_first
 from autopar.cost.live import habits_of
 from autopar.layouts.assignment import Assignment
 from autopar.steps.analysis import Analysis, analyse

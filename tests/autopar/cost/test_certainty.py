@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar import Cluster
-from autopar.cost.breakdown import CostBreakdown, step_s
-from autopar.cost.certainty import certainty_of, interval_s
+from autopar.cost.breakdown import CostBreakdown, certainty_of, interval_s, step_s
 
 SECONDS = st.floats(0.0, 10.0)
 TERMS = (

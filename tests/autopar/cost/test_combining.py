@@ -27,9 +27,8 @@ from autopar.cluster.specs import CALIBRATIONS
 from autopar.cost import combining
 from autopar.cost.collectives import collective_s
 from autopar.cost.combining import FREE, NORMS, Combiner
-from autopar.cost.messages import messages
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import Collective, join_messages
+from autopar.cost.traffic import Collective, join_messages, messages
 from autopar.layouts.layout import ReshardStep
 from autopar.planner.candidate import candidate_of
 from autopar.planner.options import PlanOptions

@@ -19,7 +19,7 @@ from autopar.cluster import Cluster
 from autopar.cluster.presets import PRESETS
 from autopar.cluster.specs import KINDS
 from autopar.compression.codecs.registry import parse_codec
-from autopar.cost.certainty import certainty_of
+from autopar.cost.breakdown import certainty_of
 from autopar.cost.codecs import (
     GradientRoute,
     codec_price,

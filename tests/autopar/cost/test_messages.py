@@ -18,7 +18,7 @@ from planner_steps import training
 
 from autopar import Cluster
 from autopar.cost.combining import Combiner
-from autopar.cost.messages import messages, rounds
+from autopar.cost.traffic import messages, rounds
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.reports.explain import bind_plan

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar import Cluster
 from autopar.cost.combining import SUMS
-from autopar.cost.reassociation import compiled_traffic
-from autopar.cost.traffic import Collective, traffic
+from autopar.cost.traffic import Collective, compiled_traffic, traffic
 from autopar.planner.candidate import candidate_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis

@@ -16,8 +16,12 @@ import autopar
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
-from autopar.planner.parts import UnsplitBatchError, dividing_part, part_to_try
-from autopar.planner.plan import plan_analysis
+from autopar.planner.plan import (
+    UnsplitBatchError,
+    dividing_part,
+    part_to_try,
+    plan_analysis,
+)
 from autopar.steps.analysis import Analysis, analyse
 
 

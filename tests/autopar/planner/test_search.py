@@ -31,6 +31,7 @@ from autopar.planner.candidate import (
     SearchResult,
     candidate_of,
     choices_of,
+    split_most,
     with_bound,
 )
 from autopar.planner.experts import expert_plans
@@ -40,7 +41,6 @@ from autopar.planner.problem import FEW_NODES, Formulation, formulate, small_sta
 from autopar.planner.record import make_plan
 from autopar.planner.search import candidate_meshes, search
 from autopar.planner.solving import TimeOutError, solve_mesh
-from autopar.planner.ties import split_most
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status, solve
 from autopar_solver import evaluate_choices as check_choices

@@ -22,7 +22,7 @@ from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.planner.experts import expert_plans
 from autopar.planner.plan import plan_analysis
-from autopar.planner.worth import model_work, worth_of
+from autopar.planner.scheme import model_work, worth_of
 from autopar.plans import Plan, Worth
 from autopar.plans.records import Compression
 from autopar.reports.worth import idle_texts, unused_text, worth_text

@@ -28,7 +28,7 @@ import autopar
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.record import split_as
-from autopar.planner.worth import is_repeated
+from autopar.planner.scheme import is_repeated
 from autopar.plans import AS_WRITTEN
 from autopar.runtime.placement import device_mesh
 from autopar.runtime.planned import planned_step

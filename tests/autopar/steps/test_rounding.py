@@ -14,7 +14,7 @@ from autopar.cost.buffers import buffers
 from autopar.cost.live import habits_of
 from autopar.cost.local import local_bytes, sent_bytes
 from autopar.cost.pricer import Pricer
-from autopar.cost.reassociation import compiled_traffic
+from autopar.cost.traffic import compiled_traffic
 from autopar.layouts.assignment import Assignment
 from autopar.planner.recipes import recipes, restriction_of
 from autopar.planner.search import candidate_meshes

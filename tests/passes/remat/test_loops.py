@@ -27,7 +27,7 @@ from remat_cases import (
 )
 
 from autopar.compression.codecs.blocks import WITH_BARRIERS
-from autopar.planner.worth import is_repeated
+from autopar.planner.scheme import is_repeated
 from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.remat import layer_starts
 from autopar_passes.graph.verify import verify

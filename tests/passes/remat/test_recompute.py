@@ -14,7 +14,7 @@ from remat_cases import CASES, DEPTH, again, analysed, blocks, descent, drawn, f
 from remat_cases import results as results_of
 
 from autopar.compression.codecs.blocks import WITH_BARRIERS
-from autopar.planner.worth import is_repeated
+from autopar.planner.scheme import is_repeated
 from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.graph.roles import Role
 from autopar_passes.graph.verify import verify

@@ -10,8 +10,7 @@ from property_tests import examples
 from selection_problems import problems
 
 from autopar_solver import recompute
-from autopar_solver.selection.check import fits_budgets
-from autopar_solver.selection.problem import options_of
+from autopar_solver.selection.problem import fits_budgets, options_of
 from autopar_solver.selection.solve import _changes, descend
 
 few = settings(max_examples=examples(120), deadline=None)

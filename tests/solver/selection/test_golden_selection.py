@@ -16,14 +16,13 @@ from selection_problems import random_problem, realistic
 from autopar_solver import CodecSelection, recompute, solve_selection
 from autopar_solver.clock import Clock
 from autopar_solver.selection import solve as selecting
-from autopar_solver.selection.check import wire_weights
 from autopar_solver.selection.lgreco import (
     LGreCoProblem,
     rounded_errors,
     solve_lgreco,
     solve_lgreco_ilp,
 )
-from autopar_solver.selection.problem import OptionTable, options_of
+from autopar_solver.selection.problem import OptionTable, options_of, wire_weights
 from autopar_solver.selection.program import (
     Relaxed,
     build_program,

@@ -17,8 +17,7 @@ from autopar_solver import (
     wire_weights,
 )
 from autopar_solver.ilp.highs import ProgramAnswer
-from autopar_solver.selection.check import check_selection
-from autopar_solver.selection.problem import options_of
+from autopar_solver.selection.problem import check_selection, options_of
 from autopar_solver.selection.program import blocks_of, build_program
 
 

@@ -19,8 +19,7 @@ from autopar_solver import (
 )
 from autopar_solver.ilp.backends import backend_of
 from autopar_solver.ilp.highs import StopCriteria
-from autopar_solver.selection.check import fits_budgets
-from autopar_solver.selection.problem import options_of
+from autopar_solver.selection.problem import fits_budgets, options_of
 from autopar_solver.selection.program import (
     blocks_of,
     build_program,

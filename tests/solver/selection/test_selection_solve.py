@@ -27,8 +27,7 @@ from autopar_solver import (
     wire_weights,
 )
 from autopar_solver.clock import Clock
-from autopar_solver.selection.check import check_selection, fits_budgets
-from autopar_solver.selection.problem import options_of
+from autopar_solver.selection.problem import check_selection, fits_budgets, options_of
 from autopar_solver.selection.program import build_program, relax
 from autopar_solver.selection.solve import descend, search_labels
 

@@ -26,8 +26,12 @@ from autopar_solver.sharding.exact import build_program, exclusion_cut, memory_c
 from autopar_solver.sharding.exact import solve_field as solve_exactly
 from autopar_solver.sharding.field import Field, flatten
 from autopar_solver.sharding.graph import ContradictionError, Graph
-from autopar_solver.sharding.moves.local_search import Position, mend, polish
-from autopar_solver.sharding.moves.neighbourhood import NeighbourhoodSearch
+from autopar_solver.sharding.moves.neighbourhood import (
+    NeighbourhoodSearch,
+    Position,
+    mend,
+    polish,
+)
 from autopar_solver.sharding.problem import evaluate_choices
 from autopar_solver.sharding.reductions import pipeline
 from autopar_solver.sharding.rounds import Incumbent

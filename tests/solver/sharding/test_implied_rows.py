@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from property_tests import examples
 
 from autopar_solver import MemoryTerm, ShardingProblem
-from autopar_solver.sharding import memory as implied
-from autopar_solver.sharding.memory import (
+from autopar_solver.sharding import graph as implied
+from autopar_solver.sharding.graph import (
     find_rows,
     held_by_kind,
     implied_rows,

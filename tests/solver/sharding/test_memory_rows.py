@@ -9,7 +9,7 @@ from sharding_problems import problems, random_problem
 from solver_graphs import term
 
 from autopar_solver import MemoryTerm, ShardingProblem, evaluate_choices
-from autopar_solver.sharding.memory import NodeMemory, find_rows, sum_memories
+from autopar_solver.sharding.graph import NodeMemory, find_rows, sum_memories
 
 
 def used_on_rows(rows, memory, choices):

@@ -13,18 +13,25 @@ from golden import assert_golden
 from stage_problems import random_problem
 
 from autopar_solver.clock import Clock
-from autopar_solver.stages.check import evaluate_pipeline, lower_bound_s, task_seconds
-from autopar_solver.stages.completion import PipelineIncumbent, complete_pipeline
+from autopar_solver.stages.completion import (
+    PipelineIncumbent,
+    complete_pipeline,
+    evaluate_pipeline,
+    lower_bound_s,
+    task_seconds,
+)
 from autopar_solver.stages.entries import build_entries
 from autopar_solver.stages.problem import Pipeline, StageProblem
-from autopar_solver.stages.recompute import recompute_prices
-from autopar_solver.stages.schedules.order import (
+from autopar_solver.stages.relaxation import recompute_prices
+from autopar_solver.stages.schedules.play import (
     Schedule,
     ScheduleKind,
     TaskKind,
+    TaskSeconds,
+    count_alive,
     make_table,
+    play,
 )
-from autopar_solver.stages.schedules.play import TaskSeconds, count_alive, play
 from autopar_solver.stages.search import bound_space, most_stages
 from autopar_solver.stages.solve import (
     binding_memory,

@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 from property_tests import examples
 from stage_problems import all_pipelines, problems, random_problem
 
-from autopar_solver.stages.check import (
+from autopar_solver.stages.completion import (
     evaluate_pipeline,
     lower_bound_s,
     task_seconds,
 )
 from autopar_solver.stages.entries import kept_microbatches
 from autopar_solver.stages.problem import DeviceGroup, Pipeline, SharedParameter
-from autopar_solver.stages.schedules.order import Schedule, ScheduleKind, make_table
 from autopar_solver.stages.schedules.play import (
+    Schedule,
+    ScheduleKind,
     TaskSeconds,
     count_alive,
     equal_parts,
+    make_table,
     makespan_s,
 )
 

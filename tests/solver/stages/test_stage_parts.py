@@ -9,24 +9,22 @@ from hypothesis import strategies as st
 from property_tests import examples
 from stage_problems import problems
 
-from autopar_solver.stages import recompute
+from autopar_solver.stages import relaxation
 from autopar_solver.stages.entries import build_entries, kept_microbatches
-from autopar_solver.stages.recompute import (
-    choose_recomputed,
-    least_recompute_s,
-    recompute_prices,
-)
 from autopar_solver.stages.relaxation import (
     StageTerms,
     best_prices,
     chain_of,
     cheapest,
+    choose_recomputed,
     crossings_of,
     device_table,
     fits_devices,
+    least_recompute_s,
+    recompute_prices,
     through,
 )
-from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
+from autopar_solver.stages.schedules.play import Schedule, ScheduleKind
 from autopar_solver.stages.search import (
     Answer,
     budgets_of,
@@ -81,7 +79,7 @@ def test_many_kinds_of_layers_are_chosen_among():
     random = np.random.default_rng(0)
     saving = random.uniform(1, 2, 30)
     seconds = random.uniform(1, 2, 30)
-    found = recompute._cover(saving, seconds, 20.0, math.inf)
+    found = relaxation._cover(saving, seconds, 20.0, math.inf)
     assert found is not None
     chosen, least = found
     assert saving[chosen].sum() >= 20.0

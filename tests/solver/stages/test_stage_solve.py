@@ -12,8 +12,11 @@ from property_tests import examples
 from stage_problems import all_pipelines, brute_force, problems, random_problem
 
 import autopar_solver.stages.solve as stage_exhaust
-from autopar_solver.stages.check import check_stages, evaluate_pipeline
-from autopar_solver.stages.completion import complete_pipeline
+from autopar_solver.stages.completion import (
+    check_stages,
+    complete_pipeline,
+    evaluate_pipeline,
+)
 from autopar_solver.stages.problem import (
     DeviceGroup,
     LayerCosts,
@@ -23,7 +26,7 @@ from autopar_solver.stages.problem import (
     StageSolution,
     SubmeshOption,
 )
-from autopar_solver.stages.schedules.order import Schedule, ScheduleKind
+from autopar_solver.stages.schedules.play import Schedule, ScheduleKind
 from autopar_solver.stages.solve import solve_stages
 from autopar_solver.status import Status
 

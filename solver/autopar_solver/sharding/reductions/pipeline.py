@@ -17,8 +17,15 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from autopar_solver.clock import Clock
-from autopar_solver.sharding.graph import ContradictionError, Eliminate, Follow, Graph
-from autopar_solver.sharding.memory import NodeMemory, find_rows, sum_memories
+from autopar_solver.sharding.graph import (
+    ContradictionError,
+    Eliminate,
+    Follow,
+    Graph,
+    NodeMemory,
+    find_rows,
+    sum_memories,
+)
 from autopar_solver.sharding.problem import ReductionReport, ShardingProblem
 
 RELATIVE_ROUNDING = 1e-13

@@ -15,7 +15,7 @@ from autopar import audits
 from autopar.cluster import Cluster
 from autopar.compilers.targets import CPU
 from autopar.errors import PlanError
-from autopar.layouts.floating import kept_layout
+from autopar.layouts.assignment import kept_layout
 from autopar.planner.edited import carried_out
 from autopar.planner.search import search_of_one
 from autopar.reports.alternatives import alternatives, stage_trials

@@ -15,8 +15,7 @@ from autopar_solver.ilp.backends import backend_of
 from autopar_solver.ilp.highs import StopCriteria
 from autopar_solver.sharding.field import flatten, links_of
 from autopar_solver.sharding.graph import ContradictionError
-from autopar_solver.sharding.moves.local_search import Position
-from autopar_solver.sharding.moves.neighbourhood import part_graph, solve_part
+from autopar_solver.sharding.moves.neighbourhood import Position, part_graph, solve_part
 
 HIGHS = backend_of("highs")
 EXACT = StopCriteria(seconds=None, gap=1e-9)

@@ -9,7 +9,7 @@ from solver_fields import UNLIMITED, binding_field, random_choices, solvable_fie
 from solver_graphs import graph_of, term
 
 from autopar_solver.sharding.field import flatten, links_of
-from autopar_solver.sharding.moves.local_search import Position, mend, polish
+from autopar_solver.sharding.moves.neighbourhood import Position, mend, polish
 
 few = settings(max_examples=examples(80), deadline=None, derandomize=True)
 seeds = st.integers(0, 10**6)

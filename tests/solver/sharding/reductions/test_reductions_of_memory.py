@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from property_tests import examples
 from solver_graphs import graph_of, term
 
-from autopar_solver.sharding.graph import ContradictionError
-from autopar_solver.sharding.memory import NodeMemory
+from autopar_solver.sharding.graph import ContradictionError, NodeMemory
 from autopar_solver.sharding.reductions.pipeline import (
     _range_min,
     _range_minima,

@@ -9,15 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_tests import examples
 
-from autopar_solver.stages.schedules.order import (
+from autopar_solver.stages.schedules.play import (
     Schedule,
     ScheduleKind,
     TaskKind,
-    make_table,
-)
-from autopar_solver.stages.schedules.play import (
     TaskSeconds,
     equal_parts,
+    make_table,
     makespan_s,
     play,
 )

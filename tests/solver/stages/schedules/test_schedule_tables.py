@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_tests import examples
 
-from autopar_solver.stages.schedules.order import (
+from autopar_solver.stages.schedules.play import (
     Schedule,
     ScheduleKind,
     ScheduleTable,
     TaskKind,
+    check_table,
+    count_alive,
     make_table,
 )
-from autopar_solver.stages.schedules.play import check_table, count_alive
 
 schedules = st.one_of(
     st.sampled_from(list(ScheduleKind)).map(Schedule),
