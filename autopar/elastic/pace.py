@@ -1,4 +1,4 @@
-"""Writes the progress and the speed of a run, about one ledger line per second.
+"""Reports the progress and the speed of a run, about one line per second.
 
 A line of kind ``progress`` holds the number of steps done and of samples consumed, the
 median seconds of a step since the previous line, and the loss. The loss is the first
@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.elastic.ledger import Ledger
 from autopar.goodput.configurations import codecs_of_plan
 from autopar.plans import Plan
 
@@ -30,7 +29,7 @@ _EVERY_S = 1.0
 
 
 class Pace:
-    """Writes lines of progress to a ledger.
+    """Reports lines of progress.
 
     Attributes:
       loss: the loss in the last line; None if there was no loss, or if it was not
@@ -39,18 +38,18 @@ class Pace:
 
     def __init__(
         self,
-        ledger: Ledger,
+        write: Callable[..., object],
         every_s: float = _EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Writes nothing yet.
 
         Args:
-          ledger: the ledger for the lines.
+          write: takes the kind of a line, and its fields by name.
           every_s: least seconds between two lines.
           clock: returns the time in seconds.
         """
-        self._ledger, self._every_s, self._clock = ledger, every_s, clock
+        self._write, self._every_s, self._clock = write, every_s, clock
         self._told_s = -math.inf
         self.loss: float | None = None
         self._done_s: float | None = None
@@ -102,7 +101,7 @@ class Pace:
         finite = loss is None or math.isfinite(loss)
         self.loss = loss if finite else None
         fields = {} if measured is None else dict(measured())
-        self._ledger.write(
+        self._write(
             "progress",
             step=step,
             position=position,

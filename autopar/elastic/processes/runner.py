@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.events import Resolved
-from autopar.elastic.ledger import event_data
+from autopar.elastic.ledger import Ledger, event_data
 from autopar.elastic.processes.coordination import ServiceProcess
 from autopar.elastic.processes.hosts import HostLauncher
 from autopar.elastic.processes.launching import (
@@ -266,6 +266,8 @@ class Runner:
     def _set_up(self, job: RunJob, launcher: Launcher | None) -> None:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._console = Console(job.folder)
+        # A scheduler reads this file.
+        self._progress = Ledger(job.folder / "progress.jsonl")
         several = job.limits.processes > 1
         self._launcher = launcher or LocalLauncher(job.command, names=several)
         self._key = key_to_share()
@@ -636,6 +638,10 @@ class Runner:
             return
         if message["kind"] == "stacks":
             self._stacks.take(worker, message["text"])
+        elif message["kind"] == "progress":
+            skipped = ("kind", "worker", "generation")
+            line = {k: v for k, v in message.items() if k not in skipped}
+            self._progress.write("progress", **line)
         else:
             self.supervisor.take(worker, message)
 

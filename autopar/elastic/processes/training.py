@@ -112,9 +112,9 @@ class TeamRun:
         self._folder = team.folder
         self.state: Any = None
         self.step, self._saves = 0, saves
-        # Writes the progress of the run to a file that a scheduler reads. Only one
-        # process at a time writes it.
-        self._pace = Pace(Ledger(team.folder / "progress.jsonl"))
+        # Reports the progress of the run to the supervisor. Only one process at a time
+        # reports it.
+        self._pace = Pace(team.say)
         # The notes that the process before this one left, if this process replaces it.
         before = team.respawning.notes
         self._yielded = int(before.get("yielded", -1))

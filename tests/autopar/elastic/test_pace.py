@@ -23,7 +23,7 @@ class Clock:
 def paced(*steps: tuple[float, int, Any], last: int = -1) -> list[Any]:
     """The lines of steps: when each was done, on how many devices, its loss."""
     ledger, clock = Ledger(None), Clock()
-    pace = Pace(ledger, 1.0, clock)
+    pace = Pace(ledger.write, 1.0, clock)
     for k, (now, devices, loss) in enumerate(steps, 1):
         clock.now = now
         pace.take(k, 8 * k, 8, devices, loss, last=k == last)
@@ -58,7 +58,7 @@ def test_a_loss_is_the_first_number() -> None:
 
 def test_the_time_of_another_batch_or_plan_is_no_step() -> None:
     ledger, clock = Ledger(None), Clock()
-    pace = Pace(ledger, 1.0, clock)
+    pace = Pace(ledger.write, 1.0, clock)
     plans: list[dict[str, Any]] = [{}, {}, {}, {"codecs": ["int8"]}]
     for k, (batch, plan) in enumerate(zip((8, 8, 64, 64), plans, strict=True), 1):
         clock.now += 2.0
@@ -70,7 +70,7 @@ def test_the_time_of_another_batch_or_plan_is_no_step() -> None:
 def test_a_line_says_what_was_measured_of_the_noise() -> None:
     ledger = Ledger(None)
     told = {"noise_scale": 40.0, "progress": 24.0}
-    pace = Pace(ledger, 1.0, Clock())
+    pace = Pace(ledger.write, 1.0, Clock())
     pace.take(1, 8, 8, 2, 1.0)
     pace.take(2, 16, 8, 2, 1.0, measured=lambda: told, last=True)
     assert ledger.lines[0]["noise_scale"] is None
