@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
 import signal
@@ -37,7 +38,7 @@ from autopar.scheduler.simulator.engine import History, Options, simulate
 from autopar.scheduler.simulator.metrics import Metrics, metrics, timeline_page
 from autopar.scheduler.simulator.traces.recorded import Trace, read_trace
 from autopar.scheduler.simulator.traces.spot import read_events
-from autopar.scheduler.users import parse_users
+from autopar.scheduler.users import UserLimits, Users, parse_users
 from autopar.whole_files import FileLock, export_whole
 
 # These policies can schedule only the programs of published traces, no users' jobs.
@@ -63,7 +64,7 @@ def schedule(asked: ScheduleCommand) -> Result:
         react_s=asked.react or None,
         moves=moves,
         stays=asked.stay,
-        users=parse_users(asked.quota or (), asked.share or (), table),
+        users=_users(asked, table),
     )
     secret = read_secret(asked.secret) if asked.listen else ""
     asked.state.mkdir(parents=True, exist_ok=True)
@@ -74,6 +75,9 @@ def schedule(asked: ScheduleCommand) -> Result:
             "that one."
         )
     store = Store(asked.state / STATE_FILE)
+    # What is given now changes what an earlier scheduler stored.
+    users = _users(asked, {**store.users(), **table})
+    settings = dataclasses.replace(settings, users=users)
     cluster = _cluster(asked)
     terminated = signal.signal(signal.SIGTERM, signal.default_int_handler)
     endpoint: Endpoint | None = None
@@ -82,6 +86,7 @@ def schedule(asked: ScheduleCommand) -> Result:
             endpoint = listen(asked.state, asked.listen, secret)
             _say(f"it listens at {endpoint.address} for `autopar jobs ... --at`")
         _add(store, jobs, cluster, policy, asked)
+        store.set_users(users)
         runs = ProcessRuns(asked.state / "jobs", cluster.words)
         scheduler = Scheduler(store, cluster, runs, policy, settings, say=_say)
         scheduler.run()
@@ -138,6 +143,10 @@ def _policy(name: str) -> SchedulingPolicy:
             "another one; autopar simulate has it."
         )
     return policy
+
+
+def _users(asked: ScheduleCommand, known: Users) -> dict[str, UserLimits]:
+    return parse_users(asked.quota or (), asked.share or (), known)
 
 
 def _cluster(asked: ScheduleCommand) -> Backend:

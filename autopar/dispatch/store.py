@@ -19,6 +19,7 @@ import msgspec
 from autopar.dispatch.specs import Handed, JobSpec
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Decisions
+from autopar.scheduler.users import UserLimits, Users
 
 _SCHEMA = 3
 # States of a job. Pending: its earliest start has not come. Waiting: it has no devices.
@@ -274,6 +275,18 @@ class Store:
             self._file.executemany(
                 "insert or replace into facts values (?, ?)", list(facts.items())
             )
+
+    def users(self) -> dict[str, UserLimits]:
+        """The quotas and shares of users that were stored last."""
+        text = self.fact("users")
+        try:
+            return msgspec.json.decode(text or "{}", type=dict[str, UserLimits])
+        except (msgspec.MsgspecError, ScheduleError) as error:
+            raise ScheduleError(f"{self.path}: users are damaged: {error}.") from error
+
+    def set_users(self, users: Users) -> None:
+        """Stores the quotas and shares of users."""
+        self.set_facts({"users": msgspec.json.encode(users).decode()})
 
     def begin_s(self, now: float) -> float:
         """When the scheduler first started, in seconds since the epoch; times count
@@ -533,7 +546,8 @@ def _learn_types() -> None:
     The store calls this function in advance, because msgspec crashes if two threads
     inspect a type for the first time at the same moment.
     """
-    for kind in (JobRecord, list[tuple[str, int, str]], list[_Decision], list[_Span]):
+    read = (list[tuple[str, int, str]], list[_Decision], list[_Span])
+    for kind in (JobRecord, dict[str, UserLimits], *read):
         with contextlib.suppress(msgspec.ValidationError):
             msgspec.convert(None, kind)
 

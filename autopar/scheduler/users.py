@@ -74,7 +74,7 @@ def parse_users(
     """Reads texts such as ``anna=8``.
 
     Args:
-      quotas: quotas of users, as texts.
+      quotas: quotas of users, as texts; ``none`` removes a quota.
       shares: shares of users, as texts.
       known: limits to start from, which the texts change.
 
@@ -87,9 +87,14 @@ def parse_users(
     found = dict(known or {})
     for text in quotas:
         user, number = _pair("--quota", text, "8")
-        if not number.isdecimal() or len(number) > 9:
-            raise ScheduleError(f"--quota {text}: give a number of devices, such as 8.")
         limits = found.get(user, UserLimits())
+        if number == "none":
+            found[user] = dataclasses.replace(limits, devices=None)
+            continue
+        if not number.isdecimal() or len(number) > 9:
+            raise ScheduleError(
+                f"--quota {text}: give a number of devices, such as 8, or none."
+            )
         found[user] = dataclasses.replace(limits, devices=int(number))
     for text in shares:
         user, number = _pair("--share", text, "2")

@@ -59,6 +59,23 @@ def test_what_makes_no_sense_is_refused(
     assert not list(state.glob("jobs/*"))
 
 
+def test_quotas_and_shares_stay_in_the_state(run: Run, tmp_path: pathlib.Path) -> None:
+    """Later options change those of the users that they name."""
+
+    def after(*words: Any) -> dict[str, tuple[int | None, float]]:
+        assert run("schedule", "--state", tmp_path, *words).code == 0
+        store = Store(tmp_path / "state.sqlite", reads=True)
+        found = store.users()
+        store.close()
+        return {name: (x.devices, x.share) for name, x in found.items()}
+
+    first = after("--quota=anna=8", "--share=anna=3", "--share=ben=5")
+    assert first == {"anna": (8, 3.0), "ben": (None, 5.0)}
+    assert after() == first
+    changed = {"anna": (None, 3.0), "ben": (2, 5.0)}
+    assert after("--quota=anna=none", "--quota=ben=2") == changed
+
+
 def test_a_scheduler_that_is_stopped_says_what_runs_on(
     run: Run, table: pathlib.Path
 ) -> None:
