@@ -16,19 +16,25 @@ from autopar.cli.commands.clusters import ScheduleCommand, SimulateCommand
 from autopar.cli.commands.plans import GoodputCommand
 from autopar.cli.curving import curve_of
 from autopar.cli.failures import COULD_NOT_RUN
-from autopar.cli.options import BackendName
+from autopar.cli.options import ClusterName
 from autopar.cli.output import Result
 from autopar.cli.owning import STATE_FILE, job_lines
 from autopar.cli.remote import listen
 from autopar.cluster import Cluster
-from autopar.dispatch.backend import Backend, ClusterNode, LocalCluster, RayCluster
+from autopar.dispatch.backend import (
+    Backend,
+    ClusterNode,
+    HostCluster,
+    LocalCluster,
+    RayCluster,
+)
 from autopar.dispatch.endpoint import Endpoint
 from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.scheduler import Scheduler, SchedulerSettings
 from autopar.dispatch.specs import Handed, read_jobs, read_users
 from autopar.dispatch.store import FAILED, RUNNING, STOPPING, JobRecord, Store
 from autopar.dispatch.views import MoveTimes
-from autopar.elastic.processes.network import read_secret
+from autopar.elastic.processes.network import read_secret, split_address
 from autopar.errors import AutoparError, ScheduleError
 from autopar.planner.options import DEFAULTS
 from autopar.scheduler.nodes import Nodes, sizes_of
@@ -43,6 +49,8 @@ from autopar.whole_files import FileLock, export_whole
 
 # These policies can schedule only the programs of published traces, no users' jobs.
 _OF_TRACES = ("rubick",)
+# Other hosts cannot connect to these addresses.
+_ALL_ADDRESSES = ("", "0.0.0.0", "[::]")
 
 
 def schedule(asked: ScheduleCommand) -> Result:
@@ -51,10 +59,15 @@ def schedule(asked: ScheduleCommand) -> Result:
     Raises:
       ScheduleError: the table is wrong, or another scheduler uses the state.
     """
-    if asked.address and asked.backend is not BackendName.RAY:
+    if asked.address and asked.backend is not ClusterName.RAY:
         raise ScheduleError("--address is that of a Ray cluster: add --backend ray.")
     if asked.secret is not None and not asked.listen:
         raise ScheduleError("--secret is for other hosts: add --listen HOST:PORT.")
+    is_hosts = asked.backend is ClusterName.HOSTS
+    if is_hosts and asked.listen.rpartition(":")[0] in _ALL_ADDRESSES:
+        raise ScheduleError(
+            "--backend hosts: name the address that hosts reach: --listen HOST:PORT."
+        )
     policy = _policy(asked.policy)
     jobs = () if asked.table is None else read_jobs(asked.table)
     table = {} if asked.table is None else read_users(asked.table)
@@ -78,18 +91,24 @@ def schedule(asked: ScheduleCommand) -> Result:
     # What is given now changes what an earlier scheduler stored.
     users = _users(asked, {**store.users(), **table})
     settings = dataclasses.replace(settings, users=users)
-    cluster = _cluster(asked)
+    cluster = _cluster(asked, store)
+    hosts = cluster if isinstance(cluster, HostCluster) else None
     terminated = signal.signal(signal.SIGTERM, signal.default_int_handler)
     endpoint: Endpoint | None = None
     try:
         if asked.listen:
-            endpoint = listen(asked.state, asked.listen, secret)
-            _say(f"it listens at {endpoint.address} for `autopar jobs ... --at`")
+            serve = hosts and hosts.serve
+            endpoint = listen(asked.state, asked.listen, secret, serve)
+            workers = "`autopar worker --supervisor` and " if hosts else ""
+            _say(f"it listens at {endpoint.address} for {workers}`autopar jobs --at`")
         _add(store, jobs, cluster, policy, asked)
         store.set_users(users)
-        runs = ProcessRuns(asked.state / "jobs", cluster.words)
+        introduce = hosts and hosts.introduce
+        runs = ProcessRuns(asked.state / "jobs", cluster.words, introduce)
         scheduler = Scheduler(store, cluster, runs, policy, settings, say=_say)
         scheduler.run()
+        if hosts is not None:
+            hosts.end_agents()
         records = tuple(scheduler.jobs.values())
     except KeyboardInterrupt:
         _say(_left_behind(store.jobs().values(), asked.state))
@@ -149,9 +168,13 @@ def _users(asked: ScheduleCommand, known: Users) -> dict[str, UserLimits]:
     return parse_users(asked.quota or (), asked.share or (), known)
 
 
-def _cluster(asked: ScheduleCommand) -> Backend:
-    if asked.backend is BackendName.RAY:
+def _cluster(asked: ScheduleCommand, store: Store) -> Backend:
+    if asked.backend is ClusterName.RAY:
         return RayCluster(asked.address)
+    if asked.backend is ClusterName.HOSTS:
+        used = {name for job in store.jobs().values() for name in job.places}
+        known = [ClusterNode(*node) for node in store.nodes() if node[0] in used]
+        return HostCluster(split_address(asked.listen)[0], known)
     return LocalCluster(asked.nodes)
 
 
@@ -179,7 +202,9 @@ def _add(
                 f"{asked.table}: job {job.spec.name!r} is in {asked.state} already, "
                 "and was another one; rename it, or take another --state."
             )
-    places = cluster.places()
+    # Hosts may connect later, and one that is not there yet counts in curves.
+    expects = asked.backend is ClusterName.HOSTS
+    places = (LocalCluster(asked.nodes) if expects else cluster).places()
     planned = tuple(_add_curve(job, places, asked) for job in new)
     store.set_facts({"policy": policy.name, "backend": asked.backend.value})
     store.add_jobs(planned, at_s)

@@ -25,10 +25,18 @@ _T = TypeVar("_T")
 
 
 class BackendName(enum.StrEnum):
-    """The backends on which processes or jobs run."""
+    """The backends on which processes of a run run."""
 
     LOCAL = "local"
     RAY = "ray"
+
+
+class ClusterName(enum.StrEnum):
+    """The clusters on which jobs run."""
+
+    LOCAL = "local"
+    RAY = "ray"
+    HOSTS = "hosts"
 
 
 class RecoveryName(enum.StrEnum):

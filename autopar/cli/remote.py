@@ -23,7 +23,7 @@ from autopar.cli.commands.clusters import (
     WishOptions,
 )
 from autopar.cli.output import Result
-from autopar.dispatch.endpoint import Answer, Endpoint, ask
+from autopar.dispatch.endpoint import Answer, Endpoint, ServeHost, ask
 from autopar.dispatch.specs import JobSpec, login_name
 from autopar.elastic.processes.members import Message
 from autopar.elastic.processes.network import Network, read_secret, split_address
@@ -146,20 +146,26 @@ def show(asked: JobCommand) -> Result:
     return owning.show(asked.state, asked.name, as_json=asked.as_json)
 
 
-def listen(state: pathlib.Path, address: str, secret: str) -> Endpoint:
+def listen(
+    state: pathlib.Path,
+    address: str,
+    secret: str,
+    serve_host: ServeHost | None = None,
+) -> Endpoint:
     """Starts to answer commands for the state of a scheduler.
 
     Args:
       state: the scheduler's folder.
       address: ``HOST:PORT`` to listen at.
       secret: the secret, as text.
+      serve_host: serves the agents of hosts; None: they are refused.
 
     Raises:
       ScheduleError: the address is not ``HOST:PORT``, or this process cannot listen
         there.
     """
     host, port = _split("--listen", address)
-    return Endpoint(Network(host, secret), port, answer_for(state))
+    return Endpoint(Network(host, secret), port, answer_for(state), serve_host)
 
 
 def answer_for(state: pathlib.Path) -> Answer:

@@ -123,6 +123,7 @@ def worker(asked: WorkerCommand) -> Result:
         address=asked.address,
         grace_s=asked.grace,
         leave_status=asked.leave_status,
+        kind=asked.kind,
     )
     code = hosts.Agent(options).run()
     failed = code not in (0, asked.leave_status)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from autopar.backends import ray as ray_backend
 from autopar.dispatch.store import JobRecord
+from autopar.elastic.processes.hosts import mismatch
+from autopar.elastic.processes.members import Connection, Message
 from autopar.scheduler.nodes import Nodes
+
+# Seconds after the last message of an agent until its host counts as lost: if the
+# connection has ended, and if it has not.
+_AWAY_S, _SILENT_S = 5.0, 15.0
+# Seconds that a new scheduler waits for the hosts of jobs that an earlier one started.
+_RETURN_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,3 +191,122 @@ class RayCluster:
     def close(self) -> None:
         """See `Backend`."""
         self._ray.shutdown()
+
+
+@dataclasses.dataclass(slots=True)
+class _HostNode:
+    """A host of a `HostCluster`.
+
+    Attributes:
+      node: the host as a node.
+      agent: name of the host's agent.
+      connection: connection to the agent; None: it has ended.
+      heard_s: when the last message of the agent came.
+      leaves: whether the host was asked to leave.
+    """
+
+    node: ClusterNode
+    agent: str
+    connection: Connection | None
+    heard_s: float
+    leaves: bool = False
+
+    def is_there(self, now_s: float) -> bool:
+        """Whether jobs can have devices of the host."""
+        limit_s = _AWAY_S if self.connection is None else _SILENT_S
+        return not self.leaves and now_s - self.heard_s < limit_s
+
+
+class HostCluster:
+    """Hosts whose agents (`autopar worker`) connect to the scheduler.
+
+    Each slot of a host counts as one device.
+    """
+
+    def __init__(self, host: str, known: Collection[ClusterNode] = ()) -> None:
+        """Starts without connections.
+
+        Args:
+          host: address at which the supervisors of jobs listen.
+          known: nodes of running jobs, whose agents will connect again.
+        """
+        self._host, self._lock = host, threading.Lock()
+        until_s = time.monotonic() + _RETURN_S - _AWAY_S
+        self._hosts = {node.name: _HostNode(node, "", None, until_s) for node in known}
+
+    @property
+    def words(self) -> Mapping[str, str]:
+        """See `Backend`."""
+        return {"name": "hosts", "host": self._host}
+
+    def places(self) -> Sequence[ClusterNode]:
+        """See `Backend`."""
+        now_s = time.monotonic()
+        with self._lock:
+            return tuple(h.node for h in self._hosts.values() if h.is_there(now_s))
+
+    def serve(self, first: Message, connection: Connection) -> None:
+        """Serves the agent of a host until its connection ends.
+
+        Args:
+          first: the agent's first message, which describes its host.
+          connection: connection to the agent.
+        """
+        if wrong := mismatch(first) or self._admit(first, connection):
+            connection.send("refused", reason=wrong)
+            connection.close()
+            return
+        host = self._hosts[first["name"]]
+        connection.patience(_SILENT_S)
+        connection.send("welcome", run="")
+        while (message := connection.receive()) is not None:
+            host.heard_s = time.monotonic()
+            host.leaves = host.leaves or message["kind"] == "leave"
+        connection.close()
+        if host.connection is connection:
+            host.connection = None
+
+    def _admit(self, first: Message, connection: Connection) -> str:
+        """Takes a host in; returns why this is impossible, or ''."""
+        name, agent, now_s = str(first["name"]), str(first["agent"]), time.monotonic()
+        node = ClusterNode(name, first["slots"], str(first.get("device", "cpu")))
+        with self._lock:
+            known = self._hosts.get(name)
+            if known and known.connection and known.agent != agent:
+                return (
+                    f"another agent of {name} is connected: end it, or give this one "
+                    "another --address."
+                )
+            self._hosts[name] = _HostNode(node, agent, connection, now_s)
+        return ""
+
+    def introduce(self, job: JobRecord, supervisor: str, secret: str) -> None:
+        """Tells the hosts of a job how they reach the job's supervisor.
+
+        Args:
+          job: the job.
+          supervisor: ``HOST:PORT`` of the supervisor.
+          secret: the secret of the job's run.
+        """
+        with self._lock:
+            hosts = [self._hosts[name] for name in job.places if name in self._hosts]
+        for host in hosts:
+            if host.connection is not None:
+                words = {"job": job.name, "supervisor": supervisor, "secret": secret}
+                host.connection.send("serve", **words)
+
+    def end_agents(self) -> None:
+        """Ends the agents, after all jobs have ended."""
+        with self._lock:
+            hosts = list(self._hosts.values())
+        for host in hosts:
+            if host.connection is not None:
+                host.connection.send("end", done=True)
+
+    def close(self) -> None:
+        """See `Backend`; the agents wait for the next scheduler."""
+        with self._lock:
+            hosts = list(self._hosts.values())
+        for host in hosts:
+            if host.connection is not None:
+                host.connection.close()

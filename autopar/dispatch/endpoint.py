@@ -30,12 +30,20 @@ _PATIENCE_S = 30.0
 _TRIES_S, _PAUSE_S = 20.0, 0.5
 
 Answer = Callable[[Message], dict[str, Any]]
+# Serves the agent of a host, from its first message on.
+ServeHost = Callable[[Message, Connection], None]
 
 
 class Endpoint:
     """Listens for questions, and answers one question at a time."""
 
-    def __init__(self, network: Network, port: int, answer: Answer) -> None:
+    def __init__(
+        self,
+        network: Network,
+        port: int,
+        answer: Answer,
+        serve_host: ServeHost | None = None,
+    ) -> None:
         """Starts to listen.
 
         Args:
@@ -43,6 +51,7 @@ class Endpoint:
           port: the port to listen at; 0 for any free port.
           answer: computes the answer to a question. If it raises an `AutoparError`, the
             command gets the text of the error.
+          serve_host: serves the agents of hosts; None: they are refused.
 
         Raises:
           ScheduleError: there is no secret, or the address or port cannot be used.
@@ -50,6 +59,7 @@ class Endpoint:
         if network.is_local:
             raise ScheduleError("an endpoint needs a secret: `autopar secret FILE`.")
         self._answer, self._lock = answer, threading.Lock()
+        self._serve_host = serve_host
         try:
             self._listener: Listener = network.listen(self._serve, port)
         except OSError as error:
@@ -68,9 +78,16 @@ class Endpoint:
     def _serve(self, end: End) -> None:
         connection = Connection(end)
         connection.patience(_PATIENCE_S)
-        while (message := connection.receive()) is not None:
-            if not connection.send("answer", **self._say(message)):
-                break
+        message = connection.receive()
+        if message is not None and message["kind"] == "host":
+            if self._serve_host is not None:
+                self._serve_host(message, connection)
+                return
+            why = "the scheduler has no hosts: start it with --backend hosts."
+            connection.send("refused", reason=why)
+            message = None
+        while message is not None and connection.send("answer", **self._say(message)):
+            message = connection.receive()
         connection.close()
 
     def _say(self, message: Message) -> dict[str, Any]:

@@ -15,29 +15,38 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autopar.checkpoint.folders import put
 from autopar.dispatch.backend import Ending, Look
 from autopar.dispatch.store import JobRecord
 from autopar.dispatch.supervising import ending_file
-from autopar.elastic.processes.records import command
-from autopar.errors import ScheduleError
+from autopar.elastic.processes.records import command, read_state
+from autopar.errors import PlanError, ScheduleError
 from autopar.whole_files import holder
 
 
 class ProcessRuns:
     """Starts a supervisor process for each job; see `Runs`."""
 
-    def __init__(self, folder: pathlib.Path, words: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        words: Mapping[str, str],
+        introduce: Callable[[JobRecord, str, str], None] | None = None,
+    ) -> None:
         """Makes the object; starts no process yet.
 
         Args:
           folder: the folder that holds the folders of all jobs.
           words: data that supervisors need to connect to the cluster (`Backend.words`).
+          introduce: tells the nodes of a job where its supervisor listens, and the
+            secret of its run; None: nodes need not know this.
         """
         self._folder, self._words = folder.absolute(), dict(words)
+        self._introduce = introduce
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         # Name of a job -> how many bytes of its file of progress have been read.
         self._read: dict[str, int] = {}
@@ -58,9 +67,22 @@ class ProcessRuns:
                 start_new_session=True,
             )
         self._children[job.name] = child
-        # A thread waits for the process, so that it does not become a zombie when it
-        # ends.
-        threading.Thread(target=child.wait, daemon=True).start()
+        threading.Thread(target=self._attend, args=(job, child), daemon=True).start()
+
+    def _attend(self, job: JobRecord, child: subprocess.Popen[bytes]) -> None:
+        """Introduces a new supervisor to nodes; waits for its end, to reap it."""
+        while child.poll() is None and self._introduce_job(job) != child.pid:
+            time.sleep(_PAUSE_S)
+        child.wait()
+
+    def _introduce_job(self, job: JobRecord) -> int:
+        """Introduces a job's supervisor to nodes; returns its process number, or 0."""
+        with contextlib.suppress(PlanError):
+            if (state := read_state(self._of(job))) is not None:
+                if self._introduce is not None:
+                    self._introduce(job, state["address"], state["secret"])
+                return state["pid"]
+        return 0
 
     def look(self, job: JobRecord) -> Look:
         """See `Runs`."""
@@ -69,6 +91,7 @@ class ProcessRuns:
         # see how it ended.
         alive = self._alive(job)
         if alive:
+            self._introduce_job(job)  # agents of hosts may have come
             with contextlib.suppress(OSError, ValueError):
                 wanted = command(folder, command="status")["status"]["wanted"]
         return Look(
@@ -81,6 +104,7 @@ class ProcessRuns:
     def move(self, job: JobRecord) -> str:
         """See `Runs`."""
         self._write(job)  # the supervisor may not have read the file yet
+        self._introduce_job(job)
         return self._ask(job, command="place", places=dict(job.places))
 
     def suspend(self, job: JobRecord) -> str:
@@ -162,6 +186,8 @@ class ProcessRuns:
 
 # The largest number of workers that a scheduler can give a job later.
 _MOST = 4096
+# Seconds between two looks whether a new supervisor listens.
+_PAUSE_S = 0.05
 
 
 def _ending(path: pathlib.Path) -> Ending | None:

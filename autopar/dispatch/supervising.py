@@ -8,6 +8,7 @@ supervisor in the folder. The supervisor writes how an attempt ended to
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -21,6 +22,8 @@ from autopar.backends.ray import RayLauncher
 from autopar.backends.slots import PlacedLauncher, Slots
 from autopar.checkpoint.folders import put
 from autopar.dispatch.backend import Ending
+from autopar.elastic.processes.certificates import new_secret
+from autopar.elastic.processes.hosts import HostLauncher
 from autopar.elastic.processes.launching import (
     Launcher,
     LocalLauncher,
@@ -28,12 +31,18 @@ from autopar.elastic.processes.launching import (
 )
 from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
 from autopar.elastic.processes.members import MemberLimits
+from autopar.elastic.processes.network import Network
+from autopar.elastic.processes.records import read_state
 from autopar.elastic.processes.runner import RunJob, Runner
 from autopar.errors import PlanError
 from autopar.whole_files import FileLock
 
 # The last line of an output is searched in this many bytes at its end.
 _TAIL_BYTES = 4096
+# Seconds for which workers on other hosts go on without their supervisor. A job that
+# has lost all of its hosts waits so long, and `MemberLimits.silent_s` more, before it
+# goes on elsewhere.
+_GRACE_S = 15.0
 # If there are several workers, each line of their output begins with the number of the
 # worker in brackets.
 _NUMBER = re.compile(r"^\[\d+\] ")
@@ -76,17 +85,33 @@ def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
     if not (folder / "run.json").exists():
         slots.forget()
     processes = sum(given["places"].values())
-    job = RunJob(
-        command=python_command(given["words"]),
-        limits=MemberLimits(
-            processes=processes,
-            least=min(given["least"], processes),
-            most=max(processes, given["most"]),
-            prepares=given["ahead"],
-        ),
-        folder=folder,
+    limits = MemberLimits(
+        processes=processes,
+        least=min(given["least"], processes),
+        most=max(processes, given["most"]),
+        prepares=given["ahead"],
     )
-    runner = Runner(job, PlacedLauncher(_launcher(given, slots), slots))
+    job = RunJob(command=python_command(given["words"]), limits=limits, folder=folder)
+    if given["backend"]["name"] == "hosts":
+        # Each job has a secret of its own; the supervisor before this one may have made
+        # it, and its workers know it.
+        secret = (read_state(folder) or {}).get("secret") or new_secret()
+        fence_s = _GRACE_S + limits.silent_s
+        job = dataclasses.replace(
+            job,
+            limits=dataclasses.replace(limits, fence_s=fence_s),
+            grace_s=_GRACE_S,
+            network=Network(given["backend"]["host"], secret),
+        )
+        launcher: Launcher = HostLauncher(
+            given["words"],
+            limits.silent_s,
+            places=given["places"],
+            folder=given["cwd"],
+        )
+    else:
+        launcher = PlacedLauncher(_launcher(given, slots), slots)
+    runner = Runner(job, launcher)
     code, supervisor = runner.run(), runner.supervisor
     reason = supervisor.reason
     if code and reason:
@@ -108,7 +133,7 @@ def _last_line(path: pathlib.Path) -> str:
 
 def _launcher(given: Mapping[str, Any], slots: Slots) -> Launcher:
     words, processes = given["words"], sum(given["places"].values())
-    if given["backend"].get("name") == "ray":
+    if given["backend"]["name"] == "ray":
         return RayLauncher(words, processes, given["backend"]["address"], slots)
     return LocalLauncher(python_command(words), names=processes > 1)
 

@@ -13,6 +13,11 @@ import autopar
 
 def check_losses(run: Run, steps: int) -> None:
     """All steps were done, and each as in a run of one process without changes."""
+    check_steps(run.steps(), steps)
+
+
+def check_steps(found: list[tuple[int, float]], steps: int) -> None:
+    """As `check_losses`, of the steps and losses that processes wrote."""
     step = autopar.parallelize(forms.plain_step, cluster="1:cpu", split_batch=False)
     alone = autopar.elastic(
         step,
@@ -24,7 +29,6 @@ def check_losses(run: Run, steps: int) -> None:
         ahead=False,
     )
     want = elastic_runs.losses(alone)
-    found = run.steps()
     assert {k for k, _ in found} == set(range(steps))
     np.testing.assert_allclose(
         [loss for _, loss in found], [want[k] for k, _ in found], rtol=2e-5

@@ -4,7 +4,7 @@ import pathlib
 from typing import ClassVar
 
 from autopar.cli.options import (
-    BackendName,
+    ClusterName,
     JsonOptions,
     SecretOptions,
     argument,
@@ -124,22 +124,24 @@ class ScheduleCommand(UserOptions, SecretOptions):
       table: A table [[job]] for each job; without it, what was submitted.
       policy: fifo, fair, tiresias, gavel, pollux, sia or goodput.
       state: Where jobs and decisions are kept.
-      backend: Slots of this machine, or nodes of Ray.
+      backend: Slots of this machine, nodes of Ray, or hosts whose `autopar worker` call
+        --listen.
       address: Of the Ray cluster; by default RAY_ADDRESS, or that of this machine.
-      nodes: With local: so many nodes, and their slots.
+      nodes: With local: so many nodes, and their slots. With hosts: the cluster that
+        curves are planned for.
       interval: Between two decisions, at the most.
       react: Decides so soon when a job comes or ends, or a node; 0: in every interval
         alone.
       start: From the start of a job to its first step, for the policy.
       change: Pause of a job that gets other devices, for the policy.
       stay: Wait for `autopar jobs submit` when all ended.
-      listen: Take `autopar jobs ... --at` of other machines here.
+      listen: Take `autopar jobs ... --at` of other machines here, and hosts.
     """
 
     table: pathlib.Path | None = argument(None, metavar="JOBS.toml")
     policy: str = option("goodput", metavar="NAME")
     state: pathlib.Path = option(_STATE, metavar="DIR")
-    backend: BackendName = BackendName.LOCAL
+    backend: ClusterName = ClusterName.LOCAL
     address: str = ""
     nodes: str = option("1x2", metavar="NxD")
     interval: float = option(10.0, metavar="SECONDS")

@@ -166,17 +166,21 @@ class RunCommand(SecretOptions):
     prints=True,
 )
 class WorkerCommand(SecretOptions):
-    """Starts processes on this host for a run that `autopar run --listen` supervises.
+    """Starts processes on this host for a run, or for the jobs of a scheduler.
+
+    The run is one that `autopar run --listen` supervises. A scheduler is `autopar
+    schedule --backend hosts`, which gives the slots of this host to its jobs.
 
     The script has to be on this host at the same path, relative to the current folder.
     On SIGTERM and Ctrl-C, the processes first leave the run, and then the command ends.
 
     Attributes:
-      supervisor: Where `autopar run --listen` is.
+      supervisor: Where `autopar run --listen` is, or `autopar schedule --listen`.
       slots: How many processes this host takes.
       folder: Where they keep plans and programs.
       address: Of this host, as the others reach it; by default the one from which it
         reaches the supervisor.
+      kind: Of this host's devices, such as h100, for a scheduler.
       grace: Seconds that a supervisor that is away has to come.
       leave_status: Exit status where this host leaves a run that is not done.
     """
@@ -185,6 +189,7 @@ class WorkerCommand(SecretOptions):
     slots: int = option(1, min=1)
     folder: pathlib.Path = pathlib.Path("autopar-worker")
     address: str = ""
+    kind: str = "cpu"
     grace: float = option(60.0, min=0)
     leave_status: int = option(0, min=0, max=255)
 

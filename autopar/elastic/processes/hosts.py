@@ -3,6 +3,9 @@
 An agent (`autopar worker`) connects to the supervisor, starts workers on the
 supervisor's orders, and reports their ends. If an agent dies, its workers die too, so
 no process is left behind on a host.
+
+An agent may connect to a scheduler instead. The scheduler names jobs that have devices
+of the host. For each of them, a further agent in a thread connects to its supervisor.
 """
 
 from __future__ import annotations
@@ -131,15 +134,27 @@ class HostLauncher:
     another, so that processes that train together run on few hosts.
     """
 
-    def __init__(self, words: Sequence[str], silent_s: float) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        silent_s: float,
+        *,
+        places: Mapping[str, int] | None = None,
+        folder: str | None = None,
+    ) -> None:
         """Starts without hosts.
 
         Args:
           words: path of the user's script, and its arguments.
           silent_s: if an agent sends no message for this long, its workers count as
             gone.
+          places: name of a host -> number of workers on it, as a scheduler decided;
+            None: as many workers as the host has slots.
+          folder: the folder in which workers run; None: that of their agent.
         """
         self._words, self._silent_s, self._run = tuple(words), silent_s, ""
+        self._places = None if places is None else dict(places)
+        self._folder = folder
         self._lock = threading.RLock()
         self._hosts: dict[str, Host] = {}
         self._waiting: dict[int, Mapping[str, str]] = {}
@@ -217,6 +232,23 @@ class HostLauncher:
         elif gone:
             self._reports_there.on_unreached(worker, spare=self._has_room())
 
+    def move(self, places: Mapping[str, int]) -> Sequence[int]:
+        """See `Placing`; ends workers that wait for a host and have no place more."""
+        with self._lock:
+            self._places = dict(places)
+            leaving: list[int] = []
+            for host in self._hosts.values():
+                host.slots = places.get(host.name, 0)
+                leaving += sorted(host.workers)[host.slots :]
+            placed = sum(len(h.workers) for h in self._hosts.values()) - len(leaving)
+            room = max(sum(places.values()) - placed, 0)
+            unplaced = sorted(self._waiting)[room:]
+            for worker in unplaced:
+                del self._waiting[worker]
+                self._reports_there.on_end(worker, None)
+            self._place()
+            return [*leaving, *unplaced]
+
     def close(self) -> None:
         """See `Launcher`; also ends the agents."""
         with self._lock:
@@ -251,8 +283,13 @@ class HostLauncher:
             assert host.connection is not None
             environment = self._given[worker] = self._waiting.pop(worker)
             host.workers.add(worker)
-            given = {"words": self._words, "environment": environment}
-            host.connection.send("start", worker=worker, **given)
+            host.connection.send(
+                "start",
+                worker=worker,
+                words=self._words,
+                environment=environment,
+                folder=self._folder,
+            )
             self._reports_there.on_start(worker)
 
     def serve(self, first: Message, connection: Connection) -> None:
@@ -262,7 +299,7 @@ class HostLauncher:
           first: the agent's first message, which describes its host.
           connection: connection to the agent.
         """
-        if wrong := _mismatch(first):
+        if wrong := mismatch(first):
             connection.send("refused", reason=wrong)
             connection.close()
             return
@@ -285,7 +322,10 @@ class HostLauncher:
             host = self._hosts.get(name)
             new = host is None
             if host is None:
-                host = Host(first["name"], first["slots"], connection, set(), 0.0)
+                slots = first["slots"]
+                if (places := self._places) is not None:
+                    slots = places.get(first["name"], 0)
+                host = Host(first["name"], slots, connection, set(), 0.0)
                 self._hosts[name] = host
             host.connection, host.heard_s = connection, time.monotonic()
             mine = running & self._claimed.keys()
@@ -312,6 +352,8 @@ class HostLauncher:
             room = max(0, host.room - len(self._claimed) - len(left))
             room = room if new else min(room, host.missed)
             host.missed = 0
+            if self._places is not None:
+                room = 0  # the scheduler decides how many processes there are
         for worker in ended:
             self._reports_there.on_end(worker, first["ended"].get(str(worker)))
         if new:
@@ -384,8 +426,8 @@ class HostLauncher:
                 self._reports_there.on_host(host.name, 0)
 
 
-def _mismatch(first: Message) -> str:
-    """Why a host's agent cannot take part in the run; '' if it can."""
+def mismatch(first: Message) -> str:
+    """Why a host's agent cannot take part, from its first message; '' if it can."""
     own = _versions()
     theirs = first.get("versions")
     if not isinstance(theirs, dict) or theirs != own:
@@ -427,6 +469,9 @@ class AgentOptions:
         reached.
       leave_status: exit status of the agent if the host leaves before the run is
         finished: it was asked to leave, or the run was suspended or failed.
+      kind: kind of the host's devices, for a scheduler.
+      name: name of the host; '': its host name and address.
+      job: the job of a scheduler whose run the agent serves; '': none.
     """
 
     supervisor: str
@@ -436,10 +481,13 @@ class AgentOptions:
     address: str = ""
     grace_s: float = 60.0
     leave_status: int = 0
+    kind: str = "cpu"
+    name: str = ""
+    job: str = ""
 
 
 class Agent:
-    """Starts workers of a run on this host."""
+    """Starts workers of a run, or of the jobs of a scheduler, on this host."""
 
     def __init__(self, options: AgentOptions) -> None:
         """Makes an agent that is not connected yet."""
@@ -448,6 +496,8 @@ class Agent:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._launcher: LocalLauncher | None = None
         self._running: set[int] = set()
+        # Job and address of its supervisor -> the agent that serves the job's run.
+        self._jobs: dict[tuple[str, str], Agent] = {}
         self._ended: dict[int, int | None] = {}
         self._connection: Connection | None = None
         self._network = Network("", options.secret)
@@ -485,7 +535,8 @@ class Agent:
         return self._code
 
     def _say(self, text: str) -> None:
-        print(f"autopar worker: {text}", file=sys.stderr, flush=True)
+        job = f"job {self._options.job}: " if self._options.job else ""
+        print(f"autopar worker: {job}{text}", file=sys.stderr, flush=True)
 
     def _call(self) -> None:
         """Connects to the supervisor; waits if it has not started yet."""
@@ -503,17 +554,18 @@ class Agent:
             except InputError as error:
                 raise PlanError(f"--supervisor: {error}.") from error
             except OSError as error:
-                if time.monotonic() > end:
+                if time.monotonic() > end and not self._jobs:
                     raise self._unreached_error(error) from error
                 if not said:
                     self._say(
                         f"waits for a supervisor at {options.supervisor}: {error}"
                     )
                 said = True
-            if self._leave_by_s < math.inf:
+            if self._leave_by_s < math.inf and not self._jobs:
                 self._say("the supervisor is away: the workers of this host are ended")
                 self._code = options.leave_status
                 return
+            self._look_after_jobs()
             time.sleep(_RETRY_S)
         takes = number_of(options.slots, "worker")
         self._say(f"joined the run at {options.supervisor}; this host takes {takes}")
@@ -531,14 +583,16 @@ class Agent:
         """
         options = self._options
         host = options.address or route_to(options.supervisor)
+        self._host_name = options.name or f"{socket.gethostname()} ({host})"
         self._network = Network(host, options.secret)
         connection = Connection(self._network.connect(options.supervisor, 10.0))
         connection.send(
             "host",
             agent=self._name,
             run=self._run,
-            name=f"{socket.gethostname()} ({host})",
+            name=self._host_name,
             slots=options.slots,
+            device=options.kind,
             versions=_versions(),
             workers=sorted(self._running),
             ended={str(w): code for w, code in self._ended.items()},
@@ -556,6 +610,7 @@ class Agent:
             self._ended.clear()
             return False
         if answer["kind"] == "refused":
+            connection.close()
             raise PlanError(f"the supervisor refuses this host: {answer['reason']}")
         connection.patience(None)
         self._connection, self._run = connection, str(answer["run"])
@@ -598,15 +653,45 @@ class Agent:
                 self._start(message)
             case "signal" if self._launcher is not None:
                 self._launcher.signal(int(message["worker"]), int(message["number"]))
+            case "serve":
+                self._serve_job(message)
             case "end":
                 self._code = 0 if message["done"] else self._options.leave_status
             case _:
                 pass
 
+    def _serve_job(self, message: Message) -> None:
+        """Serves the run of a job that a scheduler has placed on this host."""
+        job, supervisor = str(message["job"]), str(message["supervisor"])
+        if (job, supervisor) in self._jobs or self._leave_by_s < math.inf:
+            return  # a scheduler repeats its orders
+        options = dataclasses.replace(
+            self._options,
+            supervisor=supervisor,
+            secret=str(message["secret"]),
+            folder=self._options.folder / job,
+            address=self._network.host,
+            name=self._host_name,
+            job=job,
+        )
+        agent = self._jobs[job, supervisor] = Agent(options)
+
+        def serve() -> None:
+            try:
+                agent.run()
+            except (PlanError, RunError) as error:
+                agent._say(str(error))
+            finally:
+                del self._jobs[job, supervisor]
+
+        threading.Thread(target=serve, daemon=True).start()
+
     def _start(self, message: Message) -> None:
         worker, words = int(message["worker"]), list(map(str, message["words"]))
-        if not pathlib.Path(words[0]).is_file():
-            wrong = f"there is no script {words[0]} in {os.getcwd()}"
+        folder = message.get("folder") or os.getcwd()
+        script = pathlib.Path(folder, words[0])
+        if not (script.is_file() and os.path.isdir(folder)):
+            wrong = f"there is no script {words[0]} in {folder}"
             self._report(worker, 2, wrong)
             self._end_workers()
             raise PlanError(f"{wrong}: start `autopar worker` in the script's folder.")
@@ -614,7 +699,8 @@ class Agent:
             # Workers must die with this process: no other process could end them.
             command = [sys.executable, leash.__file__, str(os.getpid())]
             command += python_command(words)
-            self._launcher = LocalLauncher(command, names=True)
+            own = {"label": self._options.job, "folder": folder}
+            self._launcher = LocalLauncher(command, names=True, **own)
             # All agents of the run on this host use the same name. So a later agent
             # finds the shared memory of this agent's workers.
             self._launcher.begin(f"{self._run}@{self._network.host}", self)
@@ -658,13 +744,20 @@ class Agent:
 
     def _look_after(self) -> None:
         """Ends the agent of a leaving host after all its workers have left."""
+        self._look_after_jobs()
         left = not self._running and RESPAWNED not in self._ended.values()
+        left = left and not self._jobs
         if self._leave_by_s < math.inf and (
             left or time.monotonic() > self._leave_by_s
         ):
             self._code = self._options.leave_status
         elif self._leave_by_s < math.inf and time.monotonic() > self._asked_s + _ASK_S:
             self._ask_to_leave()
+
+    def _look_after_jobs(self) -> None:
+        """Makes the agents of jobs leave if this host leaves."""
+        for agent in list(self._jobs.values()):
+            agent._leave_by_s = min(agent._leave_by_s, self._leave_by_s)
 
     @contextlib.contextmanager
     def _signals(self) -> Generator[None]:

@@ -170,15 +170,25 @@ def threads_needed(devices: int) -> str:
 class LocalLauncher:
     """Starts workers as processes of this machine."""
 
-    def __init__(self, command: Sequence[str], *, names: bool = False) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        names: bool = False,
+        label: str = "",
+        folder: str | None = None,
+    ) -> None:
         """Starts no worker yet.
 
         Args:
           command: command of a worker.
           names: whether each line that a worker prints gets the worker's number as
             prefix. If not, only worker 0's lines are printed, without a number.
+          label: text in front of the numbers.
+          folder: the folder in which workers run; None: the current folder.
         """
         self._command, self._names = tuple(command), names
+        self._label, self._folder = label, folder
         self._lock = threading.Lock()
         self._printing: list[subprocess.Popen[bytes]] = []
         self._descriptors: dict[int, int] = {}
@@ -200,6 +210,7 @@ class LocalLauncher:
                 self._command,
                 # Without this, Python would buffer output to a pipe.
                 env={"PYTHONUNBUFFERED": "1", **environment, **own},
+                cwd=self._folder,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -222,7 +233,7 @@ class LocalLauncher:
                 opened.callback(os.close, descriptor)
             command = [sys.executable, "-I", "-S", output.__file__]
             printing = subprocess.Popen(
-                [*command, f"[{worker}] ", str(err)],
+                [*command, f"{self._label}[{worker}] ", str(err)],
                 stdin=out,
                 pass_fds=(err,),
                 start_new_session=True,

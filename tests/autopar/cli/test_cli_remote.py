@@ -186,6 +186,13 @@ def test_a_wrong_question_is_answered_with_what_is_wrong(
     assert re.search(part, answer["wrong"])
 
 
+def test_a_scheduler_without_hosts_refuses_agents(
+    run: Run, there: tuple[Any, ...], tmp_path: pathlib.Path
+) -> None:
+    words = ("--supervisor", there[1], *there[2:], "--folder", tmp_path / "host")
+    assert_fails(run("worker", *words), "start it with --backend hosts")
+
+
 def test_a_fault_of_the_scheduler_ends_no_line(secret: pathlib.Path) -> None:
     """It is said to who asks, and the next question is answered."""
 

@@ -49,6 +49,8 @@ def table(tmp_path: pathlib.Path) -> pathlib.Path:
         (("--listen", "here", "--secret", "none.pem"), ("none.pem cannot be read",)),
         (("--quota", "anna"), ("--quota anna: write USER=8",)),
         (("--share", "anna=0"), ("a share is 0.0",)),
+        (("--backend", "hosts"), ("name the address that hosts reach",)),
+        (("--backend", "hosts", "--listen", "0.0.0.0:1"), ("that hosts reach",)),
     ],
 )
 def test_what_makes_no_sense_is_refused(

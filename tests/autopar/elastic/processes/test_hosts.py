@@ -8,44 +8,10 @@ import time
 from typing import Any
 
 import pytest
+from fake_agents import Agent
 
 from autopar.elastic.processes import hosts
 from autopar.elastic.processes.hosts import HostLauncher
-
-
-class Agent:
-    """The supervisor's end of the connection to an agent."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, dict[str, Any]]] = []
-        self.is_open = True
-        self._told = threading.Semaphore(0)
-        self._says: list[Any] = []
-
-    def send(self, kind: str, **data: Any) -> bool:
-        self.sent.append((kind, data))
-        return True
-
-    def patience(self, seconds: float | None) -> None:
-        pass
-
-    def say(self, kind: str, **data: Any) -> None:
-        """What the agent says next."""
-        self._says.append({"kind": kind, **data})
-        self._told.release()
-
-    def receive(self) -> Any:
-        self._told.acquire()
-        return self._says.pop(0)
-
-    def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            self._says.append(None)
-            self._told.release()
-
-    def started(self) -> list[int]:
-        return [data["worker"] for kind, data in self.sent if kind == "start"]
 
 
 class Run:
@@ -272,6 +238,27 @@ def test_a_worker_starts_elsewhere_where_its_host_has_no_script(
     assert not any(t[0] == "end" for t in run.told)
     assert run.told.count(("wait", 0)) == 2
     assert "host one: there is no script" in capfd.readouterr().err
+
+
+def test_a_scheduler_places_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slots of hosts do not count; of those that wait, the last ones go."""
+    launcher, run = HostLauncher(["train.py"], 5.0, places={"one": 1, "two": 1}), Run()
+    launcher.begin("run", run)
+    for worker in range(3):
+        launcher.start(worker, {})
+    one = call(launcher, "one", slots=4)
+    other = call(launcher, "three", slots=4)
+    assert (one.started(), other.started()) == ([0], [])
+    assert launcher.move({"one": 1, "two": 1}) == [2]
+    run.wait_for("end", 2, None)
+    assert launcher.move({"one": 0, "three": 2}) == [0]
+    assert other.started() == [1]
+    launcher.start(3, {})
+    assert other.started() == [1, 3]
+    assert launcher.move({"three": 1}) == [0, 3]
+    assert ("join", 4) not in run.told
 
 
 @pytest.mark.parametrize(
