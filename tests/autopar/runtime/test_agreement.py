@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +26,7 @@ from autopar.runtime import agreement
 from autopar.runtime.world import World
 from autopar.steps import program_text
 from autopar.steps.analysis import analyse
+from autopar_passes import jax_compat
 
 # A failure is told at once, not at the end of a barrier; a machine may be busy.
 AT_ONCE_S = 45.0
@@ -194,6 +197,15 @@ class TestPlans:
         agreement.check_equal(world, {"x": object()}, first=False)
         agreement.check_same(world, small_step.plan("4:cpu"), "abc", list)
         assert agreement.run_together(world, "working", lambda: 3) == 3
+        plan = small_step.plan("4:cpu")
+        assert agreement.agree(world, lambda: plan) is plan
+        agreement.check_plans(world, plan)
+        agreement.check_same_creation(world, lambda: object(), ())
+        agreement.warn_of_equal_rows(world, {"x": np.arange(3)})
+        array = np.zeros(3)
+        assert agreement.shared_array(world, array) is array
+        with pytest.raises(ZeroDivisionError), agreement.tell_errors(world, "working"):
+            raise ZeroDivisionError
 
 
 class TestFailures:
@@ -368,3 +380,113 @@ class TestProgramText:
     def test_one_text_may_end_first(self) -> None:
         assert program_text.first_difference(["a", "b"], ["a"]) == ("b", "nothing")
         assert program_text.first_difference(["a"], ["a"]) is None
+
+
+class Service:
+    """The store of a coordination service, and what a process does at its end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, index: int, count: int) -> None:
+        self.values: dict[str, str] = {}
+        self.now, self.slept, self.left = 0.0, list[float](), 0
+        self.told: list[agreement._Message] = []
+        found = jax_compat.Coordination(self, index, count)
+        monkeypatch.setattr(jax_compat, "coordination", lambda: found)
+        monkeypatch.setattr(jax_compat, "leave_coordination", self.leave)
+        monkeypatch.setattr(agreement, "KeyValueExchange", self.exchange)
+        clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(agreement, "time", clock)
+        monkeypatch.delattr(sys, "last_value", raising=False)
+
+    def leave(self) -> None:
+        self.left += 1
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept.append(seconds)
+
+    def exchange(self, client: Any, index: int, count: int) -> Any:
+        return types.SimpleNamespace(
+            tell=lambda data: self.told.append(agreement._MESSAGE.decode(data))
+        )
+
+    def key_value_set(self, key: str, value: str) -> None:
+        if key in self.values:
+            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+        self.values[key] = value
+
+    def key_value_try_get(self, key: str) -> str:
+        return self.values[key]
+
+    def key_value_dir_get(self, key: str) -> list[str]:
+        return [k for k in self.values if k.startswith(f"{key}/")]
+
+
+class TestEnd:
+    """Another process must not wait minutes for one that has ended."""
+
+    def test_without_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        service = Service(monkeypatch, 1, 3)
+        agreement._end()
+        assert service.values == {"autopar/ended/1": ""}
+        (told,) = service.told
+        assert told.failed == "its program has come to the end"
+        assert (told.what, told.kind, told.where) == ("", "", "")
+        assert (service.left, service.slept) == (0, [])
+
+    def test_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        service = Service(monkeypatch, 0, 1)
+        agreement._end()
+        assert not service.values
+        assert not service.told
+
+    @pytest.mark.parametrize("index", [0, 1])
+    def test_with_an_error(
+        self,
+        index: int,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """The process that hosts the store waits for others to read it, for 3 s."""
+        service = Service(monkeypatch, index, 2)
+        error = ValueError("no \n more")
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        agreement._end()
+        (told,) = service.told
+        assert (told.what, told.kind, told.failed) == (
+            "running",
+            "ValueError",
+            "no more",
+        )
+        failed = service.values["autopar/failed"]
+        assert failed == f"process {index}: ValueError: no more"
+        assert service.left == 1
+        assert sum(service.slept) == pytest.approx(0.0 if index else 3.0, abs=0.06)
+        assert not capsys.readouterr().err
+
+    def test_it_stays_until_all_have_ended(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        service = Service(monkeypatch, 0, 2)
+        service.values = {"autopar/ended/1": "", "autopar/failed": "process 1: first"}
+        monkeypatch.setattr(sys, "last_value", ValueError("no"), raising=False)
+        agreement._end()
+        assert service.slept == [agreement._LEAVE_S]
+        assert "first failure was that of process 1: first" in capsys.readouterr().err
+
+    def test_it_is_announced_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hooks: list[Any] = []
+        exits = types.SimpleNamespace(
+            register=hooks.append,
+            unregister=lambda f: [hooks.remove(h) for h in list(hooks) if h == f],
+        )
+        service = Service(monkeypatch, 0, 2)
+        monkeypatch.setattr(agreement, "atexit", exits)
+        for _ in range(2):
+            agreement.announce_end()
+            agreement.leave_at_end()
+        assert hooks == [agreement._end, service.leave]
+        hooks.clear()
+        monkeypatch.setattr(jax_compat, "coordination", lambda: None)
+        agreement.announce_end()
+        agreement._end()
+        assert not hooks
