@@ -113,7 +113,12 @@ def measured(
         return units[key.phase] * unit / schedule.chunks
 
     made = pipelined_step(
-        analysis, cut_as(analysis, plan), plan, jax.devices(), wait_s=wait_s
+        analysis,
+        cut_as(analysis, plan),
+        plan,
+        jax.devices(),
+        donate=True,
+        wait_s=wait_s,
     )
     flat = [*params, batch["x"], batch["y"]]
     placed = [

@@ -128,7 +128,7 @@ class CodecRun:
         state = {name: x for name, x in self._state.items() if name != "due"}
         return {**jax.tree.map(_copy_array, state), "codecs": texts}
 
-    def restore(self, state: Any, *, held: bool = False) -> None:
+    def restore(self, state: Any, *, held: bool) -> None:
         """Restores a saved state, which the next step places.
 
         Args:

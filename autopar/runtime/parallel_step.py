@@ -258,7 +258,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     @compression_state.setter
     def compression_state(self, state: Any) -> None:
-        self._codecs.restore(state)
+        self._codecs.restore(state, held=False)
 
     def hold_compression_state(self, state: Any) -> None:
         """Restores a saved codec state.
@@ -586,7 +586,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return self.adopt(analysed, made, state, consume=consume)
 
     def adopt(
-        self, analysed: Analysed, made: Made, state: Any, *, consume: bool = False
+        self, analysed: Analysed, made: Made, state: Any, *, consume: bool
     ) -> Any:
         """Moves the state to another plan, which the step uses from the next call on.
 

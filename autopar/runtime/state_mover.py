@@ -123,7 +123,7 @@ def resident_bytes() -> int:
     return 0
 
 
-def return_memory(but: int = 0) -> None:
+def return_memory(but: int) -> None:
     """Returns freed memory to the system.
 
     The C library of Linux does not return memory that is freed in small pieces to the

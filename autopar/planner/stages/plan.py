@@ -330,7 +330,7 @@ def microbatch_counts(analysis: Analysis, analysed: int = 1) -> list[int]:
 
 
 def covering(
-    counts: Sequence[int], found: Sequence[Submesh], analysed: int = 1
+    counts: Sequence[int], found: Sequence[Submesh], analysed: int
 ) -> list[int]:
     """Numbers of microbatches, chosen such that each submesh can use numbers of every
     magnitude.

@@ -68,7 +68,7 @@ def pipelined_step(
     plan: Plan,
     devices: Sequence[Any],
     *,
-    donate: bool = True,
+    donate: bool,
     wait_s: Callable[[TaskKey], float] | None = None,
     links: Links | None = None,
     noise: NoiseOptions | None = None,
@@ -150,7 +150,7 @@ def audited_pipeline(
       plan: the plan.
       meshes: the mesh of each stage, with or without devices.
     """
-    stages = _stages(cut, plan, meshes, None)
+    stages = _stages(cut, plan, meshes, None, signals=False)
     table = make_table(schedule_of(plan), len(stages), cut.found.microbatches)
     return StagePipeline(
         cut.cut, stages, issue_order(table), _crossing_rules(cut.found)
@@ -163,7 +163,7 @@ def _stages(
     meshes: Sequence[Any],
     fallback: Fallback | None,
     *,
-    signals: bool = False,
+    signals: bool,
 ) -> list[Stage]:
     """The stages on their devices, each with the gradients that it sums by codecs."""
     out: list[Stage] = []

@@ -262,7 +262,7 @@ class _Run(Transfers):
         made = self.keep_measured(code, made)
         rest = self.hand_out(code, made, micro, number)
         if rest and self.pipeline.alone:
-            self.latest[key] = min(made[:rest], key=lambda x: x.nbytes)
+            self.latest[key] = _smallest(made[:rest])
         if call.calls_back:
             self.watch(call, number, made, rest)
         if code.accumulated:
@@ -279,7 +279,7 @@ class _Run(Transfers):
         waits for the task at once.
         """
         if rest:
-            kept = min(made[:rest], key=lambda x: x.nbytes)
+            kept = _smallest(made[:rest])
             self.watched.append((call, number, [kept]))
         else:
             self.wait(call, number, made)
@@ -370,7 +370,7 @@ class _Run(Transfers):
         self.record(code, -1, issued, made)
         made = self.keep_measured(code, made)
         if made and self.pipeline.alone:
-            self.latest[key] = min(made, key=lambda x: x.nbytes)
+            self.latest[key] = _smallest(made)
         if call.calls_back:
             self.watch(call, -1, made, len(made))
         for value in code.donated:
@@ -467,6 +467,15 @@ class _Run(Transfers):
                 tag = _micro_tag(issue.key, sent.stage, issue.microbatch)
                 if sent.stage != RESULT:
                     self.release(tag, issue.key.stage, sent)
+
+
+def _smallest(arrays: Sequence[Any]) -> Any:
+    """The array with the fewest bytes.
+
+    >>> _smallest([memoryview(b"abc"), memoryview(b"d")]).nbytes
+    1
+    """
+    return min(arrays, key=lambda x: x.nbytes)
 
 
 def _micro_tag(maker: TaskKey, stage: int, number: int) -> Tag:

@@ -33,6 +33,10 @@ def analysed() -> Analysed:
     )
 
 
+def made_store(**options: Any) -> ProgramStore:
+    return ProgramStore(donate=True, signals=False, every=1, **options)
+
+
 def run(program: PlannedStep) -> None:
     args = (small_step.state(), small_step.batch())
     placed = [
@@ -44,7 +48,7 @@ def run(program: PlannedStep) -> None:
 class TestFinding:
     def test_by_content(self, analysed: Analysed) -> None:
         """A plan that is read again is the same; how long it took is not looked at."""
-        store, devices = ProgramStore(), jax.devices()
+        store, devices = made_store(), jax.devices()
         plan = small_step.plan("4:cpu")
         found = store.program(analysed, plan, devices)
         again = autopar.Plan.from_json(msgspec.json.encode(plan))
@@ -55,7 +59,7 @@ class TestFinding:
         assert len(store) == 1
 
     def test_other_devices_are_another_program(self, analysed: Analysed) -> None:
-        store, devices = ProgramStore(), jax.devices()
+        store, devices = made_store(), jax.devices()
         plan = small_step.plan("4:cpu")
         first = store.program(analysed, plan, devices)
         second = store.program(analysed, plan, devices[1:])
@@ -63,7 +67,7 @@ class TestFinding:
         assert set(second.mesh.devices.flat) == set(devices[1:5])
 
     def test_too_few_devices(self, analysed: Analysed) -> None:
-        store = ProgramStore()
+        store = made_store()
         with pytest.raises(PlanError, match=r"4 devices .*, and to run it there are 3"):
             store.program(analysed, small_step.plan("4:cpu"), jax.devices()[:3])
         assert len(store) == 0
@@ -71,7 +75,7 @@ class TestFinding:
 
 class TestGoing:
     def test_the_one_used_longest_ago(self, analysed: Analysed) -> None:
-        store, devices = ProgramStore(capacity=2), jax.devices()
+        store, devices = made_store(capacity=2), jax.devices()
         plans = [small_step.plan(f"{n}:cpu") for n in (2, 4, 8)]
         first = store.program(analysed, plans[0], devices)
         run(first)
@@ -83,7 +87,7 @@ class TestGoing:
         assert store.program(analysed, plans[0], devices) is not first
 
     def test_of_devices_that_are_gone(self, analysed: Analysed) -> None:
-        store, devices = ProgramStore(), jax.devices()
+        store, devices = made_store(), jax.devices()
         low = store.program(analysed, small_step.plan("4:cpu"), devices[:4])
         high = store.program(analysed, small_step.plan("4:cpu"), devices[4:])
         run(low)

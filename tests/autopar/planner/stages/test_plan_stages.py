@@ -189,7 +189,7 @@ def test_every_size_of_a_microbatch_is_tried_on_every_submesh() -> None:
     """Of 48 rows, three devices need a multiple of three, four one of four."""
     batch = analysed(residual, blocks(6), struct(48, 64))
     found = submeshes(batch, Cluster.parse("6x1:cpu"), WHOLE)
-    counts = covering(divisors(48), found)
+    counts = covering(divisors(48), found, 1)
     assert set(counts) <= set(divisors(48))
     for submesh in found:
         splits = batch_splits(submesh.assignment)
