@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from autopar import Cluster
 from autopar.cost.combining import SUMS
-from autopar.cost.traffic import Collective, compiled_traffic, traffic
+from autopar.cost.traffic import Collective, _alike, compiled_traffic, traffic
+from autopar.layouts.layout import ReshardStep
 from autopar.planner.candidate import candidate_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
@@ -134,3 +135,17 @@ def random_solution(formulation: Formulation, draw: random.Random) -> Solution:
     return Solution(
         choices=choices, cost=0.0, bound=0.0, status=Status.FEASIBLE, seconds=0.0
     )
+
+
+def test_only_the_last_sums_that_are_equal_count() -> None:
+    def sums(*sizes: int) -> list[Collective]:
+        step = ReshardStep("all_reduce", (0,), 0.5, ())
+        return [Collective(step, size, 1.0, 0, 0, None) for size in sizes]
+
+    assert _alike(sums(1, 2, 3), sums(9, 2, 3)) == 2
+    assert _alike(sums(2, 4, 3), sums(2, 5, 3)) == 1
+    assert _alike(sums(3), sums(2, 3)) == 1
+    assert _alike(sums(3), []) == 0
+    other = ReshardStep("all_gather", (0,), 0.5, ())
+    gather = Collective(other, 3, 1.0, 0, 0, None)
+    assert _alike([gather, *sums(3)], sums(3)) == 0

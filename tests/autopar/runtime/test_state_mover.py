@@ -207,6 +207,13 @@ class TestOfAStep:
         with pytest.raises(PlanError, match="step: the state is not what"):
             name_arrays("step", analysis, state)
 
+    def test_structs_are_no_state_unless_asked(self, analysis: Analysis) -> None:
+        struct = small_step.structs()[0]
+        found = name_arrays("step", analysis, struct, structs=True)
+        assert found == {"w": struct}
+        with pytest.raises(PlanError, match="step: the state is not what"):
+            name_arrays("step", analysis, struct)
+
     def test_nnx_objects(self) -> None:
         model, optimizer = forms.create_nnx(jax.random.key(0))
         found = analyse(forms.nnx_step, (model, optimizer, forms.batch_structs()))

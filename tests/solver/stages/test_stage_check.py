@@ -12,6 +12,7 @@ from property_tests import examples
 from stage_problems import all_pipelines, problems, random_problem
 
 from autopar_solver.stages.completion import (
+    _busiest_link,
     evaluate_pipeline,
     lower_bound_s,
     task_seconds,
@@ -223,3 +224,18 @@ def test_wrong_pipelines_are_refused(message):
     evaluate_pipeline(problem, good)
     with pytest.raises(ValueError, match=message):
         evaluate_pipeline(problem, dataclasses.replace(good, **BAD[message]))
+
+
+def test_the_busiest_link_carries_both_directions_one_after_the_other() -> None:
+    """With all forward passes first, they do not overlap the backward passes."""
+    seconds = TaskSeconds(
+        task_s=np.zeros((3, 4)),
+        forward_link_s=np.array([1.0, 3.0]),
+        backward_link_s=np.array([2.0, 0.5]),
+        latency_s=np.zeros(2),
+        step_s=np.zeros(3),
+        held_bytes=np.zeros(3),
+        pending_bytes=np.zeros(3),
+    )
+    assert _busiest_link(ScheduleKind.GPIPE, seconds) == 5.0
+    assert _busiest_link(ScheduleKind.ONE_F_ONE_B, seconds) == 3.0

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar import Cluster, PlanError
 from autopar.compression.policies.policy import Observation
-from autopar.runtime.gradients.codec_state import place_state
+from autopar.runtime.gradients.codec_state import _alike, place_state
 
 NAME = "data_parallel"
 
@@ -387,3 +387,12 @@ class TestOddParameters:
 
         np.testing.assert_allclose(losses, want, rtol=1e-5)
         assert {g.codec for g in run.plan.gradients} == {"dense"}
+
+
+def test_shapes_that_differ_in_one_divided_dim_are_alike() -> None:
+    assert _alike((12,), (3, 4))
+    assert _alike((3, 4), (12,))
+    assert _alike((2, 6), (2, 3, 2))
+    assert _alike((2, 6), (2, 6))
+    assert not _alike((2, 6), (3, 4))
+    assert not _alike((2, 6), (2, 5))

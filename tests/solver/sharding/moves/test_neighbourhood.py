@@ -1,6 +1,7 @@
 """Searching neighbourhoods never worsens choices, and they stay within memory."""
 
 import math
+import types
 
 import numpy as np
 import pytest
@@ -130,3 +131,14 @@ def test_a_field_that_is_one_part_is_solved_once():
     search = search_of(field, counting(calls))
     search.improve(fitting_choices(field), math.inf, Clock(0.0, None).within(2.0))
     assert len(calls) == 1
+
+
+def test_a_part_stops_growing_once_it_is_large_enough():
+    """In the middle of a node's neighbours, too."""
+    search = search_of(binding_field(4, length=8, strategies=4))
+    search.pairs = 10
+    leaves = range(1, 9)
+    links = {0: [(k, None) for k in leaves], **{k: [(0, None)] for k in leaves}}
+    sizes = np.full(9, 2)
+    part = search._grow(0, sizes, types.SimpleNamespace(links=links))
+    assert part.tolist() == [0, 1, 2, 3]  # 4 pairs each
