@@ -21,7 +21,7 @@ import step_forms as forms
 
 import autopar
 
-LAST = 40
+LAST = int(os.environ.get("ELASTIC_LAST", "40"))
 
 
 def main() -> None:

@@ -70,6 +70,7 @@ class Hosts:
                     "PYTHONPATH": os.pathsep.join(map(str, paths)),
                     "JAX_PLATFORMS": "cpu",
                     "NPROC": "2",
+                    "ELASTIC_LAST": str(STEPS - 10),
                 },
                 stdout=output,
                 stderr=output,
@@ -176,7 +177,7 @@ def test_jobs_share_hosts_that_come_and_go(hosts: Hosts) -> None:
     hosts.agents[lost].kill()
     before = {job: len(hosts.losses(job)) for job in ("large", "small")}
     for job, count in before.items():
-        hosts.wait(lambda job=job, count=count: len(hosts.losses(job)) > count + 20)
+        hosts.wait(lambda job=job, count=count: len(hosts.losses(job)) > count + 5)
     # The next scheduler finds the hosts, the jobs and the quota.
     hosts.scheduler = hosts.start_scheduler()
     hosts.wait(hosts.trains_on("large", 1))
