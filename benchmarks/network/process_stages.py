@@ -4,9 +4,9 @@
     python benchmarks/network/process_stages.py --rows rows.jsonl --show \\
         --out docs/data/process_stages.json --page docs/pipelines.md
 
-Trains examples of `benchmarks/pipeline_numerics.py` in stages that lie over processes
-in every way (`LAYOUTS`). A layout "of one machine" has processes that talk over
-loopback; one "of hosts" has four network namespaces (`bed.py`) of two processes each.
+Trains the examples of `stage_cases.py` in stages that lie over processes in every way
+(`LAYOUTS`). Processes of one machine talk over loopback. A layout "of hosts" has four
+network namespaces (`bed.py`) of two processes each.
 
 A row holds the largest relative difference of the losses from one device with the same
 microbatches. It also holds the bytes between processes of each step, as the plan
@@ -15,14 +15,17 @@ each socket (`socket_bytes.py`) after 5 and after 25 steps, so that set-up cance
 Headers of TCP and IP do not count, those of gloo and of JAX's transfer servers do.
 What goes to and from the coordination service is told apart by its port: it does not
 grow with the model. Between hosts the interfaces count, too, without headers
-(`worker.traffic`). The models are wider than those of `pipeline_numerics.py`, so that
-their data outweighs what is sent around it.
+(`worker.traffic`).
+
+Rows "float64", of one process, take one step of gradient descent. They hold the largest
+difference of the gradients (`stage_cases.Case.gradient_difference`). Some models
+compute parts of a step in float32 even so.
 
 Rows are appended to the file of ``--rows``, and those that it has are left out, so that
 a run can be stopped and continued. The losses of one device stand in a folder beside
-it. They are drawn by a seed so that the first ones
-cover most pairs of values: of examples, layouts, schedules and what is beside the step.
-``--only`` takes rows whose text holds all of its words.
+it. Rows are drawn by a seed so that the first ones cover most pairs of values: of
+examples, layouts, schedules and what is beside the step. ``--only`` takes rows whose
+text holds all of its words.
 """
 
 from __future__ import annotations
@@ -52,9 +55,10 @@ import bed
 import launch
 import netns
 import socket_bytes
+import stage_cases
 import worker
 
-WARM, STEPS, MICROBATCHES = 5, 25, 4
+WARM = 5
 LOSS_BAR, BYTES_BAR = 1e-5, 0.02
 TIMEOUT_S = 600.0
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -64,28 +68,6 @@ FLAGS = (
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
 _MARK, _ROW = "@count", "@row "
-
-# What makes the examples wide enough, and keeps rounding small: a step in which one
-# unit in the last place grows is no evidence. In 25 steps with AdamW it grows to 3e-4
-# of the loss of the wider GPT, and with this to 2.5e-7; to 5.6e-3 of that of 8 layers
-# of gpt-nnx, and with clipping to 1.5e-7; with Adam and towers of 256 to 1.2e-2 of that
-# of the recommendation model, and with this to 1.9e-7.
-_WIDER: dict[str, Any] = {"d_model": 128, "optimizer": "sgd", "batch": 32}
-_LONGER: dict[str, Any] = {**_WIDER, "seq": 32}
-WIDE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("gpt", "gpt-scan"), _LONGER),
-    "gpt-nnx": {**_LONGER, "clip": 1.0},
-    "llama": {**_LONGER, "ffn": 256},
-    "vit": _WIDER,
-    # Convolutions that are not optimised (`FLAGS`) take 20 to 30 times as long, but
-    # compile in a fifth of the time.
-    "resnet-slow": {},
-    "moe": {**_LONGER, "ffn": 256},
-    "lstm": {"d_model": 128, "seq": 32, "batch": 32, "layers": 4},
-    "recommendation": {"width": 64, "hidden": 64, "batch": 512, "optimizer": "sgd"},
-    "unet": {"size": 4},
-}
-EXAMPLES = tuple(WIDE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,6 +98,8 @@ _UNEVEN = (0, 1, 2, 4, 3, 5, 6, 7)
 _EVENS, _ODDS = (0, 2, 4, 6), (1, 3, 5, 7)
 _UPPER = tuple(8 + k for k in (*_EVENS, *_ODDS))
 LAYOUTS: dict[str, Laid] = {
+    "2 stages in one process": _laid(2, 1, 8),
+    "4 stages in one process": _laid(4, 1, 8),
     "1 stage over 2 processes": _laid(1, 2, 2),
     "1 stage over 4 processes": _laid(1, 4, 1),
     "2 stages, a process each": _laid(2, 2, 2),
@@ -137,6 +121,7 @@ LAYOUTS: dict[str, Laid] = {
 }
 HOST_EXAMPLES = ("gpt", "moe", "lstm")
 BESIDE = ("nothing", "int8", "noise")
+FLOAT64 = "float64"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,6 +143,11 @@ class Row:
         """Whether two parts on each of four stages need more layers."""
         return self.laid.stages > 2 and self.schedule == "interleaved"
 
+    def case(self) -> stage_cases.Case:
+        """The example."""
+        is_float64 = self.beside == FLOAT64
+        return stage_cases.Case(self.example, deep=self.deep, float64=is_float64)
+
     @property
     def key(self) -> tuple[str, ...]:
         """What a row of the file is found by."""
@@ -169,8 +159,9 @@ def drawn_rows(seed: int) -> list[Row]:
     every: list[Row] = []
     for name, laid in LAYOUTS.items():
         schedules = SCHEDULES if laid.stages > 1 else ("none",)
-        examples = HOST_EXAMPLES if laid.hosts else EXAMPLES
+        examples = HOST_EXAMPLES if laid.hosts else stage_cases.CASES
         besides = BESIDE if laid.hosts else ("nothing",)
+        besides = (*besides, FLOAT64) if laid.processes == 1 else besides
         for example, schedule, beside in itertools.product(
             examples, schedules, besides
         ):
@@ -292,7 +283,7 @@ class World:
     def _sent(self, counts: Sequence[Any]) -> dict[str, Any]:
         """Bytes of a step between processes and hosts, and of a second without one."""
         (idle, _), (first, first_out), (last, last_out) = counts
-        steps, out = STEPS - WARM, dict[str, Any]()
+        steps, out = stage_cases.STEPS - WARM, dict[str, Any]()
         quiet = socket_bytes.between(idle, first)
         sent = socket_bytes.between(first, last)
         data = {c: n for c, n in sent.items() if not self._is_control(c)}
@@ -357,21 +348,21 @@ def serve() -> None:
 def _take(row: Row) -> dict[str, Any]:
     """Trains as a row says; the losses, and the bytes that the plan predicts."""
     import jax
-    import workloads
-    from flax import nnx
+    from example_training import take_step
 
     import autopar
 
-    sys.path.insert(0, str(workloads.EXAMPLES_DIR))
-    run = training(row)
-    created = run.create_state
-    create = created if row.example == "unet" else nnx.jit(created)
-    state = create(jax.random.key(0))
-    batches = itertools.islice(run.batches(seed=0), STEPS)
-    asked = options(row, [jax.devices()[k] for k in row.laid.order])
+    jax.config.update("jax_enable_x64", row.beside == FLOAT64)
+    case = row.case()
+    state = case.state()
+    asked = options(row, case, [jax.devices()[k] for k in row.laid.order])
     try:
-        step = autopar.parallelize(run.step, **asked)
-        losses = list(_losses(step, state, batches))
+        step = autopar.parallelize(case.run.step, **asked)
+        if row.beside == FLOAT64:
+            state, _ = take_step(step, state, case.batches[0])
+            moved = case.gradient_difference(state)
+            return {"difference": moved, "plan": plan_text(step.plan)}
+        losses = list(_losses(step, state, case.batches))
     except autopar.PlanError as error:
         return {"refused": str(error).splitlines()[0]}
     made = {"losses": losses, "plan": plan_text(step.plan)}
@@ -380,25 +371,7 @@ def _take(row: Row) -> dict[str, Any]:
     return made
 
 
-def training(row: Row) -> Any:
-    """The example of a row."""
-    import pipeline_numerics as numerics
-
-    found = {**numerics.CASES[row.example], **_more(row)}
-    is_unet = row.example == "unet"
-    return (
-        numerics._UNet(**found) if is_unet else numerics._training(row.example, found)
-    )
-
-
-def _more(row: Row) -> dict[str, Any]:
-    import pipeline_numerics as numerics
-
-    deeper = row.deep and row.example in numerics._DEEPER
-    return WIDE[row.example] | (numerics._DEEP if deeper else {})
-
-
-def options(row: Row, devices: Sequence[Any]) -> dict[str, Any]:
+def options(row: Row, case: stage_cases.Case, devices: Sequence[Any]) -> dict[str, Any]:
     """What a row asks of `autopar.parallelize`."""
     from jax.sharding import PartitionSpec
 
@@ -407,8 +380,8 @@ def options(row: Row, devices: Sequence[Any]) -> dict[str, Any]:
         "cluster": f"{len(devices)}:cpu",
         "devices": devices,
         "stages": laid.stages,
-        "microbatches": MICROBATCHES,
-        "coupled": "microbatch" if row.example == "moe" else "refuse",
+        "microbatches": stage_cases.MICROBATCHES,
+        "coupled": "microbatch" if case.couples else "refuse",
         "max_axes": 1,
         "seconds": 1.0,
     }
@@ -422,7 +395,7 @@ def options(row: Row, devices: Sequence[Any]) -> dict[str, Any]:
     return out
 
 
-def _losses(step: Any, state: Any, batches: Iterator[Any]) -> Iterator[float]:
+def _losses(step: Any, state: Any, batches: Sequence[Any]) -> Iterator[float]:
     """Trains, and has the bytes counted: without a step, and before and after some."""
     import jax
     from example_training import take_step
@@ -480,11 +453,11 @@ def predicted(row: Row, step: Any) -> list[list[float]]:
 
 
 def reference(row: Row, cache: pathlib.Path) -> dict[str, Any]:
-    """The losses of one device, and how far rounding moves them; known from before."""
-    more = _more(row)
-    name = f"{row.example}-{zlib.crc32(json.dumps(more, sort_keys=True).encode()):x}"
-    path = cache / f"{name}.json"
-    if not path.exists():
+    """What one device makes of a row's example (`stage_cases.Case.reference`)."""
+    asked = stage_cases.case_options(row.example, deep=row.deep, float64=False)
+    words = json.dumps(asked, sort_keys=True).encode()
+    path = cache / f"{row.example}-{zlib.crc32(words):x}.json"
+    if not path.exists():  # once for all rows of these options
         words = [sys.executable, __file__, "--reference", json.dumps(asdict(row))]
         env = launch.environment(0, 1, "127.0.0.1", {"XLA_FLAGS": FLAGS})
         made = subprocess.run(words, env=env, check=True, capture_output=True)
@@ -492,31 +465,16 @@ def reference(row: Row, cache: pathlib.Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def print_reference(row: Row) -> None:
-    """Trains the example of a row on one device, in this process."""
-    import pipeline_numerics as numerics
-    import workloads
-
-    sys.path.insert(0, str(workloads.EXAMPLES_DIR))
-    asked = argparse.Namespace(
-        float64=False, microbatches=MICROBATCHES, steps=STEPS, nudged=2
-    )
-    case = numerics._Case(row.example, asked, _more(row))
-    print(json.dumps({"losses": case.losses, "sensitivity": case.sensitivity}))
-
-
 # Rows and tables.
 
 
 def record(row: Row, made: dict[str, Any], cache: pathlib.Path) -> dict[str, Any]:
     """A row of the file."""
-    out = asdict(row)
-    if "losses" not in made:
-        return out | made
-    one = reference(row, cache)
-    pairs = zip(made.pop("losses"), one["losses"], strict=True)
-    difference = max(abs(a - b) / abs(b) for a, b in pairs)
-    return out | {"difference": difference, "sensitivity": one["sensitivity"], **made}
+    if "losses" in made:
+        one = reference(row, cache)
+        moved = stage_cases.difference(made.pop("losses"), one["losses"])
+        made = {"difference": moved, "sensitivity": one["sensitivity"], **made}
+    return asdict(row) | made
 
 
 def read(path: pathlib.Path) -> dict[tuple[str, ...], dict[str, Any]]:
@@ -573,12 +531,13 @@ def summary(row: Mapping[str, Any]) -> str:
     """A row in a few words."""
     if why := row.get("refused") or row.get("failed"):
         return f"{'refused' if 'refused' in row else 'FAILED'}: {why}"
-    sent = {(a, b): n for a, b, n in row["sent"]}
-    told = {(a, b): n for a, b, n in row["predicted"]}
-    control = sum(n for _, _, n in row["control"])
+    sent, predicted, control = (
+        sum(nbytes for _, _, nbytes in row.get(name, ()))
+        for name in ("sent", "predicted", "control")
+    )
     return (
-        f"losses {row['difference']:.1e}, sent {sum(sent.values()):.0f}, predicted "
-        f"{sum(told.values()):.0f}, control {control:.0f}, {row['seconds']} s"
+        f"difference {row['difference']:.1e}, sent {sent:.0f}, predicted "
+        f"{predicted:.0f}, control {control:.0f}, {row['seconds']} s"
     )
 
 
@@ -622,7 +581,7 @@ def compare(row: Mapping[str, Any]) -> Compared:
     found: list[dict[tuple[int, int], float]] = []
     for name in ("predicted", "sent", "control"):
         pairs: dict[tuple[int, int], float] = {}
-        for a, b, nbytes in row[name]:
+        for a, b, nbytes in row.get(name, ()):
             way = place(int(a)), place(int(b))
             if way[0] != way[1]:
                 pairs[way] = pairs.get(way, 0.0) + nbytes
@@ -633,7 +592,7 @@ def compare(row: Mapping[str, Any]) -> Compared:
         (abs(sent.get(k, 0.0) / n - 1) for k, n in predicted.items() if 10 * n > told),
         default=0.0,
     )
-    interfaces = sum(row["interfaces"])
+    interfaces = sum(row.get("interfaces", ()))
     if interfaces:
         interfaces -= sum(control.values())
     return Compared(told, sum(sent.values()), worst, interfaces)
@@ -716,7 +675,7 @@ def main() -> int:
         serve()
         return 0
     if options.reference:
-        print_reference(Row(**json.loads(options.reference)))
+        print(json.dumps(Row(**json.loads(options.reference)).case().reference()))
     elif options.rows is None:
         raise SystemExit("process_stages: give a file with --rows.")
     elif options.show:
