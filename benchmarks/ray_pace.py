@@ -1,4 +1,4 @@
-"""The pace of the trainings of `ray_schedule.py`."""
+"""The pace of the trainings of `scheduled_jobs.py`."""
 
 # What a step on n devices takes is that on one, over n to this power.
 SCALING = 0.85

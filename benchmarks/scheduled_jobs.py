@@ -1,13 +1,15 @@
-"""Five small trainings share a local Ray cluster of four raylets, under two policies.
+"""Five small trainings share a cluster of four nodes, under two policies.
 
-Usage: python benchmarks/ray_schedule.py [--policies goodput,fifo] [--keep FOLDER]
+Usage: python benchmarks/scheduled_jobs.py [--on ray|hosts|slurm]
+    [--policies goodput,fifo] [--keep FOLDER] [--out FILE]
 
-The trainings arrive over time. One raylet is killed and one is added on the way. Steps
-are paced by a plan's seconds, as all raylets share this machine's cores. Prints the
-average completion of each policy beside the simulator's prediction, which has the same
-policy, curves, arrivals and costs of moves. These costs are measured by a training of
-its own before. Exits with 1 where a training does not finish, or its last loss is not
-that of an undisturbed run.
+The nodes are raylets of a local Ray cluster, hosts in network namespaces (an agent on
+each), or nodes of a local Slurm (agents started by srun). The trainings arrive over
+time. One node is lost and one is added on the way. Steps are paced by a plan's seconds,
+as all nodes share this machine's cores. Prints the average completion of each policy
+beside the simulator's prediction, which has the same policy, curves, arrivals and costs
+of moves. These costs are measured by a training of its own before. Exits with 1 where a
+training does not finish, or its last loss is not that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -23,18 +25,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from collections.abc import Generator
+from typing import Any, Protocol
 
-import ray
-import raylets
-from ray import cluster_utils
 from ray_pace import seconds_of
 
-from autopar.dispatch.backend import RayCluster
+from autopar.dispatch.backend import HostCluster, RayCluster
+from autopar.dispatch.endpoint import Endpoint
 from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.specs import Handed, JobSpec
 from autopar.dispatch.store import JobRecord, Store
 from autopar.dispatch.supervising import ending_file
+from autopar.elastic.processes.certificates import create_secret
+from autopar.elastic.processes.network import Network
 from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.scheduler.jobs import Job
 from autopar.scheduler.nodes import Nodes
@@ -43,14 +46,17 @@ from autopar.scheduler.simulator.engine import NodeEvent, Options, simulate
 from autopar.scheduler.simulator.jobs import CurveJob, Moves
 from autopar.scheduler.simulator.metrics import metrics
 
-HERE = pathlib.Path(__file__).parent
-SCRIPT = HERE / "ray_schedule_script.py"
-NODES, BATCH, LIMIT_S = 4, 24, 900.0
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path += [str(HERE / "network"), str(HERE.parent / "tests" / "support")]
+SCRIPT = HERE / "scheduled_jobs_script.py"
+NODES, BATCH, LIMIT_S = 4, 24, 1500.0
 INTERVAL_S, REACT_S, KILL_S, ADD_S = 10.0, 2.0, 62.0, 122.0
-# Number of the node that is killed, as policies know it.
+# Number of the node that is lost, as policies know it.
 KILLED = 1
-# Ray shows a node that was killed as alive for so long (docs/elastic_ray.md).
+# A lost node counts as alive for so long: in Ray (docs/elastic_ray.md), and for a
+# scheduler whose connection to an agent is silent.
 UNSEEN_S = 15.0
+PORT = 7400
 TOLERANCE = 1e-4
 
 
@@ -86,29 +92,188 @@ def curve_of(one_s: float) -> CurveTable:
     return CurveTable(points=tuple(points), base_batch=BATCH)
 
 
+class Bed(Protocol):
+    """A cluster of nodes of one device, which a benchmark adds and kills."""
+
+    options: list[str]
+    """Of `autopar schedule`, for this cluster."""
+
+    def add(self) -> None:
+        """Adds a node."""
+        ...
+
+    def kill(self, name: str) -> None:
+        """Kills a node at once."""
+        ...
+
+    @contextlib.contextmanager
+    def runs(self, folder: pathlib.Path) -> Generator[tuple[ProcessRuns, list[str]]]:
+        """Starts jobs without a scheduler; also gives the names of nodes."""
+        ...
+
+    def close(self) -> None:
+        """Ends all."""
+        ...
+
+
 class Raylets:
     """A head that takes no workers, and raylets of one CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: pathlib.Path) -> None:
         """Starts them."""
-        self.cluster = cluster_utils.Cluster()
+        import raylets
+        from ray import cluster_utils
+
+        del folder
+        self._raylets, self.cluster = raylets, cluster_utils.Cluster()
         self.nodes: list[Any] = []
         self.add(num_cpus=0, include_dashboard=False)
+        self.options = ["--backend=ray", f"--address={self.cluster.address}"]
         for _ in range(NODES):
             self.add()
 
     def add(self, **options: Any) -> None:
-        """Adds a raylet; the first one is the head."""
-        self.nodes.append(raylets.added(self.cluster, **options))
+        """See `Bed`; the first raylet is the head."""
+        self.nodes.append(self._raylets.added(self.cluster, **options))
 
     def kill(self, name: str) -> None:
-        """Kills the raylet of a node by SIGKILL."""
+        """See `Bed`."""
         (node,) = (x for x in self.nodes if x.node_id == name)
-        raylets.kill(node)
+        self._raylets.kill(node)
+
+    @contextlib.contextmanager
+    def runs(self, folder: pathlib.Path) -> Generator[tuple[ProcessRuns, list[str]]]:
+        """See `Bed`."""
+        cluster = RayCluster(self.cluster.address)
+        try:
+            names = [place.name for place in cluster.places()]
+        finally:
+            cluster.close()
+        yield ProcessRuns(folder, cluster.words), names
 
     def close(self) -> None:
-        """Ends all."""
+        """See `Bed`."""
         self.cluster.shutdown()
+
+
+class Hosts:
+    """Agents of hosts, which are network namespaces joined to this one."""
+
+    address = "10.77.0.254"
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        """Starts the hosts, with an agent on each but the last one."""
+        self.folder, self.secret = folder, folder / "secret"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self.secret.exists():
+            create_secret(self.secret)
+        self.options = ["--backend=hosts", f"--listen={self.address}:{PORT}"]
+        self.options += [f"--secret={self.secret}"]
+        self.agents: list[subprocess.Popen[bytes]] = []
+        self._open()
+        for _ in range(NODES):
+            self.add()
+
+    def _open(self) -> None:
+        import netns
+        from bed import Bed as Namespaces
+
+        self._command = netns.command
+        self._bed = Namespaces(NODES + 1).__enter__()
+        bridge = f"{self._bed.prefix}br"
+        words = ["ip", "addr", "add", f"{self.address}/24", "dev", bridge]
+        netns.command(words, "give the scheduler an address")
+
+    def _words(self, host: int) -> list[str]:
+        """What to put before the command of a host's agent."""
+        return ["ip", "netns", "exec", self._bed.hosts[host].namespace]
+
+    def _address(self, host: int) -> str:
+        return self._bed.hosts[host].address
+
+    def add(self) -> None:
+        """See `Bed`."""
+        host = len(self.agents)
+        words = [*self._words(host), sys.executable, "-m", "autopar", "worker"]
+        words += [f"--supervisor={self.address}:{PORT}", f"--secret={self.secret}"]
+        words += [f"--folder={self.folder / f'host{host}'}", "--grace=600"]
+        words += [f"--address={self._address(host)}"]
+        with open(self.folder / f"agent{host}", "ab") as output:
+            made = subprocess.Popen(
+                words, stdout=output, stderr=output, env=self._environment()
+            )
+        self.agents.append(made)
+
+    def _environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def kill(self, name: str) -> None:
+        """See `Bed`; nothing ends the connections of the host."""
+        addresses = [f"({self._address(k)})" for k in range(NODES)]
+        (host,) = (k for k, x in enumerate(addresses) if name.endswith(x))
+        self._kill(host)
+        self.agents[host].kill()
+
+    def _kill(self, host: int) -> None:
+        words = ["ip", "-n", self._bed.hosts[host].namespace, "link", "set", "eth0"]
+        self._command([*words, "down"], "take a link down")
+
+    @contextlib.contextmanager
+    def runs(self, folder: pathlib.Path) -> Generator[tuple[ProcessRuns, list[str]]]:
+        """See `Bed`; agents wait for the scheduler afterwards."""
+        cluster = HostCluster(self.address)
+        network = Network(self.address, self.secret.read_text())
+        endpoint = Endpoint(network, PORT, lambda _: {}, cluster.serve)
+        try:
+            end = time.time() + LIMIT_S
+            while len(cluster.places()) < NODES and time.time() < end:
+                time.sleep(0.1)
+            names = [place.name for place in cluster.places()]
+            yield ProcessRuns(folder, cluster.words, cluster.introduce), names
+        finally:
+            endpoint.close()
+            cluster.close()
+
+    def close(self) -> None:
+        """See `Bed`."""
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+        self._close()
+
+    def _close(self) -> None:
+        self._bed.__exit__(None, None, None)
+
+
+class SlurmNodes(Hosts):
+    """Agents that srun starts on the nodes of a local Slurm."""
+
+    address = "127.0.0.1"
+
+    def _open(self) -> None:
+        from slurm_cluster import SlurmCluster
+
+        place = self.folder / "slurm"
+        place.mkdir()
+        self._slurm = SlurmCluster(place, NODES + 1)
+
+    def _words(self, host: int) -> list[str]:
+        return ["srun", "-N1", "-n1", "-w", self._slurm.nodes[host]]
+
+    def _address(self, host: int) -> str:
+        return f"127.0.0.{host + 2}"
+
+    def _environment(self) -> dict[str, str]:
+        return self._slurm.env | {k: os.environ[k] for k in ("PYTHONPATH",)}
+
+    def _kill(self, host: int) -> None:
+        self._slurm.kill(self._slurm.nodes[host])
+
+    def _close(self) -> None:
+        self._slurm.stop()
+
+
+BEDS = {"ray": Raylets, "hosts": Hosts, "slurm": SlurmNodes}
 
 
 def words(folder: pathlib.Path, name: str, steps: int, one_s: float) -> list[str]:
@@ -126,17 +291,16 @@ def written(folder: pathlib.Path, name: str) -> list[tuple[int, float, float, in
     return sorted(found, key=lambda x: x[2])
 
 
-def measured(folder: pathlib.Path, address: str) -> Moves:
+def measured(folder: pathlib.Path, bed: Bed) -> Moves:
     """What moves take: a training of its own starts, grows and shrinks, twice."""
+    with bed.runs(folder / "moves") as (runs, names):
+        return _measured(folder, runs, names)
+
+
+def _measured(folder: pathlib.Path, runs: ProcessRuns, names: list[str]) -> Moves:
     words_ = words(folder, "moves", 100000, 1.0)
     spec = JobSpec(name="moves", script=str(SCRIPT), args=tuple(words_), max=NODES)
-    cluster = RayCluster(address)
-    try:
-        names = [place.name for place in cluster.places()]
-    finally:
-        cluster.close()
     runs_folder = folder / "moves" / "moves"
-    runs = ProcessRuns(runs_folder.parent, {"name": "ray", "address": address})
     handed = Handed(spec=spec, folder=str(HERE))
     job = JobRecord(name="moves", handed=handed, attempt=1, places={names[0]: 1})
     starts: list[float] = []
@@ -197,13 +361,13 @@ def table(folder: pathlib.Path) -> pathlib.Path:
 
 
 def scheduled(
-    folder: pathlib.Path, raylets: Raylets, policy: str, moves: Moves
+    folder: pathlib.Path, bed: Bed, policy: str, moves: Moves
 ) -> dict[str, Any]:
     """Runs the trainings under a policy; returns when each was done."""
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / "state"
-    given = ["--backend=ray", f"--address={raylets.cluster.address}"]
-    given += [f"--policy={policy}", f"--state={state}", f"--interval={INTERVAL_S}"]
+    given = [*bed.options, f"--policy={policy}", f"--state={state}"]
+    given += [f"--interval={INTERVAL_S}"]
     given += [f"--react={REACT_S}"]
     given += [f"--start-cost={moves.start_s}", f"--change-cost={moves.change_s}"]
     process = subprocess.Popen(
@@ -214,9 +378,9 @@ def scheduled(
     try:
         begin_s = _begin(state / "state.sqlite", process)
         time.sleep(max(begin_s + KILL_S - time.time(), 0.0))
-        raylets.kill(_names(state / "state.sqlite")[KILLED])
+        bed.kill(_names(state / "state.sqlite")[KILLED])
         time.sleep(max(begin_s + ADD_S - time.time(), 0.0))
-        raylets.add()
+        bed.add()
         process.wait(LIMIT_S)
     finally:
         if process.poll() is None:
@@ -305,7 +469,9 @@ def undisturbed(folder: pathlib.Path) -> dict[str, float]:
 def main() -> None:
     """Runs and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--on", choices=BEDS, default="ray")
     parser.add_argument("--policies", default="goodput,fifo")
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the figures")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
     given = parser.parse_args()
     # Actors work in other folders than this process.
@@ -315,21 +481,29 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.keep or pathlib.Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        sys.exit(report(folder, given.policies.split(",")))
+        good, found = report(folder, given.on, given.policies.split(","))
+        if given.out is not None:
+            given.out.write_text(json.dumps(found, indent=1) + "\n")
+        sys.exit(not good)
 
 
-def report(folder: pathlib.Path, policies: list[str]) -> int:
-    """Prints what was found; returns the exit code."""
+def report(
+    folder: pathlib.Path, on: str, policies: list[str]
+) -> tuple[bool, dict[str, Any]]:
+    """Prints what was found; returns whether all is right, and the figures."""
     plain = undisturbed(folder)
-    result: dict[str, Any] = {"ray": ray.__version__}
+    command = f"python benchmarks/scheduled_jobs.py --on {on}"
+    result: dict[str, Any] = {"command": command}
     good = True
     for policy in policies:
-        raylets = Raylets()
+        bed: Bed = BEDS[on](folder / policy)
+        loads = [os.getloadavg()[0]]
         try:
-            moves = measured(folder / policy, raylets.cluster.address)
-            found = scheduled(folder / policy, raylets, policy, moves)
+            moves = measured(folder / policy, bed)
+            found = scheduled(folder / policy, bed, policy, moves)
         finally:
-            raylets.close()
+            bed.close()
+        loads.append(os.getloadavg()[0])
         expected = predicted(policy, moves)
         mean = statistics.mean(x["completion_s"] for x in found.values())
         wanted = statistics.mean(expected.values())
@@ -341,6 +515,7 @@ def report(folder: pathlib.Path, policies: list[str]) -> int:
             good = good and done and mine["loss_apart"] < TOLERANCE
         result[policy] = {
             "moves": dataclasses.asdict(moves),
+            "load_averages": loads,
             "average_completion_s": mean,
             "predicted_s": wanted,
             "error": wanted / mean - 1,
@@ -351,7 +526,7 @@ def report(folder: pathlib.Path, policies: list[str]) -> int:
         ours, fifo = (result[p]["average_completion_s"] for p in ("goodput", "fifo"))
         result["faster_than_fifo"] = fifo / ours
     print(json.dumps({k: v for k, v in result.items() if k not in policies}))
-    return 0 if good else 1
+    return good, result
 
 
 if __name__ == "__main__":

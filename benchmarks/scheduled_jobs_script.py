@@ -1,8 +1,8 @@
-"""The training script of `ray_schedule.py`: that of `soak.py`, at the pace of a plan.
+"""The training script of `scheduled_jobs.py`: that of `soak.py`, at the pace of a plan.
 
-Usage: ray_schedule_script.py OUT STEPS WIDTH DEPTH SECONDS
-Four raylets share two cores, so that more processes make no step faster. A step takes
-`ray_pace.seconds_of` instead: a plan's seconds on as many devices as there are.
+Usage: scheduled_jobs_script.py OUT STEPS WIDTH DEPTH SECONDS
+All nodes share this machine's cores, so that more processes make no step faster. A step
+takes `ray_pace.seconds_of` instead: a plan's seconds on as many devices as there are.
 """
 
 from __future__ import annotations
