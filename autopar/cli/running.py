@@ -17,7 +17,7 @@ from autopar.cli.commands.runs import (
 )
 from autopar.cli.options import BackendName, RecoveryName
 from autopar.cli.output import Result
-from autopar.elastic.processes import hosts, launching, network, runner
+from autopar.elastic.processes import agents, hosts, launching, network, runner
 from autopar.elastic.processes import metrics as serving
 from autopar.elastic.processes.members import MemberLimits
 from autopar.elastic.processes.recovery import Recovery
@@ -66,6 +66,12 @@ def run(asked: RunCommand) -> Result:
         )
     if asked.secret is not None and not asked.listen:
         raise typer.BadParameter("--secret is for other hosts: add --listen HOST:PORT.")
+    listens = asked.listen and not (asked.listen.endswith(":0") or ray or make)
+    if asked.standby and not listens:
+        raise typer.BadParameter(
+            "--standby is for runs over hosts: add --listen HOST:PORT, with the "
+            "address that the agents have."
+        )
     reached, port = network.Network(), 0
     if asked.listen:
         host, port = _read("--listen", network.split_address, asked.listen, ".")
@@ -98,6 +104,7 @@ def run(asked: RunCommand) -> Result:
         network=reached,
         port=port,
         recovery=Recovery(asked.recovery.value, asked.keep_every),
+        standby=asked.standby,
     )
     launcher: launching.Launcher | None = None
     if ray:
@@ -108,14 +115,17 @@ def run(asked: RunCommand) -> Result:
         launcher = make(asked.script, processes)
     elif asked.listen:
         launcher = hosts.HostLauncher(asked.script, asked.silence)
-    made = runner.Runner(job, launcher, served)
+    try:
+        made = runner.Runner(job, launcher, served)
+    except runner.RunEnded as ended:
+        return Result(f"autopar run: {ended}", ended.code, failed=ended.code != 0)
     code = made.run()
     return Result(made.summary(), code, failed=code != 0)
 
 
 def worker(asked: WorkerCommand) -> Result:
     """Takes processes of a run on this host until the host leaves the run."""
-    options = hosts.AgentOptions(
+    options = agents.AgentOptions(
         supervisor=asked.supervisor,
         secret=network.read_secret(asked.secret),
         slots=asked.slots,
@@ -125,7 +135,7 @@ def worker(asked: WorkerCommand) -> Result:
         leave_status=asked.leave_status,
         kind=asked.kind,
     )
-    code = hosts.Agent(options).run()
+    code = agents.Agent(options).run()
     failed = code not in (0, asked.leave_status)
     return Result("autopar worker: this host has left the run", code, failed=failed)
 

@@ -27,6 +27,7 @@ class Run:
 
     def __init__(self, folder: pathlib.Path, *words: Any, **options: Any) -> None:
         self.folder, self.words, self.options = folder, words, options
+        self.results = folder
         self.process = self.started()
 
     def started(self) -> subprocess.Popen[str]:
@@ -152,7 +153,7 @@ class Run:
     def steps(self) -> list[tuple[int, float]]:
         """Every step and loss that any process wrote."""
         found: list[tuple[int, float]] = []
-        for path in self.folder.glob("losses.*"):
+        for path in self.results.glob("losses.*"):
             if path.is_file() and path.suffix != ".ledger":
                 for line in path.read_text().splitlines():
                     with contextlib.suppress(ValueError):
@@ -164,7 +165,7 @@ class Run:
 
     def wait(self) -> int:
         """Waits for the end; nothing more is done to the run."""
-        (self.folder / "go").touch()
+        (self.results / "go").touch()
         return self.process.wait(LIMIT_S)
 
     def clean(self) -> None:

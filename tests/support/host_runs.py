@@ -34,22 +34,40 @@ def why_not() -> str:
 
 
 class HostRun(Run):
-    """A run on hosts; the supervisor is on the last one, which has no agent."""
+    """A run on hosts; the supervisor is on ``home``, by default without an agent."""
 
     def __init__(
-        self, hosts: Bed, folder: pathlib.Path, *words: Any, **options: Any
+        self,
+        hosts: Bed,
+        folder: pathlib.Path,
+        *words: Any,
+        home: int = -1,
+        **options: Any,
     ) -> None:
         self.hosts = hosts
         self.secret = folder.parent / "secret"
         create_secret(self.secret)
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
-        self.at = f"{hosts.hosts[-1].address}:{PORT}"
-        given = {"listen": self.at, "secret": self.secret, **options}
+        self.lost: list[subprocess.Popen[Any]] = []
+        self.home = self.begun = home
+        given = {"listen": self.address(home), "secret": self.secret, **options}
         super().__init__(folder, *words, **given)
 
     def started(self) -> subprocess.Popen[str]:
         """Starts `autopar run` on its host."""
-        return self.popen(self.command_line(), -1)
+        return self.popen(self.command_line(), self.home)
+
+    def address(self, host: int) -> str:
+        """Where a supervisor on a host listens."""
+        return f"{self.hosts.hosts[host].address}:{PORT}"
+
+    def start_standby(self, host: int) -> None:
+        """Starts a standby on a host, with a folder of its own, and looks at it."""
+        self.lost.append(self.process)
+        self.folder = self.folder.with_name(f"standby{len(self.lost)}")
+        self.options |= {"listen": self.address(host), "standby": None}
+        self.home = host
+        self.process = self.started()
 
     def popen(self, line: list[str], host: int) -> subprocess.Popen[Any]:
         """Starts a command on a host."""
@@ -68,14 +86,18 @@ class HostRun(Run):
         if host in self.agents:
             self.agents[host].wait()
         folder = self.folder.parent / f"host{host}"
-        given = {"supervisor": self.at, "secret": self.secret, "folder": folder}
+        given = {
+            "supervisor": self.address(-1),
+            "secret": self.secret,
+            "folder": folder,
+        }
         words = [f"--{k}={v}" for k, v in {**given, **options}.items()]
         line = [sys.executable, "-m", "autopar", "worker", *words]
         self.agents[host] = self.popen(line, host)
 
     def ask(self, **words: Any) -> Any:
         ask = super().ask
-        return netns.inside(self.hosts.hosts[-1].namespace, lambda: ask(**words))
+        return netns.inside(self.hosts.hosts[self.home].namespace, lambda: ask(**words))
 
     def link(self, host: int, *, up: bool) -> None:
         """Takes the link of a host up or down."""
@@ -113,9 +135,9 @@ class HostRun(Run):
 
     def clean(self) -> None:
         """Ends all that is left, agents too."""
-        for agent in self.agents.values():
-            agent.kill()
-            agent.wait()
+        for process in [*self.agents.values(), *self.lost]:
+            process.kill()
+            process.wait()
         with contextlib.suppress(OSError, ValueError):
             os.kill(self.service(), signal.SIGKILL)
         self.process.kill()

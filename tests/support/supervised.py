@@ -5,8 +5,8 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+from autopar.elastic.processes.console import Console
 from autopar.elastic.processes.members import MemberLimits
-from autopar.elastic.processes.runner import Console
 from autopar.elastic.processes.supervisor import Supervisor
 
 
@@ -22,6 +22,8 @@ class Fake:
         self.killed: list[int] = []
         self.started: list[int] = []
         self.said: list[Any] = []
+        self.recorded: list[Any] = []
+        self.agrees = True
         self.filled: list[tuple[int, list[int]]] = []
         self.supervisor = Supervisor(MemberLimits(**limits), self, lambda: self.now)
         self.supervisor.begin()
@@ -49,6 +51,10 @@ class Fake:
 
     def log(self, event: str, **data: Any) -> None:
         self.printed += self._console.lines(event, data)
+
+    def record(self, notes: Any) -> bool:
+        self.recorded.append(notes)
+        return self.agrees
 
     def formed_world(self, message: Any) -> None:
         self.said.append(message)

@@ -136,6 +136,8 @@ class RunCommand(SecretOptions):
         CPU unless CPU= is given.
       listen: Run them on other hosts, whose `autopar worker` call here, or whose nodes
         are in the Ray cluster.
+      standby: With --listen: wait until the hosts of a run whose supervisor is lost
+        call here, and supervise the run.
       metrics: Serve metrics for Prometheus; at 127.0.0.1 where no host is named.
     """
 
@@ -156,6 +158,7 @@ class RunCommand(SecretOptions):
     address: str = ""
     resource: list[str] | None = option(None, metavar="KIND=NUMBER")
     listen: str = option("", metavar="HOST:PORT")
+    standby: bool = option(False, "--standby")
     metrics: str = option("", metavar="[HOST:]PORT")
 
 
@@ -175,7 +178,8 @@ class WorkerCommand(SecretOptions):
     On SIGTERM and Ctrl-C, the processes first leave the run, and then the command ends.
 
     Attributes:
-      supervisor: Where `autopar run --listen` is, or `autopar schedule --listen`.
+      supervisor: Where `autopar run --listen` is, and then its standbys; or where
+        `autopar schedule --listen` is.
       slots: How many processes this host takes.
       folder: Where they keep plans and programs.
       address: Of this host, as the others reach it; by default the one from which it
@@ -185,7 +189,7 @@ class WorkerCommand(SecretOptions):
       leave_status: Exit status where this host leaves a run that is not done.
     """
 
-    supervisor: str = option(metavar="HOST:PORT")
+    supervisor: str = option(metavar="HOST:PORT[,...]")
     slots: int = option(1, min=1)
     folder: pathlib.Path = pathlib.Path("autopar-worker")
     address: str = ""

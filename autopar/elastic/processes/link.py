@@ -47,6 +47,12 @@ _BEAT_S = 0.5
 # of another worker caused the error.
 _ASK_S = 5.0
 _RETRY_S = 0.2
+# Over hosts the supervisor answers each heartbeat. Without an answer for `_SILENT_S`
+# seconds, its host counts as lost.
+_SILENT_S = 5.0
+# Seconds in which a supervisor must accept a connection; they are shared by all
+# addresses.
+_CONNECT_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +60,8 @@ class Address:
     """How a worker reaches its supervisor.
 
     Attributes:
-      supervisor: ``HOST:PORT`` of the supervisor.
+      supervisor: ``HOST:PORT`` of the supervisor; after commas, the addresses of
+        standbys that may take its place.
       token: secret text that proves that the process is a worker of the supervisor.
       worker: number of this worker; a run never gives a number to two workers.
       grace_s: seconds for which the worker goes on without a supervisor.
@@ -69,6 +76,11 @@ class Address:
         """The address as text for the environment variable `VARIABLE`."""
         return f"{self.supervisor}:{self.token}:{self.worker}:{self.grace_s:g}"
 
+    @property
+    def supervisors(self) -> tuple[str, ...]:
+        """The addresses of the supervisor and its standbys."""
+        return tuple(self.supervisor.split(","))
+
     @classmethod
     def parse(cls, text: str) -> Address:
         """Reads the text of an address.
@@ -78,7 +90,8 @@ class Address:
         """
         try:
             supervisor, token, worker, grace = text.rsplit(":", 3)
-            split_address(supervisor)
+            for one in supervisor.split(","):
+                split_address(one)
             return cls(supervisor, token, int(worker), float(grace))
         except ValueError as error:
             raise PlanError(
@@ -91,6 +104,7 @@ class Link:
     """Receives the supervisor's orders, and reports on this worker to the supervisor.
 
     Attributes:
+      supervisor: ``HOST:PORT`` of the supervisor that this worker has called last.
       activity: what the training loop is doing now; sent to the supervisor regularly.
       prepare: called with each order to plan and compile for a possible next world.
     """
@@ -136,7 +150,8 @@ class Link:
         self._lost_s: float | None = None
         self._says = True
         self._last_ready: Message | None = None
-        self._connection = self._connect()
+        self.supervisor = address.supervisors[0]
+        self._connection = self._connect_first()
         for work in (self._listen, self._beat):
             threading.Thread(target=work, daemon=True, name=work.__name__).start()
 
@@ -319,8 +334,23 @@ class Link:
             f"{self.address.grace_s:g} s. {saved} Start `autopar run` again."
         )
 
+    def _connect_first(self) -> Connection:
+        """Connects to the first supervisor that answers."""
+        for _ in self.address.supervisors[1:]:
+            try:
+                return self._connect()
+            except OSError:
+                self._turn()
+        return self._connect()
+
+    def _turn(self) -> None:
+        """Chooses the next address to call."""
+        given = self.address.supervisors
+        self.supervisor = given[(given.index(self.supervisor) + 1) % len(given)]
+
     def _connect(self) -> Connection:
-        end = self._network.connect(self.address.supervisor, timeout_s=10.0)
+        limit_s = _CONNECT_S / len(self.address.supervisors)
+        end = self._network.connect(self.supervisor, limit_s)
         made = Connection(end)
         own = ProcessId.of(os.getpid())
         made.send(
@@ -331,24 +361,35 @@ class Link:
             generation=self._generation,
             phase=self._phase,
         )
+        if not self._network.is_local:
+            made.patience(_SILENT_S)
         return made
 
     def _listen(self) -> None:
         """Receives orders as long as the process lives."""
+        answers = True
         while True:
             message = self._connection.receive()
             if message is None:
-                self._reconnect()
+                self._reconnect(answers)
+                answers = False
             else:
+                answers = True
                 self._obey(message)
 
-    def _reconnect(self) -> None:
-        """Tries to connect to a restarted supervisor."""
+    def _reconnect(self, answers: bool) -> None:
+        """Tries to connect to a restarted supervisor, or to the next address.
+
+        Args:
+          answers: whether the last supervisor that was called has sent anything.
+        """
         with self._changed:
             self._lost_s = self._lost_s or time.monotonic()
             self._changed.notify_all()
         self._connection.close()
         time.sleep(_RETRY_S)
+        if not answers:
+            self._turn()
         try:
             self._connection = self._connect()
         except OSError:
@@ -358,6 +399,8 @@ class Link:
 
     def _obey(self, message: Message) -> None:
         kind, generation = message["kind"], message.get("generation", -1)
+        if kind == "beat":
+            return
         answer: int | None = None
         with self._changed:
             self._lost_s = None

@@ -212,6 +212,15 @@ class Actions(Protocol):
         """Ends the coordination service of a world that all processes have left."""
         ...
 
+    def record(self, notes: Mapping[str, Any]) -> bool:
+        """Records a world before it is formed (`Supervisor.notes`).
+
+        Returns:
+          False if another supervisor may have taken over the run, so that the world
+          must not be formed.
+        """
+        ...
+
     def formed_world(self, message: Message) -> None:
         """Called with a worker's message once all workers of a world have its state."""
         ...

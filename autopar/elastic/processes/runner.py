@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import queue
@@ -20,6 +21,7 @@ from typing import Any
 
 from autopar.elastic.events import Resolved
 from autopar.elastic.ledger import Ledger, event_data
+from autopar.elastic.processes.console import Console, say
 from autopar.elastic.processes.coordination import ServiceProcess
 from autopar.elastic.processes.hosts import HostLauncher
 from autopar.elastic.processes.launching import (
@@ -37,12 +39,10 @@ from autopar.elastic.processes.link import (
 from autopar.elastic.processes.links import SentBytes
 from autopar.elastic.processes.listening import Listening, WantedAction
 from autopar.elastic.processes.members import (
-    SUSPENDED,
     Connection,
     MemberLimits,
     Message,
     ProcessId,
-    end_text,
     find_unplaced,
     has_token,
     late,
@@ -58,142 +58,11 @@ from autopar.elastic.processes.recovery import (
     shared_prefix,
 )
 from autopar.elastic.processes.stacks import StackRequests
+from autopar.elastic.processes.standby import wait_for_run
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.errors import PlanError, RunError
 from autopar.sealed_files import KEY_VARIABLE, key_to_share
-from autopar.units import name_numbers, number_of, seconds_text
-
-
-class Console:
-    """Turns the events of a supervisor's log into lines for the terminal."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        """Starts before any processes train together.
-
-        Args:
-          folder: folder of the run.
-        """
-        self._folder = folder
-        self._world: frozenset[int] | None = None
-        self._awaited: frozenset[int] = frozenset()
-        self._unplaced: frozenset[int] = frozenset()
-        # Whether a printed line has already said why the processes change; and the
-        # reason to print if not.
-        self._explained, self._reason = False, ""
-        self._ends = False
-
-    def say(self, event: str, data: Mapping[str, Any]) -> None:
-        """Prints an event of the log if it matters to a user."""
-        for line in self.lines(event, data):
-            _print(line)
-
-    def lines(self, event: str, data: Mapping[str, Any]) -> list[str]:
-        """The lines that describe an event of the log; empty if it is not printed.
-
-        >>> Console(pathlib.Path("run")).lines("gone", {"worker": 1, "code": -9})
-        ['worker 1 died by signal 9']
-        """
-        if event in ("hang", "hang over"):
-            return [data["text"]]
-        found = self._lines(event, data)
-        self._explained = (self._explained or bool(found)) and event != "formed"
-        return found
-
-    def _lines(self, event: str, data: Mapping[str, Any]) -> list[str]:
-        match event:
-            case "gone":
-                if self._ends and data["code"] in (0, SUSPENDED):
-                    return []
-                return [f"worker {data['worker']} {_describe_leaving(data)}"]
-            case "remove":
-                return [f"worker {data['worker']} is asked to leave"]
-            case "resize":
-                named = [f"worker {w} is asked to leave" for w in data["leaving"]]
-                return [*named, f"asked for {number_of(data['processes'], 'process')}"]
-            case "formed":
-                return self._world_lines(data)
-            case "kill":
-                return [f"worker {data['worker']} is killed: {data['reason']}"]
-            case "broken":
-                self._reason = f"{data['error']}".partition("\n")[0]
-            case "abort":
-                self._reason = self._reason or data["reason"]
-            case "fence":
-                return [
-                    "the workers of the last world cannot be reached, and may train "
-                    f"on: another world waits for {data['seconds']:g} s"
-                ]
-            case "host" if data["slots"]:
-                room = number_of(data["slots"], "worker")
-                return [f"host {data['name']} joined, with room for {room}"]
-            case "host":
-                return [f"host {data['name']} is gone"]
-            case "prepare":
-                return [
-                    "the links or devices have changed: the run trains on while it "
-                    "plans for them"
-                ]
-            case "refused" if "reason" in data:
-                return [f"refused: {data['reason']}"]
-            case "service gone":
-                return ["the coordination service died; another one starts"]
-            case "stop":
-                self._ends = True
-                return ["asked to stop: workers end after the step that they are in"]
-            case "suspend" | "finished" | "end":
-                self._ends = True
-            case _:
-                pass
-        return []
-
-    def _world_lines(self, data: Mapping[str, Any]) -> list[str]:
-        """The lines that tell which workers joined and how many processes train now."""
-        workers = data["workers"]
-        before, self._world = self._world, frozenset(workers)
-        new = sorted(self._world - before) if before is not None else []
-        names = name_numbers("worker", workers)
-        pause_s, scheme = data["pause_s"], data["scheme"]
-        pause = "" if pause_s is None else f", after a pause of {seconds_text(pause_s)}"
-        plan = f". Plan: {scheme}" if scheme else ""
-        why = "" if self._explained or new else self._reason
-        self._reason = ""
-        return [
-            *([f"the last world broke: {why}"] if why else []),
-            *(f"worker {w} joined" for w in new),
-            f"a world of {number_of(len(workers), 'process')} ({names}) "
-            f"trains from step {data['step']} on{pause}{plan}",
-        ]
-
-    def say_awaited(self, late: frozenset[int]) -> None:
-        """Prints, once for each late worker, that the run waits for the worker."""
-        if new := sorted(late - self._awaited):
-            _print(
-                f"waits for {name_numbers('worker', new)}, whose script has not called "
-                "autopar.elastic or autopar.train yet; see its output, or end the run "
-                f"with `{workers_command(self._folder)} --stop`."
-            )
-        self._awaited |= late
-
-    def say_unplaced(self, unplaced: frozenset[int]) -> None:
-        """Prints, once for each worker without a host, that no host has room."""
-        if new := sorted(unplaced - self._unplaced):
-            verb = "waits" if len(new) == 1 else "wait"
-            _print(
-                f"{name_numbers('worker', new)} {verb} for a host with room: run "
-                "`autopar worker` on one more, or ask for fewer processes with "
-                f"`{workers_command(self._folder)} --processes N`."
-            )
-        self._unplaced = unplaced
-
-
-def _print(text: str) -> None:
-    sys.stderr.write(f"autopar run: {text}\n")
-    sys.stderr.flush()
-
-
-def _describe_leaving(data: Mapping[str, Any]) -> str:
-    return "has left" if data["code"] == 0 else end_text(data["code"])
-
+from autopar.units import number_of
 
 # Seconds between two checks by the supervisor. If `_AWAY_S` seconds pass between two
 # checks, the supervisor's process was stopped meanwhile.
@@ -222,6 +91,7 @@ class RunJob:
       network: address and secret with which workers reach the supervisor.
       port: port on which workers reach the supervisor; 0: any free port.
       recovery: what workers do after another worker was lost.
+      standby: whether to wait until the hosts of a run that lost its supervisor call.
     """
 
     command: tuple[str, ...]
@@ -233,6 +103,20 @@ class RunJob:
     network: Network = dataclasses.field(default_factory=Network)
     port: int = 0
     recovery: Recovery = dataclasses.field(default_factory=Recovery)
+    standby: bool = False
+
+
+class RunEnded(Exception):
+    """The run for which a standby waited has ended.
+
+    Attributes:
+      code: exit code of the run.
+    """
+
+    def __init__(self, code: int) -> None:
+        """Keeps the exit code."""
+        super().__init__(f"the run has ended with exit code {code}")
+        self.code = code
 
 
 class Runner:
@@ -271,7 +155,9 @@ class Runner:
         several = job.limits.processes > 1
         self._launcher = launcher or LocalLauncher(job.command, names=several)
         self._key = key_to_share()
-        before = read_state(job.folder) or {}
+        # Since when too few hosts record a new world.
+        self._minority_s = math.inf
+        before = self._wait_for_hosts() if job.standby else read_state(job.folder) or {}
         known = self._taken_up(before)
         reached = before.get("reached", -1)
         if not known:
@@ -307,34 +193,69 @@ class Runner:
         self._server = self._listening_on(port)
         self._address = job.network.address(self._server.port)
 
+    def _wait_for_hosts(self) -> Message:
+        """The state of a run whose supervisor is lost, from the agents of its hosts.
+
+        Raises:
+          RunEnded: the run has ended.
+        """
+        assert isinstance(self._launcher, HostLauncher)
+        at = self._job.network.address(self._job.port)
+        say(f"waits at {at} for the hosts of a run that has lost its supervisor")
+        try:
+            found = wait_for_run(self._job.network, self._job.port)
+        except OSError as error:
+            raise self._listening_error(self._job.port, error) from error
+        if isinstance(found, int):
+            raise RunEnded(found)
+        record, calls = found
+        say(f"takes the run over: {number_of(calls, 'host')} of it have called")
+        self._launcher.records.take_over(record)
+        state = dict(record.state)
+        self._key = state.pop("key")
+        return state
+
+    def _take_over(self) -> bool:
+        """Has the hosts of the last world record that this is the supervisor now."""
+        end = time.monotonic() + self._job.grace_s
+        while not self._write(waits=True, takes_over=True):
+            if time.monotonic() > end:
+                return False
+            time.sleep(_TICK_S)
+        return True
+
     def _listening_on(self, port: int) -> Listener:
         """Listens on the port of an earlier supervisor, so that workers reconnect."""
-        host = self._job.network.host
         try:
             return self._job.network.listen(self._receive, port)
         except OSError as error:
-            if not self._job.network.is_local:
-                raise PlanError(
-                    f"--listen: port {port} of {host} cannot be had: {error.strerror}. "
-                    "Name an address of this host and a port that is free."
-                ) from error
-            raise PlanError(
-                f"port {port}, at which the processes of {self._job.folder} look for "
-                f"their supervisor, cannot be had: {error.strerror}. Another `autopar "
-                "run` may serve that folder: see "
-                f"`{workers_command(self._job.folder)}`."
-            ) from error
+            raise self._listening_error(port, error) from error
+
+    def _listening_error(self, port: int, error: OSError) -> PlanError:
+        if not self._job.network.is_local:
+            return PlanError(
+                f"--listen: port {port} of {self._job.network.host} cannot be had: "
+                f"{error.strerror}. Name an address of this host and a port that is "
+                "free."
+            )
+        return PlanError(
+            f"port {port}, at which the processes of {self._job.folder} look for "
+            f"their supervisor, cannot be had: {error.strerror}. Another `autopar "
+            f"run` may serve that folder: see `{workers_command(self._job.folder)}`."
+        )
 
     def run(self) -> int:
         """Runs until the script has ended in all processes; returns the exit code."""
         self._service.start()
         if not self._job.network.is_local:
-            _print(
+            say(
                 f"listens at {self._address}. Run `autopar worker --supervisor "
                 "HOST:PORT --secret FILE` on each host, with an address of this one."
             )
         if self._metrics is not None:
-            _print(f"serves metrics at {self._metrics.url}")
+            say(f"serves metrics at {self._metrics.url}")
+        if self._job.standby and not self._take_over():
+            return self._give_up("too few hosts of the last world call here")
         if not self.supervisor.members:
             self.supervisor.begin()
         self._write()
@@ -342,12 +263,33 @@ class Runner:
             while (code := self.supervisor.result) is None:
                 try:
                     self._turn()
+                    if time.monotonic() - self._minority_s > self._job.limits.fence_s:
+                        return self._give_up("another supervisor may have taken over")
                 except RunError as error:
                     self.supervisor.stop(str(error), 1)
                 if self.supervisor.lost and not self._heard:
                     self._begin_anew()
             self._end()
         return code
+
+    def _give_up(self, reason: str) -> int:
+        """Leaves the run to another supervisor, as if this one had been killed."""
+        self.log("give up", reason=reason)
+        self.supervisor.result, self.supervisor.reason = (
+            1,
+            (
+                f"this supervisor gives the run up: {reason}. If no other one has it, "
+                "start the run in a new folder: it goes on from the last checkpoint."
+            ),
+        )
+        self._listening.stop()
+        self._server.close()
+        self._records.close()
+        for connection in list(self._connections.values()):
+            connection.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        return 1
 
     def _begin_anew(self) -> None:
         """Starts new workers if all workers of the earlier supervisor were ending."""
@@ -479,6 +421,18 @@ class Runner:
     def close(self, generation: int) -> None:
         """See `Actions`."""
         self._service.close(generation)
+
+    def record(self, notes: Mapping[str, Any]) -> bool:
+        """See `Actions`."""
+        agreed = self._write(notes, waits=True)
+        if agreed:
+            self._minority_s = math.inf
+        elif self._minority_s == math.inf:
+            assert isinstance(self._launcher, HostLauncher)
+            hosts, fence_s = self._launcher.records.count(), self._job.limits.fence_s
+            self.log("minority", hosts=hosts, seconds=round(fence_s, 1))
+            self._minority_s = time.monotonic()
+        return agreed
 
     def formed_world(self, message: Message) -> None:
         """See `Actions`."""
@@ -628,6 +582,8 @@ class Runner:
         worker = int(first["worker"])
         self._events.put(lambda: self._greet(worker, first, connection))
         while (message := connection.receive()) is not None:
+            if message["kind"] == "beat" and not self._job.network.is_local:
+                connection.send("beat")
             self._events.put(
                 lambda message=message: self._take(worker, message, connection)
             )
@@ -716,24 +672,42 @@ class Runner:
 
     # The state file.
 
-    def _write(self) -> None:
-        data = {
+    def _write(
+        self,
+        notes: Mapping[str, Any] | None = None,
+        *,
+        waits: bool = False,
+        takes_over: bool = False,
+    ) -> bool:
+        """Writes the state to the folder, and has hosts record it (`HostLauncher`)."""
+        known = {
             "run": self._run,
+            "token": self._token,
+            "workers": {str(w): _data(x) for w, x in self._processes.items()},
+            **(notes or self.supervisor.notes()),
+        }
+        data = {
+            **known,
             "address": self._address,
             "secret": self._job.network.secret,
-            "token": self._token,
             "pid": os.getpid(),
-            "workers": {str(w): _data(x) for w, x in self._processes.items()},
             "service": _data(self._service.process),
-            **self.supervisor.notes(),
             "events": self._listening.addresses(),
         }
-        self._records.state(data)
+        if not isinstance(self._launcher, HostLauncher):
+            self._records.state(data)
+            return True
+        record = self._launcher.make_record({**known, "key": self._key})
+        last = dataclasses.replace(self._launcher.records.last, state={})
+        self._records.state({**data, "record": last.to_data()})
+        return self._launcher.record(record, waits=waits, takes_over=takes_over)
 
     def _taken_up(self, known: Message) -> Message:
         """The state of an earlier supervisor; empty if none of its workers runs."""
         self._run = known.get("run") or secrets.token_hex(8)
         self._launcher.begin(self._run, self)
+        if isinstance(self._launcher, HostLauncher) and not self._job.standby:
+            self._launcher.records.restore(known.get("record"))
         workers = known.get("workers", {}).items()
         found = {int(w): ProcessId.from_data(x) for w, x in workers}
         self._processes: dict[int, ProcessId | None] = {

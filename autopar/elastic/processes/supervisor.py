@@ -637,7 +637,9 @@ class Supervisor:
             ready, self.wanted, self._leaving, members.rows_of(self.members)
         )
         if len(new) >= max(1, self.limits.least):
-            self._form(new)
+            known = {"generation": self.generation + 1, "world": new, "formed": False}
+            if self._do.record({**self.notes(), **known}):
+                self._form(new)
         elif not waiting:
             self.lost = True
             why = f"{len(new)} of at least {self.limits.least} workers are left (--min)"

@@ -456,7 +456,7 @@ class Team:
         """Completes an address with the host on which the supervisor runs."""
         if self._network.is_local or not address:
             return address
-        host, _ = split_address(self._link.address.supervisor)
+        host, _ = split_address(self._link.supervisor)
         return join_address(host, split_address(address)[1])
 
     def _check_alive(self) -> None:

@@ -21,7 +21,7 @@ def connect(cluster: HostCluster, name: str, **fields: Any) -> Agent:
     """An agent connects, and has got an answer."""
     agent = Agent()
     first = {"agent": f"agent of {name}", "name": name, "run": "", "slots": 2}
-    first |= {"device": "h100", "versions": hosts._versions(), **fields}
+    first |= {"device": "h100", "versions": hosts.versions(), **fields}
     threading.Thread(target=cluster.serve, args=(first, agent), daemon=True).start()
     wait(lambda: agent.sent)
     return agent

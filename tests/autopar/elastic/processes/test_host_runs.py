@@ -143,6 +143,28 @@ def test_the_supervisor_is_killed_and_started_again(start: Start) -> None:
     check_losses(run, 300)
 
 
+@pytest.mark.parametrize(
+    ("home", "left", "recovery"), [(-1, 3, "inplace"), (0, 2, "respawn")]
+)
+def test_the_supervisors_host_is_lost(
+    start: Start, home: int, left: int, recovery: str
+) -> None:
+    """A standby goes on with all workers, or without those of the supervisor's host."""
+    run = start(300, 1, 0.03, processes=3, agents=0, home=home, recovery=recovery)
+    for host in range(3):
+        run.start_agent(host, supervisor=f"{run.address(home)},{run.address(2)}")
+    run.wait_for_size(3)
+    there = [w for w in run.world() if run.host_of(w) != home]
+    run.start_standby(2)
+    run.link(home, up=False)
+    run.wait_for_size(left)
+    assert set(run.world()) == set(there)
+    run.kill(run.world()[0])
+    run.wait_for_size(left - 1)
+    assert run.wait() == 0, run.output()
+    check_losses(run, 300)
+
+
 def test_two_worlds_never_train(start: Start) -> None:
     """All hosts are cut off from the supervisor, and train on as long as they may.
 

@@ -75,7 +75,7 @@ def call(launcher: HostLauncher, name: str, slots: int = 1, **more: Any) -> Agen
         "agent": name,
         "name": name,
         "slots": slots,
-        "versions": hosts._versions(),
+        "versions": hosts.versions(),
         "run": "",
         "workers": [],
         "ended": {},

@@ -1,0 +1,141 @@
+"""Supervisors that take a run over: hosts agree with one of them at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from autopar.elastic.processes import standby
+from autopar.elastic.processes.members import Connection
+from autopar.elastic.processes.network import Network
+from autopar.elastic.processes.standby import (
+    HostRecords,
+    Record,
+    tell_end,
+    wait_for_run,
+)
+
+AGENTS = 4
+
+
+@dataclasses.dataclass
+class Model:
+    """Agents that record states, and supervisors that call themselves the only one."""
+
+    draw: random.Random
+    kept: dict[str, Record | None] = dataclasses.field(
+        default_factory=lambda: {f"agent{k}": None for k in range(AGENTS)}
+    )
+    calls: dict[str, Record] = dataclasses.field(default_factory=dict)
+    supervisors: list[HostRecords] = dataclasses.field(
+        default_factory=lambda: [HostRecords()]
+    )
+
+    def some(self) -> list[str]:
+        return self.draw.sample(sorted(self.kept), self.draw.randint(1, AGENTS))
+
+    def send(self, to: HostRecords, record: Record) -> None:
+        """Some agents get the record; the supervisor hears from some of them."""
+        for agent in self.some():
+            if record.may_replace(self.kept[agent]):
+                self.kept[agent] = record
+                if self.draw.random() < 0.9:
+                    to.on_recorded(agent, record.number)
+
+    def form(self, supervisor: HostRecords) -> bool:
+        """A supervisor tries to form a world of hosts that it reaches."""
+        state = {"generation": supervisor.last.agreed + self.draw.randint(0, 1)}
+        same = state["generation"] == supervisor.last.agreed
+        hosts = supervisor.last.voters if same else self.some()
+        record = supervisor.make(state, hosts)
+        self.send(supervisor, record)
+        return supervisor.wait(record, limit_s=0.0) and not same
+
+    def take_over(self) -> bool:
+        """A standby takes the latest record that agents have told it so far."""
+        agent = self.draw.choice(sorted(self.kept))
+        if (record := self.kept[agent]) is not None:
+            self.calls[agent] = record
+        latest = max(self.calls.values(), key=lambda r: r.order, default=None)
+        if latest is None or not latest.is_agreed(self.calls, takes_over=True):
+            return False
+        taker = HostRecords()
+        taker.take_over(latest)
+        record = taker.make(latest.state, latest.hosts)
+        self.send(taker, record)
+        self.calls.clear()
+        agreed = taker.wait(record, takes_over=True, limit_s=0.0)
+        if agreed:
+            self.supervisors.append(taker)
+        return agreed
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_only_the_last_supervisor_forms_worlds(seed: int) -> None:
+    """Whoever reaches whom, whichever messages are lost, and however old calls are."""
+    draw = random.Random(seed)
+    for _ in range(300):
+        model = Model(draw)
+        for _ in range(30):
+            if draw.random() < 0.5:
+                model.take_over()
+            else:
+                supervisor = draw.choice(model.supervisors)
+                assert not model.form(supervisor) or supervisor is model.supervisors[-1]
+
+
+def record_of(**fields: Any) -> Record:
+    known = {"by": "x", "epoch": 0, "number": 2, "base": (0, 0), "agreed": 1}
+    agents = {"voters": ("a", "b", "c"), "hosts": ("a", "b", "c")}
+    return Record(**{**known, **agents, "state": {"generation": 1}, **fields})
+
+
+def test_a_world_that_is_not_agreed_yet_does_not_vote_alone() -> None:
+    """Its supervisor asked one host to record it, and was then cut off."""
+    record = record_of(hosts=("a",), state={"generation": 2})
+    assert not record.is_agreed(["a"], takes_over=True)
+    assert record.is_agreed(["a", "b"], takes_over=True)
+
+
+def test_a_standby_takes_the_latest_record_of_enough_hosts(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(standby, "_PATIENCE_S", 0.0)
+    network = Network()
+    calls = standby._Calls(network, 0)
+    at = network.address(calls.listener.port)
+
+    def call(agent: str, record: Record) -> None:
+        connection = Connection(network.connect(at, 5.0))
+        connection.send("host", agent=agent, record=record.to_data())
+        answer = connection.receive()
+        assert answer is not None
+        assert answer["kind"] == "standby"
+        connection.close()
+
+    late = record_of(number=3)
+    call("a", record_of())
+    assert calls.find() is None
+    call("b", late)
+    assert calls.find() == (late, 2)
+    calls.listener.close()
+
+
+def test_a_standby_ends_with_its_run() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    network, found = Network(), []
+    waits = threading.Thread(target=lambda: found.append(wait_for_run(network, port)))
+    waits.start()
+    while waits.is_alive():
+        try:
+            tell_end(network, network.address(port), 3)
+        except OSError:
+            continue
+        waits.join(5.0)
+    assert found == [3]
