@@ -1,6 +1,7 @@
 """A scheduler over hosts: hosts and the scheduler are killed, and come back.
 
-Hosts are agents at different loopback addresses of this machine.
+Hosts are agents at different loopback addresses of this machine. In one test a real
+Slurm starts them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from checkout import ROOT
 from process_losses import check_steps
+from slurm_cluster import SlurmCluster, missing_programs
 
 from autopar.dispatch.store import JobRecord, Store
 from autopar.elastic.processes.certificates import create_secret
@@ -59,14 +61,20 @@ class Hosts:
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         self.scheduler = self.start_scheduler("--quota=anna=2")
 
-    def _popen(self, *words: str, where: str) -> subprocess.Popen[bytes]:
+    def _popen(
+        self,
+        *words: str,
+        where: str,
+        before: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:
         paths = (ROOT, ROOT / "solver", ROOT / "passes", ROOT / "tests" / "support")
         with open(self.folder / where, "ab") as output:
             made = subprocess.Popen(
-                [sys.executable, "-m", "autopar", *words],
+                [*before, sys.executable, "-m", "autopar", *words],
                 cwd=self.folder,
                 env={
-                    **os.environ,
+                    **(env or os.environ),
                     "PYTHONPATH": os.pathsep.join(map(str, paths)),
                     "JAX_PLATFORMS": "cpu",
                     "NPROC": "2",
@@ -88,10 +96,11 @@ class Hosts:
         self.port = int(found.partition(" ")[0])
         return made
 
-    def start_agent(self, host: int) -> None:
+    def start_agent(self, host: int, **options: Any) -> None:
         given = [f"--supervisor=127.0.0.1:{self.port}", f"--secret={self.secret}"]
         given += [f"--address=127.0.0.{host}", f"--folder=host{host}"]
-        self.agents[host] = self._popen("worker", *given, where=f"agent{host}")
+        where = f"agent{host}"
+        self.agents[host] = self._popen("worker", *given, where=where, **options)
 
     def output(self, where: str) -> str:
         path = self.folder / where
@@ -197,5 +206,27 @@ def test_jobs_share_hosts_that_come_and_go(hosts: Hosts) -> None:
     assert {h: a.wait(20) for h, a in hosts.agents.items() if h != lost} == {
         h: 0 for h in hosts.agents if h != lost
     }
+    for job in ("large", "small"):
+        check_steps(hosts.losses(job), STEPS)
+
+
+@pytest.mark.skipif(bool(missing_programs()), reason=f"no {missing_programs()}")
+def test_srun_starts_the_hosts_of_jobs(
+    hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A node of Slurm is lost, and the jobs go on with the others."""
+    slurm = SlurmCluster(tmp_path_factory.mktemp("slurm"), 3)
+    try:
+        for host, node in enumerate(slurm.nodes, 2):
+            before = ("srun", "-N1", "-n1", "-w", node)
+            hosts.start_agent(host, before=before, env=slurm.env)
+        hosts.wait(hosts.trains_on("large", 2))
+        hosts.wait(hosts.trains_on("small", 1))
+        slurm.kill(slurm.nodes[hosts.hosts_of("large")[1] - 2])
+        hosts.wait(hosts.trains_on("large", 1))
+        (hosts.folder / "go").touch()
+        assert hosts.scheduler.wait(LIMIT_S) == 0, hosts.output("scheduler")
+    finally:
+        slurm.stop()
     for job in ("large", "small"):
         check_steps(hosts.losses(job), STEPS)
