@@ -392,16 +392,20 @@ class HostLauncher:
     def _take_end(self, host: Host, message: Message) -> None:
         """Handles a worker's end.
 
-        If this host lacks the script, the worker is started elsewhere.
+        If this host lacks the script, the worker is started elsewhere. But if a
+        scheduler has chosen the host, the worker has failed.
         """
         worker, wrong = int(message["worker"]), message.get("wrong")
+        placed = self._places is not None
         if wrong:
-            said = f"autopar run: host {host.name}: {wrong}"
+            # A scheduler gives the last line that does not begin so as the reason.
+            begin = "" if placed else "autopar run: "
+            said = f"{begin}host {host.name}: {wrong}"
             print(said, file=sys.stderr, flush=True)
         with self._lock:
             host.workers.discard(worker)
             environment = self._given.pop(worker, None)
-            waiting = environment if wrong else None
+            waiting = environment if wrong and not placed else None
             if waiting is not None:
                 host.leaves, self._waiting[worker] = True, waiting
                 self._homes.pop(worker, None)

@@ -259,6 +259,8 @@ def test_a_scheduler_places_workers(
     assert other.started() == [1, 3]
     assert launcher.move({"three": 1}) == [0, 3]
     assert ("join", 4) not in run.told
+    other.say("ended", worker=1, code=2, wrong="there is no script")
+    run.wait_for("end", 1, 2)
 
 
 @pytest.mark.parametrize(
