@@ -357,8 +357,10 @@ def overdue(member: WorkerMember, limits: MemberLimits, now: float) -> str:
       limits: the allowed times.
       now: seconds on the supervisor's clock.
     """
-    if member.connected and now - member.heard_s > limits.silent_s:
-        return f"silent for {limits.silent_s:g} s"
+    # A Python process that ends sends nothing more; on a busy machine this takes long.
+    silent_s = limits.silent_s + (limits.leave_s if member.finished else 0.0)
+    if member.connected and now - member.heard_s > silent_s:
+        return f"silent for {silent_s:g} s"
     waited = now - member.since_s  # negative while no host has room for the worker
     if member.phase == "starting" and waited > limits.start_s:
         return f"not ready {limits.start_s:g} s after its start"

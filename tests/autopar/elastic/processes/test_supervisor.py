@@ -235,6 +235,18 @@ class TestNoHang:
         fake.supervisor.tick()
         assert fake.killed == [0]
 
+    def test_a_finished_worker_has_longer_to_end(self) -> None:
+        fake = running(2, silent_s=10, leave_s=30)
+        for worker in (0, 1):
+            fake.tell(worker, "finished", generation=1, step=3)
+        fake.supervisor.on_end(0, 0)
+        fake.now = 39.0
+        fake.supervisor.tick()
+        assert fake.killed == []
+        fake.now = 41.0
+        fake.supervisor.tick()
+        assert fake.killed == [1]
+
     def test_one_that_does_not_leave_is_killed(self) -> None:
         fake = running(2, leave_s=30)
         fake.supervisor.on_end(0, -9)
