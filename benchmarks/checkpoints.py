@@ -1,12 +1,14 @@
 """What checkpoints and moves of 256 MiB take, beside Orbax and beside training.
 
-    python benchmarks/checkpoints.py move|save|kill|disk [--folder FOLDER]
+    python benchmarks/checkpoints.py move|save|kill|disk|plans [--folder FOLDER]
 
 ``move``: a state in memory between layouts of eight simulated devices, against saving
 and restoring it with Orbax; seconds, and the most memory over what lay there before.
 ``save``: 50 steps with one save in the background against 50 without.
 ``kill``: 50 processes are killed while they save; what is left must be whole.
 ``disk``: a save on a file system that is full, and then one that has room again.
+``plans``: stages over several processes to other stages and processes, bit by bit
+(`checkpoint_worlds.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import time
 from collections.abc import Generator
 from typing import Any
 
+import checkpoint_worlds
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +46,7 @@ WORKER = pathlib.Path(__file__).parents[1] / "tests/support/checkpoint_worker.py
 def main() -> int:
     """Runs one of the parts; returns 1 where a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("move", "save", "kill", "disk"))
+    parser.add_argument("part", choices=("move", "save", "kill", "disk", "plans"))
     parser.add_argument("--folder", type=pathlib.Path)
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -51,7 +54,7 @@ def main() -> int:
     folder = pathlib.Path(tempfile.mkdtemp(dir=options.folder))
     try:
         part = {"move": _moves, "save": _saves, "kill": _kills, "disk": _disk}
-        return part[options.part](folder)
+        return (part | {"plans": checkpoint_worlds.run})[options.part](folder)
     finally:
         shutil.rmtree(folder)
 
@@ -276,8 +279,7 @@ def _disk(folder: pathlib.Path) -> int:
     rows = np.ones((8, 4), np.float32)
     state = step.init(lambda: jnp.ones((512, 512)), batch=rows)
     draw = jax.random.normal(jax.random.key(0), (512, 512))
-    with _small_disk(place):
-        made = autopar.Checkpoints(place / "checkpoints")
+    with _small_disk(place), autopar.Checkpoints(place / "checkpoints") as made:
         for k in range(12):
             try:
                 made.save(step, draw * k, step=k)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar.checkpoint import folders, manifest, restoring, store, trees
 from autopar.checkpoint.manifest import ArrayEntry, Manifest, NewerSchema, PlanEntry
@@ -494,11 +495,14 @@ def _arrays_to_save(
     """The arrays to save, and the manifest to which checksums will be added."""
     running = train_step.running.planned
     arrays = name_arrays(train_step.__name__, running.analysis, state)
-    codecs, tree = train_step.compression_state, None
+    beside = train_step.compression_state, train_step.noise_state
+    if train_step.world.process_count > 1:
+        beside = jax.tree.map(_without_own_device, beside)
+    codecs, tree = beside[0], None
     named_codecs: dict[str, Any] = {}
     if codecs is not None:
         named_codecs, tree = trees.split(codecs, "codecs")
-    noise, noise_tree = train_step.noise_state, None
+    noise, noise_tree = beside[1], None
     named_noise: dict[str, Any] = {}
     if noise is not None:
         named_noise, noise_tree = trees.split(noise, "noise")
@@ -525,6 +529,16 @@ def _arrays_to_save(
         ),
     )
     return {**arrays, **named_codecs, **named_noise}, made
+
+
+def _without_own_device(value: Any) -> Any:
+    """A counter or average of which each process has a copy, as a NumPy array.
+
+    With several stages, each process has these on a device of its own. As a shard, each
+    copy would count in the checksum. As plain data, only process 0 writes it.
+    """
+    own = isinstance(value, jax.Array) and len(value.sharding.device_set) == 1
+    return np.asarray(value) if own else value
 
 
 def _entry(array: Any, file: str) -> ArrayEntry:
@@ -561,10 +575,13 @@ def _read(
     shardings = {path: struct.sharding for path, struct in wanted.items()}
     dtypes = {path: struct.dtype for path, struct in wanted.items()}
     entries = {path: held.state[path] for path in wanted}
+    mesh, *others = running.meshes
+    if others and world.process_count > 1:
+        mesh = None  # the devices of one stage may all be of other processes
     try:
         arrays = restoring.read_arrays(folder, entries, shardings, dtypes, world)
-        codecs = restoring.codec_state(folder, held, running.meshes[0], world)
-        noise = restoring.noise_state(folder, held, running.meshes[0], world)
+        codecs = restoring.codec_state(folder, held, mesh, world)
+        noise = restoring.noise_state(folder, held, mesh, world)
     except CheckpointError as error:
         raise _Damaged(str(error)) from error
     return held, list(arrays.values()), codecs, noise

@@ -72,6 +72,8 @@ def read_arrays(
     shardings: Mapping[str, Any],
     dtypes: Mapping[str, Any],
     world: World,
+    *,
+    copies: bool = False,
 ) -> dict[str, Any]:
     """Reads arrays into their shards, and checks their checksums over all processes.
 
@@ -81,6 +83,7 @@ def read_arrays(
       shardings: path -> sharding of the array.
       dtypes: path -> dtype of the array.
       world: the processes.
+      copies: whether each process reads the whole arrays.
 
     Raises:
       CheckpointError: a file is missing or damaged, on any process.
@@ -93,7 +96,10 @@ def read_arrays(
         if what:
             raise CheckpointError(what)
         for path, text in parts.items():
-            total[path] += Digest.parse(text)
+            own = Digest.parse(text)
+            total[path] = own if copies else total[path] + own
+        if copies:
+            check_digests(folder, entries, total)
     check_digests(folder, entries, total)
     return {
         path: _place(bits.pop(path), shardings[path], dtypes[path]) for path in entries
@@ -149,10 +155,15 @@ def _place(bits: jax.Array, sharding: Any, dtype: Any) -> Any:
 def codec_state(
     folder: pathlib.Path, manifest: Manifest, mesh: Any, world: World
 ) -> Any:
-    """Reads the codecs' state, sharded evenly over the mesh; None if the checkpoint has
-    none.
+    """Reads the codecs' state; None if the checkpoint has none.
 
     The next step reshards it for its plan (`autopar.runtime.gradients.codec_state`).
+
+    Args:
+      folder: folder of the checkpoint.
+      manifest: its manifest.
+      mesh: the mesh to shard the state over; None: every process reads the whole state.
+      world: the processes.
     """
     return _beside(folder, manifest.codecs, manifest.codec_tree, mesh, world)
 
@@ -160,7 +171,10 @@ def codec_state(
 def noise_state(
     folder: pathlib.Path, manifest: Manifest, mesh: Any, world: World
 ) -> Any:
-    """Reads the averages for the noise scale; None if the checkpoint has none."""
+    """Reads the averages for the noise scale; None if the checkpoint has none.
+
+    The arguments are those of `codec_state`.
+    """
     return _beside(folder, manifest.noise, manifest.noise_tree, mesh, world)
 
 
@@ -171,17 +185,18 @@ def _beside(
     mesh: Any,
     world: World,
 ) -> Any:
-    """Reads a tree of arrays that is not a part of the training state, sharded evenly
-    over the mesh; None if there is none.
+    """Reads a tree of arrays that is not a part of the training state; None if there is
+    none.
     """
     if tree is None:
         return None
+    here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     shardings = {
-        path: placement.even_sharding(entry.shape, mesh)
+        path: here if mesh is None else placement.even_sharding(entry.shape, mesh)
         for path, entry in entries.items()
     }
     dtypes = {p: jax_compat.dtype_of(entry.dtype) for p, entry in entries.items()}
-    arrays = read_arrays(folder, entries, shardings, dtypes, world)
+    arrays = read_arrays(folder, entries, shardings, dtypes, world, copies=mesh is None)
     return trees.join(tree, arrays)
 
 

@@ -58,6 +58,10 @@ def options(name: str) -> dict[str, Any]:
             **_one(f"2x1:cpu,{slow}", {"params/*": WHOLE}),
             "compression": "int4",
         },
+        "pipeline+codecs": {
+            **{"cluster": f"4x1:cpu,{slow}", **STAGED, "pins": BATCH},
+            **{"axis_names": ("data",), "compression": "topk:ratio=0.25"},
+        },
         "remat": {"cluster": "4:cpu", **STAGED},
     }[name]
 

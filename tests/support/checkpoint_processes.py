@@ -3,16 +3,19 @@
 Usage: python checkpoint_processes.py PROCESS COUNT PORT DIRECTORY
 
 Saves a sharded state and one in pipeline stages, and restores each under other plans.
-No step runs, so nothing but the creation of the state is compiled.
+No step runs, so nothing but the creation of the state is compiled. Then saves the state
+of codecs and of the noise scale in pipeline stages, after a step.
 """
 
 from __future__ import annotations
 
 import pathlib
 import sys
+from typing import Any
 
 import checkpoint_plans as plans
 import jax
+import numpy as np
 
 import autopar
 from autopar import Checkpoints
@@ -39,7 +42,45 @@ def main(process: int, count: int, port: str, directory: pathlib.Path) -> None:
             assert (found.step, found.position) == (3, 7)
             wanted = jax.tree.leaves(again.shardings(found.state))
             assert [x.sharding for x in jax.tree.leaves(found.state)] == wanted
+    beside_the_state(directory / "beside", batch)
     print("done")
+
+
+def beside_the_state(directory: pathlib.Path, batch: dict[str, Any]) -> None:
+    """Restores what two stages with codecs have beside the state, and trains on."""
+
+    def step() -> Any:
+        plan = plans.plan("pipeline+codecs")
+        return autopar.parallelize(plans.step, plan=plan, noise_scale=True)
+
+    before, after = step(), step()
+    *state, _ = before(*before.init(plans.create, others=(batch,)), batch)
+    state = tuple(state)
+    with Checkpoints(directory) as made:
+        made.save(before, state, step=1)
+    restored = made.restore(after, plans.create, others=(batch,)).state
+    assert shards(restored) == shards(state)
+    kept, found = before.compression_state, after.compression_state
+    assert (found["step"], found["skipped"]) == (1, 0)
+    names = jax.tree.leaves(kept["gradients"])
+    assert any(np.any(x.data) for leaf in names for x in leaf.addressable_shards)
+    wanted = shards(kept["gradients"])
+    whole = [np.asarray(x) for x in jax.tree.leaves(found["gradients"])]
+    assert [
+        [x[i].tobytes() for i, _ in own] for x, own in zip(whole, wanted, strict=True)
+    ] == [[data for _, data in own] for own in wanted]
+    assert int(after.noise_state["steps"]) == int(before.noise_state["steps"])
+    losses = [float(run(*held, batch)[-1]) for run, held in
+              ((before, state), (after, restored))]  # fmt: skip
+    assert losses[0] == losses[1]
+
+
+def shards(tree: Any) -> list[list[tuple[Any, bytes]]]:
+    """Of each array the bounds and the bits of each shard of this process."""
+    return [
+        [(x.index, np.asarray(x.data).tobytes()) for x in leaf.addressable_shards]
+        for leaf in jax.tree.leaves(tree)
+    ]
 
 
 if __name__ == "__main__":

@@ -29,3 +29,11 @@ def test_one_process_restores_what_two_saved(
     found = Checkpoints(directory / name).restore(plans.parallel("2-D"), plans.create)
     assert plans.numbers(found.state) == plans.numbers(jax.jit(plans.create)())
     assert not list((directory / name).rglob("part-*"))
+
+
+def test_one_process_restores_codecs_that_two_had_in_stages(
+    directory: pathlib.Path,
+) -> None:
+    step = plans.parallel("compressed")
+    found = Checkpoints(directory / "beside").restore(step, plans.create)
+    assert (found.step, step.compression_state["step"]) == (1, 1)
