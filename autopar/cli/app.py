@@ -45,7 +45,7 @@ def commands(stdout: Stdout) -> typer.Typer:
         name="autopar",
         context_settings={"help_option_names": ["-h", "--help"]},
         epilog=f"Exit codes: {_CODES}.",
-        rich_markup_mode=None,  # help is plain text also in a pipe
+        rich_markup_mode=None,  # help is plain text on terminals, too
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
@@ -110,7 +110,7 @@ def _options(
 
 
 def _reporting(stdout: Stdout, command: Command) -> Callable[..., int]:
-    """Makes a function that prints a command's result, with ``--traceback``."""
+    """Makes a function that runs a command, with the option ``--traceback``."""
 
     def reporting(*, traceback: bool = False, **given: Any) -> int:
         del traceback  # `main` reads it, also if parsing fails
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         try:
             code = _run(words, stdout, as_json, hear)
-        except KeyboardInterrupt:  # a second interrupt, before `hear` stopped them
+        except KeyboardInterrupt:  # a second Ctrl-C, before `hear` was called
             hear()
             code = _tell(failures.INTERRUPTED, stdout, as_json)
     if own:
@@ -207,7 +207,7 @@ def _not_raised() -> None:
 
 
 def _called_command(command: Any, words: Sequence[str]) -> tuple[str, set[str]]:
-    """Returns the words of the called command, and the options of this command."""
+    """Returns the words of the called command, and the names of its options."""
     name = "autopar"
     for word in words:
         inner = getattr(command, "commands", {}).get(word)

@@ -105,7 +105,7 @@ def plan_workload(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Subject:
-    """A plan, with the analysis of its step and its cluster."""
+    """A plan, the analysis of its step, and its cluster."""
 
     plan: Plan
     analysis: Analysis

@@ -84,7 +84,7 @@ def program_notes(plans: Mapping[str, Plan], experts: int) -> list[str]:
 
     Args:
       plans: name -> plan.
-      experts: the number of further plans, which run the step as it is written.
+      experts: the number of further plans; these do not change the step.
     """
     programs = {name: _program(plan) for name, plan in plans.items()}
     if experts:
@@ -99,7 +99,7 @@ def program_notes(plans: Mapping[str, Plan], experts: int) -> list[str]:
 
 
 def _program(plan: Plan) -> str:
-    """Describes how a plan changes the step that it runs."""
+    """Describes how a plan changes its step: microbatches and rematerialisation."""
     parts = plan.microbatches
     changes = [f"{parts} microbatches"] if parts > 1 else []
     if again := remat_text(plan):
@@ -321,7 +321,7 @@ def _cells(
 
 
 def _against(row: dict[str, Any], ours: dict[str, Any]) -> str:
-    """Returns the time of a plan's step divided by the time of our plan's step.
+    """Returns a text: step time of a plan divided by that of our plan.
 
     The text has the ratio of predicted times, then the ratio of measured times.
     """

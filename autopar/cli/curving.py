@@ -146,7 +146,7 @@ _HEADING = (
 
 
 def told_apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separates the arguments of a target from the clusters after ``--clusters``.
+    """Separates the arguments of a target from the clusters among them.
 
     >>> told_apart(["2:h100", "layers=2", "8:h100,memory=40GB"])
     (['layers=2'], ['2:h100', '8:h100,memory=40GB'])

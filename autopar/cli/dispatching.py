@@ -88,7 +88,7 @@ def schedule(asked: ScheduleCommand) -> Result:
             "that one."
         )
     store = Store(asked.state / STATE_FILE)
-    # What is given now changes what an earlier scheduler stored.
+    # # Values given now replace those that an earlier scheduler stored.
     users = _users(asked, {**store.users(), **table})
     settings = dataclasses.replace(settings, users=users)
     cluster = _cluster(asked, store)
@@ -125,7 +125,7 @@ def schedule(asked: ScheduleCommand) -> Result:
 
 
 def _left_behind(records: Iterable[JobRecord], state: pathlib.Path) -> str:
-    """Describes the jobs that go on when the scheduler stops, and how to end them."""
+    """Describes the jobs that continue when the scheduler stops; how to end them."""
     running = [job.name for job in records if job.state in (RUNNING, STOPPING)]
     again = "The same command goes on where this one was"
     if not running:
@@ -202,7 +202,7 @@ def _add(
                 f"{asked.table}: job {job.spec.name!r} is in {asked.state} already, "
                 "and was another one; rename it, or take another --state."
             )
-    # Hosts may connect later, and one that is not there yet counts in curves.
+    # # Curves are planned also for hosts that have not connected yet.
     expects = asked.backend is ClusterName.HOSTS
     places = (LocalCluster(asked.nodes) if expects else cluster).places()
     planned = tuple(_add_curve(job, places, asked) for job in new)
@@ -363,7 +363,7 @@ def _table(figures: Metrics) -> str:
 
 
 def _beside(figures: Metrics) -> str:
-    """Returns a text with the number of submitted jobs if some did not run; else ''."""
+    """Returns the number of submitted jobs as text if some did not run; else ''."""
     return "" if figures.jobs == figures.submitted else f" of {figures.submitted}"
 
 

@@ -198,8 +198,7 @@ def explain(asked: ExplainCommand) -> Result:
     """Explains a plan, the parts of its step, or the inputs that match a pattern.
 
     Raises:
-      PlanError: the value of ``by`` is unknown, or ``by`` and ``tensor`` are both
-        given.
+      PlanError: ``by`` is unknown, or ``by`` and ``tensor`` are both given.
     """
     by = asked.by
     _check_way(by, asked.tensor)

@@ -32,7 +32,7 @@ import typer
 from autopar.planner.option_texts import OPTIONS
 
 # Python arguments that are options of a command, mostly of ``autopar plan``.
-_NAMES = (*OPTIONS, "memory", "to")  # ``to`` belongs to ``checkpoint convert``
+_NAMES = (*OPTIONS, "memory", "to")  # ``to`` is an option of ``checkpoint convert``
 _ONE = "|".join(_NAMES)
 # Matches a Python argument with its value. It does not match inside the text of a
 # cluster, such as "8:cpu,memory=4GB".
@@ -142,7 +142,7 @@ def stoppable(
         signal.set_wakeup_fd(before)
         signal.signal(signal.SIGINT, handler)
         sys.unraisablehook = hook
-        writer.close()  # the watching thread then reads the end of the pipe, and ends
+        writer.close()  # so the second thread reads the end of the pipe, and ends
         watcher.join(grace_s)
         reader.close()
 
@@ -287,7 +287,7 @@ def _one_line(text: str) -> str:
 
 
 def _system_error(match: re.Match[str]) -> str:
-    """Returns the reason, after the name of the file if the message has no name yet."""
+    """Returns the reason, with the file's name if the message has no name yet."""
     reason, path = match.groups()
     named = path is None or path in match.string[: match.start()]
     return reason if named else f"{path}: {reason}"

@@ -118,7 +118,7 @@ def _world_row(line: _Line, before: str) -> tuple[str, ...]:
 
 
 def _batch_row(line: _Line, after: _Line) -> tuple[str, ...]:
-    """Returns the table row of a change of batch, plan or codecs for more goodput."""
+    """Returns the table row of a change of batch, plan or codecs by `autopar.train`."""
     predicted, phi = line.get("predicted", {}), line.get("phi") or {}
     times = [line.get("measured", {}).get("pause_s")]
     times += [after.get("step_before_s"), after.get("step_after_s")]
@@ -137,7 +137,7 @@ def _batch_row(line: _Line, after: _Line) -> tuple[str, ...]:
 
 
 def _way_text(way: _Line) -> str:
-    """Returns rows, microbatches, codecs and meshes, such as ``64/2 int8 data=4``."""
+    """Returns rows, microbatches, codecs and mesh, such as ``64/2 int8 data=4``."""
     parts = way.get("microbatches", 1)
     rows = f"{way.get('rows', '')}" + (f"/{parts}" if parts > 1 else "")
     meshes: Sequence[Mapping[str, int]] = way.get("meshes", ())

@@ -40,7 +40,7 @@ class ClusterName(enum.StrEnum):
 
 
 class RecoveryName(enum.StrEnum):
-    """The ways in which processes recover after they lost other processes."""
+    """The ways in which processes recover when others were lost."""
 
     AUTO = "auto"
     INPLACE = "inplace"
@@ -54,7 +54,7 @@ class CommandField:
     Attributes:
       default: the default; `dataclasses.MISSING` if the field is required.
       make: `typer.Option` or `typer.Argument`.
-      flags: the flags; none for those that the field's name gives.
+      flags: the flags; by default those that follow from the field's name.
       settings: further arguments of ``make``.
       planning: the planning options that the field stands for.
     """
@@ -195,7 +195,7 @@ def command(
 
 def help_texts(made: type[Any]) -> tuple[str, dict[str, str]]:
     """The text of a record's docstring, and the texts of its attributes."""
-    doc = inspect.cleandoc(made.__doc__ or "")  # none under ``python -OO``
+    doc = inspect.cleandoc(made.__doc__ or "")  # there is none under ``python -OO``
     text, _, listed = doc.partition("\n\nAttributes:\n")
     entries = re.split(r"\n(?=  \w)", listed) if listed else []
     pairs = (entry.strip().partition(": ") for entry in entries)
@@ -255,10 +255,10 @@ class DevicesOptions:
 
 @record
 class SecretOptions:
-    """What hosts of a run or a scheduler share.
+    """The secret that hosts of a run or a scheduler share.
 
     Attributes:
-      secret: Made by `autopar secret`; by default the text of AUTOPAR_SECRET.
+      secret: A file made by `autopar secret`; by default the text in AUTOPAR_SECRET.
     """
 
     secret: pathlib.Path | None = option(None, metavar="FILE")

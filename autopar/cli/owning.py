@@ -196,7 +196,7 @@ def _hangs(folder: pathlib.Path) -> list[str]:
     try:
         return command(folder, command="status")["status"]["hangs"]
     except (OSError, ValueError, KeyError):
-        return []  # the job starts or ends, or runs an older version without this
+        return []  # the job starts or ends, or its version cannot answer
 
 
 def _devices(job: JobRecord) -> str:

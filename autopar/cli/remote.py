@@ -39,7 +39,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
       command: the command.
       names: the names of jobs.
-      wish: for ``wish``: ``hold`` or ``cancel`` the jobs, or '' to release them.
+      wish: for ``wish``: ``hold`` or ``cancel`` the jobs, or release them ('').
       decisions: for ``jobs``: whether to show decisions.
       as_json: for ``jobs`` and ``show``: whether the answer is one JSON object.
       lines: for ``logs``: the number of lines.
@@ -98,7 +98,7 @@ def jobs(asked: ListCommand) -> Result:
 
 
 def submit(asked: SubmitCommand) -> Result:
-    """Submits jobs; a second call with the same ``asked.submission`` adds no jobs.
+    """Submits jobs; a second call with the same ``submission`` adds no jobs.
 
     Raises:
       ScheduleError: a job is wrong, or the scheduler does not answer.

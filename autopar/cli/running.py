@@ -93,7 +93,8 @@ def run(asked: RunCommand) -> Result:
             most=most,
             restarts=asked.restarts,
             silent_s=asked.silence,
-            # Workers that lost their supervisor go on training for the grace period.
+            # # Workers that lost their supervisor continue to train for the grace
+            # period.
             fence_s=asked.grace + asked.silence if asked.listen else 0.0,
             prepares=asked.ahead,
         ),
@@ -124,7 +125,7 @@ def run(asked: RunCommand) -> Result:
 
 
 def worker(asked: WorkerCommand) -> Result:
-    """Takes processes of a run on this host until the host leaves the run."""
+    """Starts and ends processes of a run on this host until it leaves the run."""
     options = agents.AgentOptions(
         supervisor=asked.supervisor,
         secret=network.read_secret(asked.secret),

@@ -32,7 +32,7 @@ def workers(asked: WorkersCommand) -> Result:
         wanted, place = int(str(place)), None
     if place is not None and asked.folder != RUN_FOLDER:
         raise typer.BadParameter(f"give the folder once: --folder {asked.folder}.")
-    folder = place or asked.folder  # earlier releases took it as an argument
+    folder = place or asked.folder  # in earlier releases the folder was an argument
     changes = [asked.processes is not None, asked.remove is not None, stop, stacks]
     if sum(changes) > 1:
         raise typer.BadParameter(

@@ -1,4 +1,4 @@
-"""The commands of clusters that jobs share: simulate, schedule and jobs."""
+"""The commands simulate, schedule and jobs, for clusters that several jobs share."""
 
 import pathlib
 from typing import ClassVar
@@ -18,11 +18,12 @@ _STATE = pathlib.Path("autopar-jobs")
 
 @record
 class UserOptions:
-    """What users of a cluster may have of it.
+    """Limits and weights of the users of a cluster.
 
     Attributes:
-      quota: The most devices that a user's jobs hold together.
-      share: A user's weight under fair and goodput; else 1.
+      quota: The most devices that all jobs of a user may have together.
+      share: A user's weight relative to other users, for fair and goodput; 1 by
+        default.
     """
 
     quota: list[str] | None = option(None, metavar="USER=N")
@@ -31,10 +32,10 @@ class UserOptions:
 
 @record
 class RemoteOptions(SecretOptions):
-    """Where the scheduler of a command is.
+    """The scheduler that a command addresses.
 
     Attributes:
-      at: At a scheduler on another machine: where its --listen is.
+      at: The --listen address of a scheduler on another machine.
     """
 
     at: str = option("", metavar="HOST:PORT")
@@ -42,10 +43,10 @@ class RemoteOptions(SecretOptions):
 
 @record
 class StateOptions(RemoteOptions):
-    """The state of the scheduler of a command.
+    """The state of the scheduler that a command addresses.
 
     Attributes:
-      state: The scheduler's --state.
+      state: The folder of the scheduler's state, its --state.
     """
 
     state: pathlib.Path = option(_STATE, metavar="DIR")
@@ -53,7 +54,7 @@ class StateOptions(RemoteOptions):
 
 @record
 class WishOptions(StateOptions):
-    """What is wished of jobs.
+    """The jobs that a command changes.
 
     Attributes:
       names: Names of jobs.
@@ -76,22 +77,26 @@ class SimulateCommand(UserOptions, JsonOptions):
 
     The trace is one of those published with Pollux or Rubick, a table with name,
     submitted_s, devices and duration_s, Philly's cluster_job_log or philly.csv, or the
-    output of sacct -P. The exit code is 3 if some jobs could not run.
+    output of sacct -P. The exit code is 3 if some jobs cannot run.
 
     Attributes:
       trace: A CSV file, the output of sacct -P, or Philly's JSON.
-      cluster: Nodes x devices, such as 16x4, or 6x4:t4+2x8:a100 for two kinds.
-      policy: fifo, fair, tiresias, optimus, gavel, pollux, sia, rubick, goodput.
-      tables: The folder of measured tables, or one for each kind of devices; ../traces
-        beside the trace's folder by default.
-      interval: Time between two decisions.
-      react: Decides so soon when a job comes or ends, or a node; 0: in every interval
-        alone, as published simulators do.
-      restart: What a move takes; as in the published simulator by default.
-      interference: Of its speed, what a job on several nodes loses beside another.
+      cluster: Nodes x devices of each node, such as 16x4, or 6x4:t4+2x8:a100 for two
+        kinds.
+      policy: The policy: fifo, fair, tiresias, optimus, gavel, pollux, sia, rubick or
+        goodput.
+      tables: The folder of measured tables, or one folder for each kind of devices; by
+        default ../traces, relative to the trace's folder.
+      interval: Seconds between two decisions.
+      react: Seconds within which the policy also decides after a job or a node comes or
+        goes; 0: it decides only every --interval, as in published simulators.
+      restart: Seconds for which a job does not train when its devices change; by
+        default as in the published simulator.
+      interference: The fraction of its speed that a job on several nodes loses if it
+        shares a node with another such job.
       away: A CSV file of nodes that leave and come back.
-      page: Write a page with the timeline of devices.
-      explain: Print every decision.
+      page: Write an HTML page with the timeline of devices to this file.
+      explain: Print every decision with its reasons.
     """
 
     trace: pathlib.Path = argument()
@@ -113,29 +118,32 @@ class SimulateCommand(UserOptions, JsonOptions):
     "schedule jobs.toml --policy goodput --state runs --nodes 1x4",
 )
 class ScheduleCommand(UserOptions, SecretOptions):
-    """Runs jobs on a cluster that they share, until all have ended.
+    """Runs jobs that share a cluster, until all have ended.
 
     Each job is a script that calls autopar.elastic. The policy decides when a job
     starts, gets more or fewer devices, or is preempted. If the scheduler is killed, the
-    jobs go on, and `autopar jobs cancel` can end them. A scheduler that is started
+    jobs continue, and `autopar jobs cancel` can end them. A scheduler that is started
     again with the same --state finds its jobs.
 
     Attributes:
-      table: A table [[job]] for each job; without it, what was submitted.
-      policy: fifo, fair, tiresias, gavel, pollux, sia or goodput.
-      state: Where jobs and decisions are kept.
-      backend: Slots of this machine, nodes of Ray, or hosts whose `autopar worker` call
-        --listen.
-      address: Of the Ray cluster; by default RAY_ADDRESS, or that of this machine.
-      nodes: With local: so many nodes, and their slots. With hosts: the cluster that
-        curves are planned for.
-      interval: Between two decisions, at the most.
-      react: Decides so soon when a job comes or ends, or a node; 0: in every interval
-        alone.
-      start: From the start of a job to its first step, for the policy.
-      change: Pause of a job that gets other devices, for the policy.
-      stay: Wait for `autopar jobs submit` when all ended.
-      listen: Take `autopar jobs ... --at` of other machines here, and hosts.
+      table: A TOML file with a table [[job]] for each job; without it, submitted jobs
+        run.
+      policy: The policy: fifo, fair, tiresias, gavel, pollux, sia or goodput.
+      state: The folder in which jobs and decisions are stored.
+      backend: Where jobs run: slots of this machine, nodes of a Ray cluster, or hosts
+        whose `autopar worker` connects to --listen.
+      address: The address of the Ray cluster; by default RAY_ADDRESS, or the cluster of
+        this machine.
+      nodes: With local: number of nodes and of slots on each. With hosts: the cluster
+        for which curves are planned.
+      interval: Most seconds between two decisions.
+      react: Seconds within which the policy decides after a job or a node comes or
+        goes; 0: it decides only every --interval.
+      start: Seconds from a job's start to its first step, as the policy assumes.
+      change: Seconds of the pause of a job whose devices change, as the policy assumes.
+      stay: After all jobs have ended, wait for `autopar jobs submit`.
+      listen: Accept hosts, and `autopar jobs ... --at` of other machines, at this
+        address.
     """
 
     table: pathlib.Path | None = argument(None, metavar="JOBS.toml")
@@ -154,11 +162,11 @@ class ScheduleCommand(UserOptions, SecretOptions):
 
 @command("jobs list", "remote.jobs", "jobs runs")
 class ListCommand(RemoteOptions, JsonOptions):
-    """Lists the jobs of a scheduler, and says whether it runs; `autopar jobs DIR`.
+    """Lists the jobs of a scheduler, and says whether the scheduler runs.
 
     Attributes:
-      folder: The scheduler's --state.
-      decisions: Print every decision, and why.
+      folder: The folder of the scheduler's state, its --state.
+      decisions: Print every decision and its reason.
     """
 
     folder: pathlib.Path = argument(_STATE, metavar="DIR")
@@ -176,13 +184,15 @@ class SubmitCommand(StateOptions):
 
     Attributes:
       file: A table of jobs, or one job's script.
-      words: Of the script, after --.
-      name: Of a script's job; the script's by default.
-      devices: That a script's job asks for.
-      guaranteed: A script's job is promised the speed it asks for.
-      user: Whose a script's job is; by default yours.
-      priority: Its weight beside other jobs of its user.
-      submission: With --at: of the submission; the same is taken once.
+      words: Arguments of the script, after --.
+      name: Name of the job of a script; by default the script's name.
+      devices: Number of devices that the job of a script requests.
+      guaranteed: Promise the job of a script the speed that it has on the requested
+        devices.
+      user: The user of the job of a script; by default you.
+      priority: Weight of the job of a script relative to other jobs of its user.
+      submission: With --at: name of this submission; a repeated submission of this name
+        adds no jobs.
     """
 
     file: pathlib.Path = argument(metavar="JOBS.toml|SCRIPT.py")
@@ -204,14 +214,14 @@ class CancelCommand(WishOptions):
 
 @command("jobs hold", "remote.wish", "jobs hold small --state runs")
 class HoldCommand(WishOptions):
-    """Saves and stops jobs; they wait until they are released."""
+    """Saves and stops jobs; they wait until `autopar jobs release`."""
 
     wish: ClassVar[str] = "hold"
 
 
 @command("jobs release", "remote.wish", "jobs release small --state runs")
 class ReleaseCommand(WishOptions):
-    """Lets jobs that were held run again."""
+    """Lets jobs run again that `autopar jobs hold` stopped."""
 
 
 @command(
@@ -222,8 +232,8 @@ class LogsCommand(StateOptions):
 
     Attributes:
       name: The name of a job.
-      lines: So many of the last lines.
-      follow: Print what comes, to the job's end.
+      lines: Number of lines to print, from the end of the output.
+      follow: Also print new output until the job has ended.
     """
 
     name: str = argument(metavar="JOB")

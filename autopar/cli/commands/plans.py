@@ -16,10 +16,10 @@ from autopar.cli.options import (
 
 @record
 class ClusterOptions:
-    """The cluster of a command that plans.
+    """The cluster for which a command plans.
 
     Attributes:
-      cluster: Such as 8x8:h100 (hosts x devices), a TOML file, or local.
+      cluster: The cluster, such as 8x8:h100 (hosts x devices), a TOML file, or local.
     """
 
     cluster: str | None = option(None, metavar="SPEC")
@@ -27,10 +27,10 @@ class ClusterOptions:
 
 @record
 class MemoryOptions:
-    """The memory of the devices of a command that plans.
+    """The memory of the devices for which a command plans.
 
     Attributes:
-      memory: Memory of a device to use, such as 40GB.
+      memory: Memory of each device that the step may use, such as 40GB.
     """
 
     memory: str | None = option(None, metavar="SIZE")
@@ -50,7 +50,8 @@ class PlanCommand(ClusterOptions, JsonOptions, MemoryOptions):
       words: Arguments of the target's function.
       out: Where to save the plan as JSON.
       html: Where to write a page about the plan.
-      explain_search: Also print what was proposed, and how fast it is.
+      explain_search: Also print the plans that the search proposed, with their
+        predicted times.
       trace: Where to write the predicted schedule of stages, for Perfetto.
       limits: the planning options.
     """
@@ -72,20 +73,20 @@ class PlanCommand(ClusterOptions, JsonOptions, MemoryOptions):
 class ExplainCommand(ClusterOptions, JsonOptions):
     """Shows where a step's time and memory go, or why an input has its layout.
 
-    With --by it prints the work and communication of each operator or layer; the rows
-    add up to the step. With --tensor it prints the layout of each matching input, the
-    communication that this layout causes, and the time of the best plan with each of
-    some other layouts. It also prints the codec of the input's gradient, and the costs
-    of other codecs.
+    With --by it prints the seconds of work and communication of each operator or layer;
+    the rows add up to the step. With --tensor it prints the layout of each matching
+    input, the communication that this layout causes, and the time of the best plan with
+    each of some other layouts. It also prints the codec of the input's gradient, and
+    the costs of other codecs.
 
     Attributes:
       source: A plan.json, or a target.
-      words: Where the plan does not know its target; arguments to change.
+      words: The target, if the plan does not name it; arguments to change.
       tensor: Inputs to explain, such as 'state/params/*/kernel'.
-      limit: Other layouts to try of each.
+      limit: Number of other layouts to try for each input.
       seconds: Time limit of the solver for each layout.
-      by: Attribute the whole step to these.
-      top: Most rows of a table; others are added up.
+      by: Divide the time of the whole step among these.
+      top: Most rows of a table; the other rows are combined.
       limits: the planning options.
     """
 
@@ -101,17 +102,17 @@ class ExplainCommand(ClusterOptions, JsonOptions):
 
 @command("audit", "planning.audit", "audit plan.json --compile")
 class AuditCommand(ClusterOptions, JsonOptions):
-    """Partitions a planned step with the compiler, and compares the communication.
+    """Partitions a planned step, and compares its communication with the plan's.
 
-    No device is needed. With --compile the step is also compiled for simulated
-    CPU devices, and the memory of the compiled step is read. With --target it is
-    compiled with the accelerator's own compiler instead, which an extra installs.
+    No device is needed. With --compile the step is also compiled for simulated CPU
+    devices, and the memory of the compiled step is read. With --target it is compiled
+    by the compiler of an accelerator instead, which an extra of this package installs.
 
     Attributes:
       source: A plan.json, or a target.
-      words: Where the plan does not know its target; arguments to change.
-      compiled: Compile for simulated devices too; slower.
-      target: Compile with the compiler of h100, a100, b200, v5e or v5p.
+      words: The target, if the plan does not name it; arguments to change.
+      compiled: Also compile the step for simulated devices; this takes longer.
+      target: Compile by the compiler of this accelerator: h100, a100, b200, v5e or v5p.
       limits: the planning options.
     """
 
@@ -131,21 +132,21 @@ class CompareCommand(DevicesOptions, ClusterOptions, MemoryOptions, JsonOptions)
     """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
 
     With --stages, the plan is also compared with pipelines of equal stages, with data
-    or tensor parallelism in each stage. These have the given --schedule and
-    --microbatches, too.
+    or tensor parallelism in each stage. --schedule and --microbatches apply to these
+    pipelines, too.
 
-    Saved plans are compared without planning again, on their cluster.
+    Saved plans are compared on their own cluster, without planning again.
 
-    With --compression only the plan has codecs, the usual plans have none.
+    With --compression, only the plan has codecs; the usual plans have none.
 
     With --measure all plans that fit are run and timed on this process's devices. For a
     cluster of CPU devices, the devices are simulated.
 
     Attributes:
       target: A target, or a plan.json.
-      words: Other saved plans of the step; arguments of the target's function.
+      words: Other saved plans of the step, or arguments of the target's function.
       measure: Run the plans on this process's devices.
-      repeats: Turns of three timed steps for each plan.
+      repeats: Number of turns, each with three timed steps of every plan.
       limits: the planning options.
     """
 
@@ -164,18 +165,19 @@ class CompareCommand(DevicesOptions, ClusterOptions, MemoryOptions, JsonOptions)
 class SweepCommand(MemoryOptions, JsonOptions):
     """Plans a train step for ranges of its options, on several clusters.
 
-    The table has a row for each combination. Below it stands the largest number of
-    devices whose efficiency is high enough. The efficiency is the speed-up over one
-    device, divided by the number of devices. Ctrl-C ends the sweep and prints the rows
-    that are done.
+    The table has a row for each combination. The line below it has the largest number
+    of devices whose efficiency is at least --efficiency. The efficiency is the speed-up
+    over one device, divided by the number of devices. Ctrl-C ends the sweep and prints
+    the rows that are done.
 
     Attributes:
       target: file.py:function or module:function.
-      words: Arguments of the target's function: 8,16 or 8..64, which doubles, or
-        8..32+8, in steps.
-      cluster: Such as 8x8:h100, or 1..8x8:h100 for several. Repeatable.
-      largest: Find the largest value that fits, of batch for example.
-      efficiency: The least of devices that are worth it.
+      words: Arguments of the target's function, with values such as 8,16 or 8..64
+        (doubling) or 8..32+8 (in steps of 8).
+      cluster: The cluster, such as 8x8:h100, or 1..8x8:h100 for several clusters.
+        Repeatable.
+      largest: Find the largest value of this option that fits, such as batch.
+      efficiency: The least efficiency of a worthwhile number of devices.
       cache: A folder that keeps plans for the next sweep.
       limits: the planning options.
     """
@@ -203,16 +205,16 @@ class GoodputCommand(MemoryOptions, JsonOptions):
 
     Attributes:
       target: file.py:function or module:function.
-      words: Arguments of the target's function, and more clusters.
-      clusters: Such as 1:h100 2:h100 8x8:h100, or 1..8x8:h100. Repeatable.
+      words: Arguments of the target's function, and further clusters.
+      clusters: Clusters such as 1:h100 2:h100 8x8:h100, or 1..8x8:h100. Repeatable.
       noise_scale: Noise scale of the gradients, in rows.
-      base_batch: Rows of the base batch; the target's otherwise.
-      max_batch: Rows of the largest batch.
-      anew: Plan each cluster from nothing, not from its neighbour.
-      processes: Plan in so many processes.
-      cache: A folder that keeps plans for the next time.
+      base_batch: Rows of the base batch; by default those of the target's batch.
+      max_batch: Rows of the largest batch to consider.
+      anew: Plan each cluster from scratch, not from the plan of its neighbour.
+      processes: Number of processes that plan.
+      cache: A folder that keeps plans for later calls.
       out: Where to save the curve as JSON.
-      html: Where to write a page with a picture.
+      html: Where to save a page with a picture of the curve.
       limits: the planning options.
     """
 

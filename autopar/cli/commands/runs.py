@@ -1,4 +1,4 @@
-"""The commands of saved plans, of this machine, of runs and of checkpoints."""
+"""Commands about saved plans, this machine, runs and checkpoints."""
 
 import pathlib
 from typing import Any
@@ -16,17 +16,17 @@ from autopar.cli.options import (
     record,
 )
 
-# Where a run keeps its state, by default.
+# # The default folder of a run's state.
 RUN_FOLDER = pathlib.Path("autopar-run")
 
 
 @record
 class CheckpointOptions(JsonOptions):
-    """The checkpoint of a command.
+    """The checkpoint that a command reads.
 
     Attributes:
-      directory: A checkpoint, or a directory of them.
-      step: Which of a directory; default: the last.
+      directory: A checkpoint, or a directory of checkpoints.
+      step: The step of the checkpoint in a directory; by default the last.
     """
 
     directory: pathlib.Path = argument(metavar="DIR")
@@ -37,11 +37,11 @@ class CheckpointOptions(JsonOptions):
 class DiffCommand(JsonOptions):
     """Shows how two plans differ: mesh, costs, layouts and codecs.
 
-    The exit code is 1 if they differ in more than the time that planning took.
+    The exit code is 1 if they differ, the time of planning not counted.
 
     Attributes:
-      one: A plan.json.
-      other: Another one.
+      one: The plan.json of one plan.
+      other: The plan.json of the other plan.
     """
 
     one: pathlib.Path = argument(metavar="A")
@@ -55,7 +55,7 @@ class LedgerCommand(JsonOptions):
     A run writes the file if autopar.elastic or autopar.train is given ledger=.
 
     Attributes:
-      file: A ledger.jsonl.
+      file: The ledger.jsonl of the run.
     """
 
     file: pathlib.Path = argument(metavar="FILE")
@@ -66,7 +66,7 @@ class ProfileCommand(DevicesOptions):
     """Measures the devices and their links, and saves the numbers for planning.
 
     Attributes:
-      out: Where to save it; by default where planning looks for it.
+      out: Where to save the profile; by default where planning looks for it.
       distributed: Join jax.distributed first; run it on every host at the same time.
     """
 
@@ -87,8 +87,8 @@ class DemoCommand:
     """Plans a GPT for simulated devices, trains it, and checks the predictions.
 
     Attributes:
-      devices: CPU devices to simulate.
-      steps: Steps to train.
+      devices: Number of CPU devices to simulate.
+      steps: Number of training steps.
       limits: the planning options.
     """
 
@@ -105,40 +105,43 @@ class DemoCommand:
     prints=True,
 )
 class RunCommand(SecretOptions):
-    """Runs a training script in several processes, which may go and come.
+    """Runs a training script in several processes, whose number may change.
 
-    If a process dies, the others go on; `autopar workers` changes their number. If the
-    supervisor, which is this command, was killed, the same command continues the run.
-    When a node joins a Ray cluster, the run starts one more process on it. With
-    --listen, a host that joins starts as many processes as it has slots, up to --max in
-    all. On SIGUSR1 the run saves its state and ends with status 75; the same command
-    continues it.
+    If a process dies, the others continue; `autopar workers` changes their number. This
+    command is the supervisor of the run. If it is killed, the same command continues
+    the run. When a node joins a Ray cluster, the run starts one more process on it.
+    With --listen, a host that joins starts as many processes as it has slots, up to
+    --max in total. On SIGUSR1 the run saves its state and ends with status 75; the same
+    command continues it.
 
     Attributes:
       script: The script, which calls autopar.elastic, and its own arguments.
-      processes: How many processes to start.
-      least: Fewest processes to go on with.
-      most: Most processes that may be asked for.
+      processes: Number of processes to start.
+      least: Fewest processes with which the run continues.
+      most: Most processes that may be requested.
       devices: Simulate this many CPU devices in each process.
-      restarts: How many processes that died are replaced, in all.
-      folder: Where the run keeps its state, log, plans and programs.
-      silence: Seconds without a word after which a process is killed.
-      grace: Seconds that processes go on without a supervisor.
-      collective: Seconds that a process waits for another one in a collective.
-      recovery: What processes do as their world breaks: join the next one in place, or
-        end and be started again (respawn); auto: in place on CPUs alone.
-      keep_every: Under respawn, write the state to shared memory every so many steps.
-      ahead: Prepare programs of likely next worlds in a process more.
-      backend: local: on this machine; ray: as actors on a Ray cluster; or a launcher of
-        another package.
-      address: Of the Ray cluster; by default RAY_ADDRESS, or that of this machine.
-      resource: What a process takes of its node of a Ray cluster, such as GPU=1; one
-        CPU unless CPU= is given.
-      listen: Run them on other hosts, whose `autopar worker` call here, or whose nodes
-        are in the Ray cluster.
+      restarts: Number of dead processes that are replaced, in total.
+      folder: The folder of the run's state, log, plans and programs.
+      silence: Seconds without a message after which a process is killed.
+      grace: Seconds for which processes continue without a supervisor.
+      collective: Seconds for which a process waits for another process in a collective.
+      recovery: What processes do when their world breaks: join the next world in place,
+        or end and be started again (respawn); auto: in place only on CPUs.
+      keep_every: With respawn, write the state to shared memory after every so many
+        steps.
+      ahead: Prepare programs of likely next worlds in an additional process.
+      backend: Where processes run: on this machine (local), as actors on a Ray cluster
+        (ray), or by a launcher of another package.
+      address: The address of the Ray cluster; by default RAY_ADDRESS, or the cluster of
+        this machine.
+      resource: What a process takes of its Ray node, such as GPU=1; one CPU unless CPU=
+        is given.
+      listen: Run processes on other hosts, whose `autopar worker` connects to this
+        address, or whose nodes are in the Ray cluster.
       standby: With --listen: wait until the hosts of a run whose supervisor is lost
-        call here, and supervise the run.
-      metrics: Serve metrics for Prometheus; at 127.0.0.1 where no host is named.
+        connect here, and then supervise the run.
+      metrics: Serve metrics for Prometheus at this address; at 127.0.0.1 if no host is
+        named.
     """
 
     script: list[str] = argument(metavar="SCRIPT.py [ARGUMENT]...")
@@ -169,7 +172,7 @@ class RunCommand(SecretOptions):
     prints=True,
 )
 class WorkerCommand(SecretOptions):
-    """Starts processes on this host for a run, or for the jobs of a scheduler.
+    """Starts processes on this host, for a run or for the jobs of a scheduler.
 
     The run is one that `autopar run --listen` supervises. A scheduler is `autopar
     schedule --backend hosts`, which gives the slots of this host to its jobs.
@@ -178,15 +181,15 @@ class WorkerCommand(SecretOptions):
     On SIGTERM and Ctrl-C, the processes first leave the run, and then the command ends.
 
     Attributes:
-      supervisor: Where `autopar run --listen` is, and then its standbys; or where
-        `autopar schedule --listen` is.
-      slots: How many processes this host takes.
-      folder: Where they keep plans and programs.
-      address: Of this host, as the others reach it; by default the one from which it
-        reaches the supervisor.
-      kind: Of this host's devices, such as h100, for a scheduler.
-      grace: Seconds that a supervisor that is away has to come.
-      leave_status: Exit status where this host leaves a run that is not done.
+      supervisor: Address of `autopar run --listen`, followed by those of its standbys;
+        or address of `autopar schedule --listen`.
+      slots: Most processes on this host.
+      folder: The folder in which processes store plans and programs.
+      address: Address at which other hosts reach this host; by default the one from
+        which it connects to the supervisor.
+      kind: Kind of this host's devices, such as h100, for a scheduler.
+      grace: Seconds to wait for a supervisor that does not answer.
+      leave_status: Exit status if this host leaves a run that has not ended.
     """
 
     supervisor: str = option(metavar="HOST:PORT[,...]")
@@ -200,18 +203,19 @@ class WorkerCommand(SecretOptions):
 
 @command("workers", "workers.workers", "workers --folder runs/gpt --processes 3")
 class WorkersCommand(JsonOptions):
-    """Shows the processes of a run, and adds or removes some.
+    """Shows the processes of a run; adds or removes processes.
 
-    If the other workers wait for one, its number is printed, with what it is doing and
-    for how long.
+    If other workers wait for one worker, its number is printed, with what it is doing
+    and for how long.
 
     Attributes:
-      place: With --stacks: its number.
+      place: With --stacks: number of a worker.
       folder: The --folder of `autopar run`.
-      processes: How many processes there should be.
-      remove: The number of a worker that should go.
+      processes: The number of processes to change to.
+      remove: Number of the worker to remove.
       stop: End the run.
-      stacks: Print the Python stacks of all workers, or of the WORKER behind it.
+      stacks: Print the Python stacks of all workers, or of the WORKER named after this
+        option.
     """
 
     place: pathlib.Path | None = argument(None, metavar="[WORKER]")
@@ -226,10 +230,11 @@ class WorkersCommand(JsonOptions):
 class SecretCommand:
     """Makes a secret for a run on several hosts: a key and a certificate.
 
-    Copy the file to each host. Anyone who has it can join the run and read its state.
+    Copy the file to each host. Anyone who has the file can join the run and read its
+    state.
 
     Attributes:
-      file: To write; it must be new.
+      file: The file to write; it must not exist yet.
     """
 
     file: pathlib.Path = argument(metavar="FILE")
@@ -237,7 +242,7 @@ class SecretCommand:
 
 @command("checkpoint show", "checkpointing.show", "checkpoint show checkpoints")
 class CheckpointCommand(CheckpointOptions):
-    """Lists the checkpoints of a directory, and the arrays of the last or a given one.
+    """Lists checkpoints of a directory, and the arrays of one (by default the last).
 
     Incomplete checkpoints are listed, too.
     """
@@ -257,16 +262,17 @@ class VerifyCommand(CheckpointOptions):
     "checkpoint convert checkpoints model.safetensors --to safetensors",
 )
 class ConvertCommand(JsonOptions):
-    """Converts parameters to safetensors or DeepSpeed's atoms, or reads these.
+    """Converts a checkpoint to safetensors or DeepSpeed's atoms, or from atoms.
 
     Attributes:
-      directory: A checkpoint, a directory, or atoms.
-      target: What is written.
-      to: safetensors, atoms or checkpoint.
-      step: Which of a directory; default: the last.
-      like: From atoms: a checkpoint of the model.
-      names: From atoms: JSON, name of a parameter -> its name there.
-      position: From atoms: number of samples consumed.
+      directory: A checkpoint, a directory of checkpoints, or atoms.
+      target: The file or folder to write.
+      to: The format to write: safetensors, atoms or checkpoint.
+      step: The step of the checkpoint in a directory; by default the last.
+      like: From atoms: a checkpoint of the same model.
+      names: From atoms: a JSON file that maps names of parameters to their names in the
+        atoms.
+      position: From atoms: number of consumed samples.
     """
 
     directory: pathlib.Path = argument(metavar="DIR")
@@ -287,20 +293,20 @@ class ConvertCommand(JsonOptions):
 class SlurmCommand:
     """Writes a Slurm batch script of an elastic run, or submits it.
 
-    Before its time limit the job saves its state and is requeued. It then continues, on
+    Before its time limit the job saves its state and is requeued. It then continues on
     as many nodes as are free.
 
     Attributes:
       script: The script, which calls autopar.elastic, and its own arguments.
       nodes: Fewest and most nodes, such as 2-8.
-      slots: Workers of each node.
+      slots: Number of workers on each node.
       time: Time limit, such as 4:00:00.
       grace: Seconds before the time limit at which the state is saved.
-      folder: The --folder of `autopar run`; all nodes have to see it.
-      sbatch: Of sbatch, such as --partition=gpu. Repeatable.
-      run: Of autopar run, such as --devices=4. Repeatable.
-      out: Write the batch script to a file, not to stdout.
-      submit: Hand the script to sbatch.
+      folder: The --folder of `autopar run`, which all nodes must see.
+      sbatch: An option of sbatch, such as --partition=gpu. Repeatable.
+      run: An option of autopar run, such as --devices=4. Repeatable.
+      out: Write the batch script to this file instead of stdout.
+      submit: Submit the script by sbatch.
     """
 
     script: list[str] = argument(metavar="SCRIPT.py [ARGUMENT]...")
@@ -325,25 +331,25 @@ class SlurmCommand:
 class KubernetesCommand:
     """Writes the Kubernetes YAML of an elastic run: a JobSet, or Jobs.
 
-    Pods join the run as they get nodes, and leave it as they lose them.
+    Pods join the run when they get nodes, and leave it when they lose them.
 
     Attributes:
       script: The script in the image, which calls autopar.elastic, and its own
         arguments.
-      name: Of the run, such as gpt-small.
-      image: Of the pods; it has autopar and the script.
+      name: Name of the run, such as gpt-small.
+      image: Image of the pods, which contains autopar and the script.
       nodes: Fewest and most pods with workers, such as 2-8.
-      slots: Workers of each pod.
-      resources: Of each pod, such as cpu=4,memory=16Gi,nvidia.com/gpu=8.
-      secret: Made by `autopar secret`, to put into the YAML; by default the Secret
-        NAME-secret of the cluster has it.
-      claim: A volume claim, mounted at /checkpoints by all pods.
-      queue: Kueue's local queue.
-      topology: A label of nodes, such as topology.kubernetes.io/zone: pods are placed
-        on nodes that have one value of it, if they can.
-      namespace: Of all objects.
-      plain: Two Jobs, for a cluster without JobSet.
-      out: Write the YAML to a file, not to stdout.
+      slots: Number of workers in each pod.
+      resources: Resources of each pod, such as cpu=4,memory=16Gi,nvidia.com/gpu=8.
+      secret: A file made by `autopar secret`, which the YAML will contain; by default
+        the cluster's Secret NAME-secret is used.
+      claim: A volume claim that all pods mount at /checkpoints.
+      queue: Name of Kueue's local queue.
+      topology: A label of nodes, such as topology.kubernetes.io/zone: if possible, all
+        pods run on nodes with the same value of this label.
+      namespace: Namespace of all objects.
+      plain: Write two Jobs, for a cluster without JobSet.
+      out: Write the YAML to this file instead of stdout.
     """
 
     script: list[str] = argument(metavar="SCRIPT.py [ARGUMENT]...")
