@@ -357,7 +357,7 @@ class _State:
         return stalled
 
     def _decode(self) -> None:
-        """Makes choices that fit from the prices and messages of the bound."""
+        """Makes choices that fit memory, from the bound's prices and messages."""
         begin = self.clock.now
         dual = self.dual
         choices = dual.bucket_choices
