@@ -463,7 +463,7 @@ def train(
         checkpoint there, with its batch size and its measurements.
       every: number of steps between saves; None: the run is saved only at its end.
       ledger: path of the file for the record of changes.
-      ahead: whether programs are prepared in the background while the run continues. In a
+      ahead: whether programs are prepared in the background during the run. In a
         run of several processes that `autopar run` did not start, these are the
         programs of other batch sizes and codecs, and all processes switch at the same
         step.
