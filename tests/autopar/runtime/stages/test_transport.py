@@ -311,6 +311,20 @@ def test_a_watch_counts_and_says_that_it_fails(monkeypatch):
     watch.close()
 
 
+def test_a_watch_is_closed_at_the_end_of_the_program(monkeypatch):
+    """It waits for its thread, which no longer counts."""
+    hooks = []
+    exits = types.SimpleNamespace(register=hooks.append, unregister=hooks.remove)
+    monkeypatch.setattr(transport, "atexit", exits)
+    watch = ProgressWatch(Store(), 0, 2)
+    (beat,) = watch._threads
+    assert hooks == [watch.close]
+    assert beat.is_alive()
+    watch.close()
+    assert not beat.is_alive()
+    assert not hooks
+
+
 @pytest.fixture
 def lost(links, monkeypatch):
     """Whether the process was told to end without the others, and its links."""
