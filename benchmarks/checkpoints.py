@@ -64,7 +64,7 @@ class Peak:
 
     def __enter__(self) -> Peak:
         """Starts to look, every millisecond, with no memory that is merely kept."""
-        state_mover.return_memory()
+        state_mover.return_memory(0)
         self.begin = self.most = state_mover.resident_bytes()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look)

@@ -93,3 +93,30 @@ def test_each_question_has_an_answer_and_a_link() -> None:
     assert numbers == list(range(1, 31))
     assert [q for q in questions if not re.search(r"\]\([^)]+\.md", q)] == []
     assert [q for q in questions if len(q.split()) > 90] == []
+
+
+def test_the_table_of_figures_taken_again_is_that_of_the_data() -> None:
+    regressions = module("benchmarks/regressions.py")
+    found = json.loads((DOCS / "data" / "regressions.json").read_text())
+
+    assert regressions.table(found["rows"]) in (DOCS / "record" / "jobs.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("figure", "now", "within"),
+    [
+        ({"cell": ["a", "b c", 3], "recorded": 5, "most": 4.5}, 4.25, True),
+        ({"cell": ["a", 3], "recorded": 5, "least": 4.5}, 2.0, False),
+        ({"key": "lost", "recorded": 2.0, "near": 0.1}, 2.5, False),
+        ({"line": r"^left: (\d+)", "recorded": 3}, 4.0, None),
+        ({"key": "absent", "recorded": 3}, None, False),
+    ],
+)
+def test_figures_are_read_and_judged(
+    figure: dict[str, object], now: float | None, within: bool | None
+) -> None:
+    regressions = module("benchmarks/regressions.py")
+    output = '| a | b c | 1 | 4.25% |\n| a | d | 1 | 2.0 |\n{"lost": 2.5}\nleft: 4\n'
+
+    found = regressions.value(figure, output)
+    assert (found, regressions.is_within(figure, found)) == (now, within)
