@@ -2,10 +2,11 @@
 
     python benchmarks/network/soak_hosts.py --seed 61 62 63 --events 200
 
-As `benchmarks/soak.py`, with an agent on each host and the supervisor on a fifth one.
-Hosts are network namespaces. Events kill workers, agents and the supervisor, cut hosts
-off for good and for a while, part the hosts in halves, stop all processes of a host,
-and let hosts join and leave.
+As `benchmarks/soak.py`, with an agent on each host, the supervisor on a fifth one and
+room for a standby on a sixth. Hosts are network namespaces. Events kill workers, agents
+and the supervisor, take the supervisor's host off for good, cut hosts off for good and
+for a while, part the hosts in halves, stop all processes of a host, and let hosts join
+and leave.
 Two worlds never train at once where no step goes back by more than recovery explains.
 """
 
@@ -36,7 +37,7 @@ from autopar.elastic.processes.records import command
 
 HOSTS = 4
 PORT = 7000
-SILENCE_S, GRACE_S = 5, 8
+GRACE_S = 8
 
 
 class HostSoak(soak.Soak):
@@ -50,11 +51,12 @@ class HostSoak(soak.Soak):
         Args:
           folder: for all files.
           seed: of the events.
-          bed: the hosts; the last one is the supervisor's.
+          bed: the hosts; the last two are the supervisor's and its standby's.
           processes: how many the run begins with.
         """
         self._processes = str(processes)
         self.bed, self.secret = bed, folder / "secret"
+        self._home, self._homes = HOSTS, 0
         self.agents: dict[int, subprocess.Popen[Any]] = {}
         self.cut: set[int] = set()
         create_secret(self.secret)
@@ -63,7 +65,11 @@ class HostSoak(soak.Soak):
     @property
     def home(self) -> Host:
         """The host of the supervisor."""
-        return self.bed.hosts[-1]
+        return self.bed.hosts[self._home]
+
+    @property
+    def _addresses(self) -> str:
+        return ",".join(f"{x.address}:{PORT}" for x in self.bed.hosts[HOSTS:])
 
     def begin(self) -> None:
         """Starts a run in a folder of its own, and an agent on each host."""
@@ -88,12 +94,13 @@ class HostSoak(soak.Soak):
                 env={**os.environ, "SOAK_CHECKPOINT": checkpoint, "NPROC": "4"},
             )
 
-    def supervise(self) -> None:
+    def supervise(self, *more: str) -> None:
         """Starts `autopar run`, again where it was killed."""
         at = f"{self.home.address}:{PORT}"
         words = ["-m", "autopar", "run", "--listen", at, "--secret", str(self.secret)]
+        words += more
         words += ["--processes", self._processes, "--min", "1", "--max", str(HOSTS)]
-        words += ["--silence", str(SILENCE_S), "--grace", str(GRACE_S)]
+        words += ["--silence", os.environ["SOAK_SILENCE"], "--grace", str(GRACE_S)]
         words += ["--restarts", "1000000", "--folder", str(self.run_folder)]
         words += ["--recovery", os.environ.get("SOAK_RECOVERY", "auto")]
         words += [str(SCRIPT), str(self.results / "losses"), str(10**7)]
@@ -105,8 +112,7 @@ class HostSoak(soak.Soak):
             if agent.poll() is None:
                 return
             agent.wait()
-        at = f"{self.home.address}:{PORT}"
-        words = ["-m", "autopar", "worker", "--supervisor", at]
+        words = ["-m", "autopar", "worker", "--supervisor", self._addresses]
         words += ["--secret", str(self.secret), "--grace", "120"]
         words += ["--folder", str(self.folder / f"host{host}")]
         self.agents[host] = self._start(self.bed.hosts[host], words)
@@ -236,6 +242,25 @@ class HostSoak(soak.Soak):
         self.supervise()
         return {"generation": generation}
 
+    def _lost(self, found: Any, world: Any, generation: int) -> Any:
+        """The supervisor's host is off for good; a standby starts before or later."""
+        home, old = self._home, self.process
+        wait_s = self.draw.uniform(0, 4)
+        home_link = ["ip", "-n", self.home.namespace, "link", "set", "eth0"]
+        netns.command([*home_link, "down"], "set a link")
+        time.sleep(wait_s)
+        self._homes += 1
+        self._home = HOSTS + (home + 1 - HOSTS) % 2
+        self.run_folder = self.folder / f"run{len(self.runs) - 1}.{self._homes}"
+        self.run_folder.mkdir()
+        self.supervise("--standby")
+        if not self.wait(lambda: bool(self.status())):
+            return None
+        old.kill()
+        old.wait()
+        netns.command([*home_link, "up"], "set a link")
+        return {"generation": generation}
+
     # The end.
 
     def end_agents(self) -> None:
@@ -272,6 +297,7 @@ KINDS = {
     "service": (2, HOSTS),
     "supervisor": (1, HOSTS),
     "away": (1, HOSTS),
+    "lost": (1, HOSTS),
     "forming": (3, HOSTS),
     "saving": (2, HOSTS),
 }
@@ -281,7 +307,7 @@ def run_seed(seed: int, events: int, kinds: list[str]) -> dict[str, Any]:
     """The figures of the events that a seed draws."""
     soak.KINDS.clear()
     soak.KINDS.update({kind: KINDS[kind] for kind in kinds})
-    with tempfile.TemporaryDirectory() as temporary, Bed(HOSTS + 1) as bed:
+    with tempfile.TemporaryDirectory() as temporary, Bed(HOSTS + 2) as bed:
         folder = pathlib.Path(temporary)
         made = HostSoak(folder, seed, bed)
         begin = time.time()
@@ -302,9 +328,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     data = pathlib.Path(__file__).parents[2] / "docs" / "data" / "soak_hosts.json"
     parser.add_argument("--out", type=pathlib.Path, default=data)
+    parser.add_argument("--silence", type=int, default=5, help="of `autopar run`")
     parser.add_argument("--recovery", default="auto", help="inplace or respawn")
     given = parser.parse_args()
     os.environ["SOAK_RECOVERY"] = given.recovery
+    os.environ["SOAK_SILENCE"] = str(given.silence)
     found: list[dict[str, Any]] = []
     with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
         jobs = [pool.submit(run_seed, s, given.events, given.kinds) for s in given.seed]

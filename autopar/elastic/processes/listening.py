@@ -28,6 +28,11 @@ from autopar.elastic.sources.named import source_of
 from autopar.elastic.sources.source import Source
 from autopar.errors import EventError, PlanError
 
+# A measured rate within this factor of a rate for which the run has planned before
+# counts as that rate, so that the stored plan and programs are used. Links count as
+# changed only from a factor of 1.5 on (`LinkWatch`).
+_SAME_RATE = 1.25
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WantedAction:
@@ -72,6 +77,8 @@ class Listening:
         self._devices = 1
         self._sources: dict[str, Source] = {}
         self._links = LinkWatch()
+        # The bandwidths of the links between hosts for which worlds have planned.
+        self._rates: list[float] = []
 
     def on_world(self, said: Mapping[str, Any]) -> None:
         """Records a world that has formed; starts the sources that its script names.
@@ -85,6 +92,8 @@ class Listening:
         self._links.begin(time.monotonic())
         with self._lock:
             self._world, self._devices = world, said["devices"]
+            if not world.groups and world.levels:
+                self._rates.append(world.levels[0].link.bandwidth_bytes_per_s)
             if self._inbox is None:
                 most = self._limits.most * self._devices
                 self._inbox = Inbox(world, (), self._check, self._notes, most=most)
@@ -127,10 +136,13 @@ class Listening:
         """
         factor = self._links.take(time.monotonic(), worker, sent)
         world = self._world
-        if factor is None or world is None or not world.levels:
+        if factor is None or world is None or world.groups or not world.levels:
             return
         level = world.levels[0]
-        rate = float(f"{level.link.bandwidth_bytes_per_s * factor:.2g}")
+        found = level.link.bandwidth_bytes_per_s * factor
+        known = min(self._rates, key=lambda x: max(x / found, found / x))
+        same = 1 / _SAME_RATE <= known / found <= _SAME_RATE
+        rate = known if same else float(f"{found:.2g}")
         self.put(
             Event(
                 kind="link",

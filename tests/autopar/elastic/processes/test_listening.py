@@ -10,6 +10,7 @@ import pytest
 
 from autopar import Cluster
 from autopar.elastic.events import Event
+from autopar.elastic.processes.links import SentBytes
 from autopar.elastic.processes.listening import Listening, WantedAction
 from autopar.elastic.processes.members import MemberLimits
 
@@ -93,6 +94,22 @@ def test_a_link_that_was_measured() -> None:
     assert wanted.cluster is not None
     assert wanted.cluster.levels[0].link.bandwidth_bytes_per_s == 1e6
     assert heard.put("4x2:a100").cluster.device.name == "a100"
+
+
+def test_a_link_that_is_as_before_is_planned_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A measured rate is never exactly the one for which a plan is stored."""
+    heard = Heard("4x2:cpu,network=1Gb/s")
+    factors = iter([0.05, 18.5])
+    monkeypatch.setattr(heard.listening._links, "take", lambda *_: next(factors))
+    heard.listening.on_sent(0, SentBytes(1, 1.0))
+    slow = heard.wanted[-1].cluster
+    assert slow is not None
+    assert slow.levels[0].link.bandwidth_bytes_per_s == 6.2e6  # two digits of 6.25e6
+    heard.form(str(slow))
+    heard.listening.on_sent(0, SentBytes(1, 1.0))
+    assert heard.wanted[-1].cluster == Cluster.parse("4x2:cpu,network=1Gb/s")
 
 
 @pytest.mark.parametrize(
