@@ -146,9 +146,9 @@ class Soak:
             time.sleep(0.02)
         return False
 
-    def wait(self, done: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
+    def wait(self, done: Callable[[], bool], limit_s: float | None = None) -> bool:
         """Waits until something has happened; False where the run ends before."""
-        end = time.time() + limit_s
+        end = time.time() + (LIMIT_S if limit_s is None else limit_s)
         while time.time() < end and self.process.poll() is None:
             if done():
                 return True

@@ -37,7 +37,6 @@ from autopar.elastic.processes.records import command
 
 HOSTS = 4
 PORT = 7000
-GRACE_S = 8
 
 
 class HostSoak(soak.Soak):
@@ -100,7 +99,8 @@ class HostSoak(soak.Soak):
         words = ["-m", "autopar", "run", "--listen", at, "--secret", str(self.secret)]
         words += more
         words += ["--processes", self._processes, "--min", "1", "--max", str(HOSTS)]
-        words += ["--silence", os.environ["SOAK_SILENCE"], "--grace", str(GRACE_S)]
+        words += ["--silence", os.environ["SOAK_SILENCE"]]
+        words += ["--grace", os.environ["SOAK_GRACE"]]
         words += ["--restarts", "1000000", "--folder", str(self.run_folder)]
         words += ["--recovery", os.environ.get("SOAK_RECOVERY", "auto")]
         words += [str(SCRIPT), str(self.results / "losses"), str(10**7)]
@@ -329,10 +329,14 @@ def main() -> None:
     data = pathlib.Path(__file__).parents[2] / "docs" / "data" / "soak_hosts.json"
     parser.add_argument("--out", type=pathlib.Path, default=data)
     parser.add_argument("--silence", type=int, default=5, help="of `autopar run`")
+    parser.add_argument("--grace", type=int, default=8, help="of `autopar run`")
+    parser.add_argument("--limit", type=float, default=soak.LIMIT_S, help="of an event")
     parser.add_argument("--recovery", default="auto", help="inplace or respawn")
     given = parser.parse_args()
     os.environ["SOAK_RECOVERY"] = given.recovery
     os.environ["SOAK_SILENCE"] = str(given.silence)
+    os.environ["SOAK_GRACE"] = str(given.grace)
+    soak.LIMIT_S = given.limit
     found: list[dict[str, Any]] = []
     with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
         jobs = [pool.submit(run_seed, s, given.events, given.kinds) for s in given.seed]

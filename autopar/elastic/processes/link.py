@@ -148,7 +148,7 @@ class Link:
         self._ending = ""
         self._phase = "starting"
         self._lost_s: float | None = None
-        self._says = True
+        self._says, self._gives_up = True, False
         self._last_ready: Message | None = None
         self.supervisor = address.supervisors[0]
         self._connection = self._connect_first()
@@ -294,6 +294,12 @@ class Link:
         lost = self._lost_s
         return lost is not None and time.monotonic() - lost > self.address.grace_s
 
+    def gives_up(self) -> bool:
+        """Stops looking for a supervisor; False if there is one again."""
+        with self._changed:
+            self._gives_up = self._lost_s is not None
+            return self._gives_up
+
     def pause(self, generation: int) -> int | None:
         """Lets no more steps start for now; returns the last step that was started.
 
@@ -353,6 +359,9 @@ class Link:
         end = self._network.connect(self.supervisor, limit_s)
         made = Connection(end)
         own = ProcessId.of(os.getpid())
+        if self._gives_up:  # its end would count as an error
+            made.close()
+            raise ConnectionError("this process ends")
         made.send(
             "hello",
             token=self.address.token,

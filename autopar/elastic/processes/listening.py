@@ -213,7 +213,9 @@ class Listening:
         count = len(ids_there(world)) // self._devices
         firsts = [k * self._devices for k in range(count)]
         gone = [k for k, first in enumerate(firsts) if first not in there]
-        whole = dataclasses.replace(target, members=None)
+        whole = target
+        if not target.groups:  # a cluster of groups is always whole
+            whole = dataclasses.replace(target, members=None)
         changed = True
         with contextlib.suppress(PlanError):
             changed = cluster_of(whole, count, self._devices) != world

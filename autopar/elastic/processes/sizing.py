@@ -36,8 +36,8 @@ def cluster_of(
         return Cluster.local(processes * devices if found is None else list(found))
     if base.num_devices == processes * devices:
         return base
-    levels = list(base.levels)
-    if base.groups or not levels:
+    levels = [] if base.groups else list(base.levels)
+    if not levels:
         raise PlanError(
             "a cluster of groups has no hosts of one kind; leave cluster= out."
         )

@@ -320,6 +320,10 @@ class Team:
         """Tells the supervisor that this process is saving the state before it ends."""
         self._link.say("saving")
 
+    def gives_up(self) -> bool:
+        """Whether there is still no supervisor; this process must then end."""
+        return self._link.gives_up()
+
     def lost_error(self, saved: str) -> RunError:
         """The error of a run without supervisor; ``saved`` tells what was saved."""
         return self._link.lost_error(saved)
@@ -340,10 +344,11 @@ class Team:
         while self._saves:
             time.sleep(_WATCH_S)
             form = self._form
-            if self._link.is_lost and form is not None and form["rank"] == 0:
+            if form is None or form["rank"] or self.is_orphaned:
+                continue
+            if self._link.is_lost:
                 with contextlib.suppress(OSError):
                     self._stop_together(form)
-                return
 
     def _stop_together(self, form: Message) -> None:
         """Pauses the world as the supervisor would; only rank 0 calls this."""

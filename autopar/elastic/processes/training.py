@@ -208,7 +208,7 @@ class TeamRun:
                 continue
             if not self._team.may_start(self.step):
                 if self._team.is_orphaned:
-                    raise self._end_orphaned()
+                    self._end_orphaned()
                 if self._team.is_suspended:
                     self._suspend()
                 if self._team.is_stopped:
@@ -260,10 +260,16 @@ class TeamRun:
         follow = self._follow
         return follow is not None and follow.ends.is_reached(follow.worth)
 
-    def _end_orphaned(self) -> RunError:
-        """Saves the state with all processes; returns the error to raise."""
+    def _end_orphaned(self) -> None:
+        """Saves the state with all processes, and ends unless a supervisor is back.
+
+        Raises:
+          RunError: there is still no supervisor.
+        """
         self._saves.end(self.state, self.step, self.position)
-        return self._team.lost_error(f"The state after {self.step} steps was saved.")
+        if self._team.gives_up():
+            saved = f"The state after {self.step} steps was saved."
+            raise self._team.lost_error(saved)
 
     def _suspend(self) -> None:
         """Saves the state with all processes, and exits; the run can be resumed."""
