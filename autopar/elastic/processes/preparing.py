@@ -108,14 +108,15 @@ class NextWorlds:
                 given = base if cluster is None else Cluster.from_data(cluster)
                 found: dict[str, Any] = {"number": order["number"]}
                 try:
-                    found |= self._prepare(order["processes"], given, order["rows"])
+                    wanted = order["processes"], given, order["rows"], base
+                    found |= self._prepare(*wanted)
                 except AutoparError as error:  # for example, the batch cannot be split
                     found["error"] = str(error)
                 orders.sendall(json.dumps(found).encode() + b"\n")
         sys.exit(0)
 
     def _prepare(
-        self, processes: int, base: Cluster | None, rows: int
+        self, processes: int, base: Cluster | None, rows: int, own: Cluster | None
     ) -> dict[str, Any]:
         """Plans and compiles for a world, and returns how long this took.
 
@@ -124,6 +125,7 @@ class NextWorlds:
           base: cluster to plan for; None: the script names no cluster, and the
             processes' own devices form it.
           rows: rows of a batch.
+          own: cluster that the script names (`cluster_of`).
 
         Raises:
           AutoparError: the step cannot be planned for the world.
@@ -131,7 +133,7 @@ class NextWorlds:
         begin = time.perf_counter()
         devices = local_devices()
         world = imitated_world(processes, devices)
-        cluster = cluster_of(base, processes, devices, found=world.devices)
+        cluster = cluster_of(base, processes, devices, world.devices, own)
         cache = PlanCache(run_folder() / "plans")
         changing_batches.enter_world(
             self.step, world, cluster, donate=self.donate, cache=cache

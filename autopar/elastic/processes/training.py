@@ -108,7 +108,7 @@ class TeamRun:
         preparer = Preparer(team.say, lambda: self._samples.batch)
         team.on_prepare(preparer.take)
         self._activity.program, self._activity.tasks = step.__name__, self._tasks
-        self._base = step.setting.cluster
+        self._base = self._own = step.setting.cluster
         self._folder = team.folder
         self.state: Any = None
         self.step, self._saves = 0, saves
@@ -434,7 +434,7 @@ class TeamRun:
         local = len(world.devices) // world.process_count
         if joined.cluster is not None:
             self._base = Cluster.from_data(joined.cluster)
-        cluster = cluster_of(self._base, world.process_count, local)
+        cluster = cluster_of(self._base, world.process_count, local, own=self._own)
         cache = PlanCache(self._folder / "plans")
         changing_batches.enter_world(
             self._train_step, world, cluster, donate=self._donate, cache=cache

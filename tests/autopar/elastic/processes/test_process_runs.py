@@ -74,6 +74,19 @@ def test_a_changed_link_is_planned_for_while_steps_go_on(start: Start) -> None:
     check_losses(run, 400)
 
 
+def test_a_slow_process_gets_fewer_rows(start: Start) -> None:
+    """An event names its speed; the plan of replicas ends with the next change."""
+    run = start(200, 1, 0.03, processes=2)
+    run.wait_for_world([0, 1])
+    (run.folder / "events").write_text("1x1:cpu+1x1:cpu,efficiency=0.1\n")
+    run.wait_for(lambda: len(run.worlds()) == 2)
+    run.wait_for_world([0, 1])
+    assert run.ask(command="resize", processes=3)["wrong"] == ""
+    run.wait_for_world([0, 1, 2])
+    assert run.wait() == 0, run.output()
+    check_losses(run, 200)
+
+
 def test_processes_are_killed_and_stopped(start: Start) -> None:
     """The first one too; the third hangs and is given up. Others have its shards."""
     run = start(120, 1, 0.03, processes=3, silence=8)
