@@ -49,6 +49,7 @@ def plan(
     stages: int | str | None = None,
     schedule: str | None = None,
     remat: int | str | None = None,
+    offload: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     static_argnames: Sequence[str] = (),
     batch_argnames: BatchNames = None,
@@ -107,6 +108,11 @@ def plan(
         the step's own ``jax.checkpoint``. None: as the plan given as ``layouts`` says,
         else ``auto``, or 0 where the number of stages is given (page
         'Rematerialisation' of the documentation).
+      offload: which state lies in the memory of the hosts between steps: ``optimizer``:
+        all arrays of optimizer state; ``none``: what the step itself puts there;
+        ``auto``: as much optimizer state as is fastest, where memory is short. None: as
+        the plan given as ``layouts`` says, else ``auto``, or ``none`` where the number
+        of stages is given (page 'Memory of the hosts' of the documentation).
       error_budget: for ``compression='auto'``, the largest relative error of the
         gradients, in the optimizer's metric; None: that of int4 codes.
       kwargs: the step's arguments that are given by name.
@@ -140,6 +146,7 @@ def plan(
         stages=stages,
         schedule=schedule,
         remat=remat,
+        offload=offload,
         static_argnames=static_argnames,
         batch_argnames=batch_argnames,
         frozen_argnames=frozen_argnames,

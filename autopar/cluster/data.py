@@ -30,6 +30,7 @@ from autopar.cluster.members import (
 from autopar.cluster.presets import PRESETS, preset
 from autopar.cluster.specs import (
     CALIBRATIONS,
+    HOST_BYTES_PER_S,
     Calibration,
     ClusterError,
     CollectiveFit,
@@ -241,6 +242,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True):
     rates: str | None = None
     workspace_bytes: int | float | None = None
     on_chip_bytes: int | float | None = None
+    host_bytes_per_s: float | None = None
     codec_s_per_element: dict[str, float] | None = None
     calibration: _Calibration | None = None
 
@@ -332,6 +334,7 @@ def _device(given: _Device) -> DeviceSpec:
         values["codec_s_per_element"] = tuple(given.codec_s_per_element.items())
     if given.calibration is not None and values.get("kind") in CALIBRATIONS:
         values["calibration"] = _calibration(given.calibration, values["kind"])
+    values.setdefault("host_bytes_per_s", _usual_host_rate(values.get("name", "")))
     required = [
         f.name
         for f in dataclasses.fields(DeviceSpec)
@@ -417,15 +420,23 @@ def _fields(values: Any, *leave_out: str) -> Data:
     return {name: getattr(values, name) for name in names}
 
 
+def _usual_host_rate(name: str) -> float:
+    """`DeviceSpec.host_bytes_per_s` of a device whose data does not state it."""
+    known = PRESETS.get(name)
+    return HOST_BYTES_PER_S if known is None else known.device.host_bytes_per_s
+
+
 def _device_data(device: DeviceSpec) -> Data:
     tables = ("peak_flops_per_s", "codec_s_per_element")
     own = ("rates", "workspace_bytes", "on_chip_bytes", "power_part")
-    numbers = _fields(device, *tables, *own, "calibration")
+    numbers = _fields(device, *tables, *own, "host_bytes_per_s", "calibration")
     given = {name: getattr(device, name) for name in own}
     given.update(on_chip_bytes=device.on_chip_bytes or None)
     # The field is written only for a device with a power limit, because earlier
     # versions of the format lack it.
     given.update(power_part=device.power_part if device.power_part < 1 else None)
+    if device.host_bytes_per_s != _usual_host_rate(device.name):
+        given.update(host_bytes_per_s=device.host_bytes_per_s)
     numbers |= {name: value for name, value in given.items() if value not in ("", None)}
     for name in tables:
         pairs = dict(getattr(device, name))

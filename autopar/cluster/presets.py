@@ -25,6 +25,7 @@ import msgspec
 
 from autopar.cluster.specs import (
     CALIBRATIONS,
+    HOST_BYTES_PER_S,
     ClusterError,
     DeviceSpec,
     Level,
@@ -143,6 +144,8 @@ class _HostFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
       vector_tera_flops: peak rate of elementwise operations, in 1e12 per second.
       memory_bytes: memory of a device.
       memory_gb_per_s: bandwidth of this memory.
+      host_gb_per_s: rate of copies between the memories of a device and its host, in
+        each direction.
       efficiency: fraction of the peak rate that the best products reach if nothing else
         runs.
       network_gbit_per_s: rate of a device's network port, in Gbit/s.
@@ -154,6 +157,7 @@ class _HostFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     vector_tera_flops: float
     memory_bytes: float
     memory_gb_per_s: float
+    host_gb_per_s: float = HOST_BYTES_PER_S / 1e9
     efficiency: float
     network_gbit_per_s: float
     inner: _Link
@@ -199,6 +203,7 @@ class _GpuFile(_HostFile, tag_field="kind", tag="gpu", kw_only=True):
             vector_flops_per_s=self.vector_tera_flops * 1e12,
             rates=self.rates,
             workspace_bytes=self.workspace_bytes,
+            host_bytes_per_s=self.host_gb_per_s * 1e9,
         )
         inner, outer = self.inner.spec(), self.outer("network")
         return Preset(device=device, inner=inner, outer=outer, power_w=self.power_w)
@@ -217,6 +222,7 @@ class _CpuFile(_HostFile, tag_field="kind", tag="cpu", kw_only=True):
             matmul_efficiency=self.efficiency,
             kernel_latency_s=CPU_KERNEL_LATENCY_S,
             vector_flops_per_s=self.vector_tera_flops * 1e12,
+            host_bytes_per_s=self.host_gb_per_s * 1e9,
         )
         return Preset(device=device, inner=self.inner.spec(), outer=self.outer(""))
 
@@ -236,6 +242,8 @@ class _TpuFile(
       vector_tera_flops: peak rate of elementwise operations, in 1e12 per second.
       memory_gib: memory that the runtime leaves to a program, in GiB.
       memory_gb_per_s: bandwidth of this memory.
+      host_gb_per_s: rate of copies between the memories of a device and its host, in
+        each direction.
       link_gb_per_s: rate of one link in one direction, in GB/s; a device has two links
         in each dimension.
       wrap_multiple: see `Preset`.
@@ -251,6 +259,7 @@ class _TpuFile(
     memory_gb_per_s: float
     link_gb_per_s: float
     wrap_multiple: int
+    host_gb_per_s: float = HOST_BYTES_PER_S / 1e9
     vector_memory_mib: int = 0
     memory_overhead: float | None = None
 
@@ -271,6 +280,7 @@ class _TpuFile(
             kernel_latency_s=TPU_KERNEL_LATENCY_S,
             vector_flops_per_s=self.vector_tera_flops * 1e12,
             on_chip_bytes=self.vector_memory_mib * 2**20,
+            host_bytes_per_s=self.host_gb_per_s * 1e9,
             calibration=own,
         )
         link = LinkSpec(

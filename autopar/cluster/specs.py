@@ -212,6 +212,8 @@ _STAND_INS = {
     "uint4": ("int4", "int8"),
     "uint8": ("int8",),
 }
+# PCIe 3.0 with 16 lanes: half of the rate of PCIe 4.0 (`cluster/devices/a100.toml`).
+HOST_BYTES_PER_S = 12.4e9
 # Dtypes for which the matrix units of GPUs and TPUs are not used: the units do not
 # support them, or are not faster than the vector units (float64 on an A100 and an
 # H100).
@@ -359,6 +361,8 @@ class DeviceSpec:
         newest devices of this kind (`autopar.cost.live.habits_of`).
       on_chip_bytes: on-chip memory in which the compiler puts buffers: a TPU's vector
         memory; 0 for other devices.
+      host_bytes_per_s: bytes per second in each direction between the memories of the
+        device and its host, while all devices of the host copy.
       codec_s_per_element: (codec as text, seconds) pairs: how many seconds per element
         encoding and decoding add to the sum of a gradient, as measured.
       calibration: corrections of the cost model; None: the corrections for this kind of
@@ -378,6 +382,7 @@ class DeviceSpec:
     power_part: float = 1.0
     workspace_bytes: int | None = None
     on_chip_bytes: int = 0
+    host_bytes_per_s: float = HOST_BYTES_PER_S
     # This field is not hashed, because cost functions look up devices in caches many
     # thousand times.
     codec_s_per_element: tuple[tuple[str, float], ...] = dataclasses.field(
@@ -411,6 +416,7 @@ class DeviceSpec:
         _not_negative(owner, "vector_flops_per_s", self.vector_flops_per_s)
         _not_negative(owner, "workspace_bytes", self.workspace_bytes or 0)
         _not_negative(owner, "on_chip_bytes", self.on_chip_bytes)
+        _positive(owner, "host_bytes_per_s", self.host_bytes_per_s)
         what = f"rates must be one of {DEVICE_RATES}"
         _require(self.rates in DEVICE_RATES, owner, what, self.rates)
         texts = [text for text, _ in self.codec_s_per_element]

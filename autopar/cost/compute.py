@@ -211,6 +211,10 @@ def shard_s(
       sides: ``[points, 3]``, M, N and K of a product's shard.
       device: the device.
     """
+    if work.copies_memory:
+        # No overlap is assumed. XLA for GPUs copies to the host beside other work, but
+        # reads the host's memory within the kernels that need it.
+        return nbytes / device.host_bytes_per_s
     if not work.is_matrix:
         return roofline_s(flops, nbytes, work.dtype, device, is_matrix=False)
     bandwidth = device.memory_bandwidth_bytes_per_s

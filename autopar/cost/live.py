@@ -393,7 +393,7 @@ def each_held_bytes(assignment: Assignment, *, tiled: bool = False) -> list[floa
     for given in graph.inputs:
         value, layout = graph.values[given.value], assignment.home_layout(given.value)
         carried, kernel = given.output >= 0, given.value in kernels
-        key = value.shape, value.dtype, layout, carried, kernel
+        key = value.shape, value.dtype, value.on_host, layout, carried, kernel
         if key not in known:
             known[key] = held_bytes(assignment, given, tiled=tiled)
         out.append(known[key])

@@ -50,6 +50,8 @@ def local_bytes(
 ) -> float:
     """Bytes of an array's shard on one device, in a given layout.
 
+    An array in the memory of the host takes none.
+
     Args:
       assignment: the program's assignment.
       value: the array.
@@ -59,6 +61,8 @@ def local_bytes(
         ``jax/_src/tpu_custom_call.py``, jax 0.10.2).
     """
     known, sizes = assignment.graph.values[value], assignment.sizes
+    if known.on_host:
+        return 0.0
     if not tiled:
         return known.nbytes / shards(layout, sizes)
     item_bytes = known.nbytes / max(1, math.prod(known.shape))

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import time
 import warnings
@@ -40,6 +41,7 @@ from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import unsplit
 from autopar.planner.codecs.choose import CodecRequest
+from autopar.planner.infeasible import size_text
 from autopar.planner.options import PlanOptions
 from autopar.planner.programs import GAP, Planner, Programs, Unfit, program_name
 from autopar.planner.replicas import is_tight, plan_replicas
@@ -56,6 +58,7 @@ from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
 from autopar.steps.microbatches import numbers_of_microbatches
+from autopar.steps.offload import optimizer_state
 from autopar.steps.remat import layer_starts, named_values
 from autopar.steps.update_batches import equations_of_update
 from autopar_passes.remat.copies import DOTS, FULL, NAMES
@@ -70,6 +73,8 @@ _STAGED = 0.05
 # The stages of a cut must together do at least this fraction of the step's FLOPs: some
 # small operators are in no stage.
 _CUT = 0.999
+# How many amounts of optimizer state in the memory of the hosts are tried at most.
+_OFFLOADED = 3
 # The least time limit of the solver of stages, in seconds.
 _LEAST_S = 1.0
 
@@ -102,7 +107,12 @@ def decide(
       InfeasibleError: no plan fits the memory of a device.
       PlanError: the step cannot be split, cut or planned as the options say.
     """
-    search = Programs(analysis, cluster, options, plan, codecs, unfit)
+    offload: list[str] = []
+    if options.offload == "optimizer":
+        offload = [path for path, _ in optimizer_state(analysis)]
+        if why := _cannot_offload(cluster):
+            raise PlanError(f"offload='optimizer': {why}. Leave offload out.")
+    search = Programs(analysis, cluster, options, plan, codecs, unfit, offload)
     for propose in _PROPOSERS:
         try:
             propose(search)
@@ -484,6 +494,69 @@ def _numbers(layers: int) -> list[int]:
     return sorted({*range(apart, layers + 1, apart), max(1, layers - 1), layers})
 
 
+def _offloaded(search: Programs) -> None:
+    """Proposes to keep optimizer state in the memory of the hosts.
+
+    Each array comes to the devices and goes back once a step. All arrays are tried
+    first, then the largest ones, with half of the bytes and so on, as long as plans get
+    faster.
+    """
+    cluster, best = search.cluster, search.best
+    state = optimizer_state(search.analysis)
+    if search.options.offload != "auto" or not state:
+        return
+    if why := _cannot_offload(cluster):
+        search.leave_out("optimizer state in the memory of the hosts", why)
+        return
+    nbytes = sum(size for _, size in state)
+    copies_s = 2.0 * nbytes / cluster.num_devices / cluster.device.host_bytes_per_s
+    if best is not None:
+        name = next((n for n, p in search.plans.items() if p is best), "")
+        free_s = search.free_s(name) if name in search.slowed else 0.0
+        easy = name in search.slowed and not search.is_held_back(name)
+        least_s = free_s + copies_s / 2 ** (_OFFLOADED - 1)
+        if easy or (not best.remat.layers and least_s >= best.predicted.step_s):
+            why = "it saves memory, which does not hold the plan back"
+            search.leave_out("optimizer state in the memory of the hosts", why)
+            return
+    for _ in range(_OFFLOADED):
+        sizes = itertools.accumulate(size for _, size in state)
+        chosen = [p for (p, _), n in zip(state, sizes, strict=True) if n <= nbytes]
+        before = search.best
+        name = f"{size_text(nbytes, ' ')} of optimizer state in the memory of the hosts"
+        search.judge(name, functools.partial(_plan_offloaded, search, chosen), 0.0)
+        if search.best is before:
+            return
+        nbytes /= 2
+
+
+def _cannot_offload(cluster: Cluster) -> str:
+    """Why optimizer state cannot lie in the memory of the hosts; '' if it can."""
+    if cluster.groups:
+        return "replicas on unequal devices keep their state in the devices' memory"
+    if cluster.device.kind == "tpu":
+        # Compiled with libtpu 0.0.42: 10.8 GB of copies at once for 9.7 GB of state.
+        return "XLA's compiler for TPU brings all of it back to the devices at once"
+    return ""
+
+
+def _plan_offloaded(search: Programs, paths: Sequence[str]) -> Plan:
+    """The fastest plan of one stage that keeps given state in the hosts' memory."""
+    options = dataclasses.replace(search.options, stages=1, offload="none")
+    inner = Programs(
+        search.analysis,
+        search.cluster,
+        options,
+        search.plan,
+        search.codecs,
+        offload=paths,
+    )
+    _rewritten(inner)
+    if inner.best is None:
+        raise inner.failure(advise=False)
+    return inner.write_plan()
+
+
 def _pipelines(search: Programs) -> None:
     """Proposes pipelines: with the number of stages that the user asked for, or with
     the best number.
@@ -597,4 +670,9 @@ def least_s(
     return _CUT * max(work_s, begun_s) + issue_s(stages, microbatches)
 
 
-_PROPOSERS: tuple[Callable[[Programs], None], ...] = (_replicas, _rewritten, _pipelines)
+_PROPOSERS: tuple[Callable[[Programs], None], ...] = (
+    _replicas,
+    _rewritten,
+    _offloaded,
+    _pipelines,
+)

@@ -138,7 +138,9 @@ def _unchecked_fixes(
     """Advice that lowers the memory needed; no search has checked that it is enough."""
     cluster = pricer.cluster
     limit = cluster.memory_bytes
-    inputs = sum(analysis.graph.values[i.value].nbytes for i in analysis.graph.inputs)
+    inputs = sum(
+        analysis.graph.values[i.value].device_nbytes for i in analysis.graph.inputs
+    )
     fixes: list[str] = []
     if need > 1.5 * inputs / cluster.num_devices:
         options = f"{', '.join(untried)} or " if untried else ""
@@ -154,7 +156,7 @@ def _unchecked_fixes(
 def _state_bytes(analysis: Analysis) -> float:
     """Bytes of all inputs except the batch."""
     return sum(
-        analysis.graph.values[i.value].nbytes
+        analysis.graph.values[i.value].device_nbytes
         for i in analysis.graph.inputs
         if i.role is not InputRole.BATCH
     )

@@ -109,7 +109,7 @@ class _TermWriter:
         for given in self.graph.inputs:
             home = self.contraction.homes.get(given.value)
             if home is not None:
-                nbytes = self.graph.values[given.value].nbytes
+                nbytes = self.graph.values[given.value].device_nbytes
                 usage = self.usage(home.node, home.dims, nbytes)
                 if given.output >= 0 and nbytes:
                     usage = usage * self.spares.copies(nbytes / usage)
@@ -150,7 +150,7 @@ class _TermWriter:
             start = self.life.time[op.index]
             for value, dims in zip(op.outputs, op.rule.results, strict=True):
                 own = node.dims(op, dims)
-                nbytes = int(self.overhead * self.graph.values[value].nbytes)
+                nbytes = int(self.overhead * self.graph.values[value].device_nbytes)
                 usage = self.usage(index, own, nbytes)
                 yield MemoryTerm(node=index, start=start, end=start + 1, usage=usage)
                 if self.life.joined_sums and op.class_index in self.summing:
@@ -179,7 +179,7 @@ class _TermWriter:
             for use in source.foreign:
                 for value, (first, _, _) in use.readers.items():
                     part = self.overhead * self.life.rounded.brought_part(value)
-                    nbytes = int(part * self.graph.values[value].nbytes)
+                    nbytes = int(part * self.graph.values[value].device_nbytes)
                     usage = self.usage(use.node, use.dims, nbytes)
                     start = self.life.arrives(value, first)
                     yield MemoryTerm(
@@ -190,7 +190,7 @@ class _TermWriter:
         self, home: Home, value: int, start: int, end: int, *, least: bool = False
     ) -> MemoryTerm:
         part = self.overhead * self.life.rounded.part(value)
-        nbytes = int(part * self.graph.values[value].nbytes)
+        nbytes = int(part * self.graph.values[value].device_nbytes)
         if value in self.life.widened.operands and not least:
             nbytes *= WIDER
         usage = self.usage(home.node, home.dims, nbytes)
@@ -229,7 +229,7 @@ class _TermWriter:
         cache: dict[float, np.ndarray] = {}
         for value, (start, end) in spans.items():
             part = self.life.rounded.brought_part(value)
-            nbytes = part * self.graph.values[value].nbytes
+            nbytes = part * self.graph.values[value].device_nbytes
             if nbytes not in cache:
                 cache[nbytes] = self.overhead * nbytes * held / split
             usage = cache[nbytes]

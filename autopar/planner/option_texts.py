@@ -227,6 +227,20 @@ OPTIONS: Mapping[str, Option] = {
         metavar="{auto,none,N,all}[:dots|:names=A,B]",
         flag="--remat",
     ),
+    "offload": Option(
+        default=None,
+        text="which state lies in the memory of the hosts between steps: "
+        "``optimizer``: all arrays of optimizer state; ``none``: what "
+        "the step itself puts there; ``auto``: as much optimizer state "
+        "as is fastest, where memory is short. None: as the plan given "
+        "as ``layouts`` says, else ``auto``, or ``none`` where the "
+        "number of stages is given (page 'Memory of the hosts' of the "
+        "documentation)",
+        expected="'auto', 'none' or 'optimizer'",
+        effect=PINS,
+        metavar="{auto,none,optimizer}",
+        flag="--offload",
+    ),
     "donate": Option(
         default=True,
         text="whether a call consumes the carried state",

@@ -146,6 +146,7 @@ _CHECKS: Mapping[str, Check] = {
     "stages": _any(None, "auto", _COUNT),
     "schedule": _any(None, *(name for name in SCHEDULES if name != NO_SCHEDULE)),
     "remat": _any(None, _is_remat),
+    "offload": _any(None, "auto", "none", "optimizer"),
     "donate": _any(True, False),
     "programs": _COUNT,
     "least_gain": _number(0.0),
@@ -198,6 +199,7 @@ class PlanOptions:
     stages: int | str | None = OPTIONS["stages"].default
     schedule: str | None = OPTIONS["schedule"].default
     remat: int | str | None = OPTIONS["remat"].default
+    offload: str | None = OPTIONS["offload"].default
     donate: bool = OPTIONS["donate"].default
     programs: int = OPTIONS["programs"].default
     fallback: str | Sequence[str] = OPTIONS["fallback"].default
@@ -235,6 +237,7 @@ class PlanOptions:
             "remat='auto'": self.remat in (None, 0, "none"),
             "microbatches='auto'": self.microbatches in (None, 1),
             "stages='auto'": self.stages in (None, 1),
+            "offload='auto'": self.offload in (None, "none"),
         }
         return tuple(text for text, is_off in off.items() if is_off)
 
@@ -275,6 +278,11 @@ def _check_together(asked: PlanOptions) -> None:
             f"schedule={asked.schedule!r} is for a pipeline, and stages=1. Leave one "
             "of the two out."
         )
+    elif asked.offload == "optimizer" and stages not in (None, 1):
+        wrong = (
+            "offload='optimizer' is for plans of one stage, and "
+            f"stages={stages!r}. Leave one of the two out."
+        )
     elif remat == "none" and stages not in (None, 1):
         wrong = (
             f"remat='none' drops the step's own jax.checkpoint in plans of one stage, "
@@ -293,6 +301,8 @@ def _is_of_one_stage(asked: PlanOptions) -> str:
         return f"microbatches={list(asked.microbatches)} are those of replicas"
     if asked.remat not in (None, "auto") and asked.schedule is None:
         return f"remat={asked.remat!r} was given, and stages= was not"
+    if asked.offload == "optimizer" and asked.schedule is None:
+        return "offload='optimizer' was given, and stages= was not"
     return ""
 
 
@@ -317,12 +327,14 @@ def decide_open(asked: PlanOptions) -> PlanOptions:
         stages=stages,
         microbatches="auto" if asked.microbatches is None else asked.microbatches,
         remat="auto" if asked.remat is None and not several else asked.remat,
+        offload=asked.offload or ("none" if several else "auto"),
         one_stage=why,
     )
 
 
 def as_written(asked: PlanOptions) -> PlanOptions:
-    """Sets one stage, one microbatch and no rematerialisation where the user set none.
+    """Sets one stage, one microbatch, no rematerialisation and no offloading where the
+    user set none.
 
     The planner then rewrites the step only if the user asked for it, so that the same
     program is planned for several batch sizes.
@@ -332,6 +344,7 @@ def as_written(asked: PlanOptions) -> PlanOptions:
         stages=1 if asked.stages is None else asked.stages,
         microbatches=1 if asked.microbatches is None else asked.microbatches,
         remat=0 if asked.remat is None else asked.remat,
+        offload=asked.offload or "none",
     )
 
 

@@ -372,6 +372,11 @@ def _check_program(analysis: Analysis, kept: Plan, options: PlanOptions) -> None
             f"microbatches={asked}: the plan given as layouts= has "
             f"{kept.microbatches}; leave microbatches out."
         )
+    if options.offload == "optimizer" and not kept.offload:
+        raise PlanError(
+            "offload='optimizer': the plan given as layouts= keeps all state in the "
+            "memory of devices; leave offload out."
+        )
     if options.remat in (None, "auto"):
         return
     whole = dataclasses.replace(options, microbatches=kept.microbatches)

@@ -33,6 +33,7 @@ from autopar.plans import AS_WRITTEN, Plan, Rematerialisation
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
+from autopar.steps.offload import offloaded
 from autopar.steps.remat import layer_starts, rematerialise
 from autopar.steps.update_batches import in_update_batches
 from autopar_passes.graph.roles import InputRole
@@ -68,11 +69,17 @@ def remat_wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
     return Rematerialisation(layers=tuple(layers), starts=starts, level=level)
 
 
-def as_asked(analysis: Analysis, options: PlanOptions, devices: int = 1) -> Analysis:
+def as_asked(
+    analysis: Analysis,
+    options: PlanOptions,
+    devices: int = 1,
+    offload: Sequence[str] = (),
+) -> Analysis:
     """The step with the microbatches and the rematerialised layers of the options.
 
     Equal matrix products of the optimizer update are computed together, in batches
-    whose size suits ``devices`` devices.
+    whose size suits ``devices`` devices. The state of the paths ``offload`` lies in the
+    memory of the hosts.
 
     Raises:
       PlanError: the step cannot be split or rewritten in this way.
@@ -83,7 +90,7 @@ def as_asked(analysis: Analysis, options: PlanOptions, devices: int = 1) -> Anal
         options.count,
         couple=options.coupled == "microbatch",
     )
-    return in_update_batches(made, devices)
+    return in_update_batches(offloaded(made, offload), devices)
 
 
 # Time limit of the solver for the layouts of rematerialised operators, in seconds.
@@ -225,8 +232,13 @@ class Programs:
         plan: Planner,
         codecs: CodecRequest,
         unfit: Unfit | None = None,
+        offload: Sequence[str] = (),
     ) -> None:
-        """Starts without any plan; for the arguments see `autopar.planner.deciding`."""
+        """Starts without any plan; for the arguments see `autopar.planner.deciding`.
+
+        The state of the paths ``offload`` lies in the memory of the hosts.
+        """
+        self.offload = tuple(offload)
         self.analysis, self.cluster = analysis, cluster
         self.options = decide_open(options)
         self.said, self.plan, self.codecs = options, plan, codecs
@@ -318,7 +330,10 @@ class Programs:
         found = self.analyses.pop(name, None)
         if found is None:
             found = as_asked(
-                self.analysis, self.programs[name], self.cluster.num_devices
+                self.analysis,
+                self.programs[name],
+                self.cluster.num_devices,
+                self.offload,
             )
         self.analyses[name] = found
         for old in list(self.analyses)[:-_PROGRAMS]:
@@ -427,9 +442,9 @@ class Programs:
             return False
         graph = self.analysis.graph
         state = sum(
-            graph.values[i.value].nbytes
+            graph.values[i.value].device_nbytes
             for i in graph.inputs
-            if i.role is not InputRole.BATCH
+            if i.role is not InputRole.BATCH and i.path not in self.offload
         )
         return state > self.cluster.memory_bytes * self.cluster.num_devices
 

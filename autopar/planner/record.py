@@ -44,6 +44,7 @@ from autopar.plans import (
 from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import node_name, operator_name
+from autopar.steps.offload import offloaded
 from autopar.steps.remat import modules_again, rematerialise
 from autopar.steps.update_batches import in_update_batches
 from autopar.units import seconds_text
@@ -113,6 +114,7 @@ def make_plan(
         microbatches=analysis.microbatches,
         local=() if analysis.split is None else analysis.split.local,
         remat=analysis.remat,
+        offload=analysis.offload,
         shapes={
             i.path: tuple(analysis.graph.values[i.value].shape)
             for i in analysis.graph.inputs
@@ -227,6 +229,7 @@ def split_as(analysis: Analysis, plan: Plan) -> Analysis:
     if (plan.microbatches, plan.remat) != (analysis.microbatches, analysis.remat):
         couple = bool(plan.local)
         analysis = rematerialise(analysis, plan.remat, plan.microbatches, couple=couple)
+    analysis = offloaded(analysis, plan.offload)
     devices = 1 if plan.replicas else math.prod(plan.axis_sizes)
     return in_update_batches(analysis, devices)
 

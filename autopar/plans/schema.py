@@ -204,6 +204,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       pipeline: how the step is cut into the stages; None for one stage.
       remat: rematerialisation of a plan of one stage; for several stages see
         `pipeline`.
+      offload: paths of the state that lies in the memory of the hosts between steps
+        because of the plan; the step may put more there.
       decided: the decisions other than layouts, with their gains, for human readers.
       shapes: pytree path of each input -> its shape.
       target: the target of the command line that made the plan, such as
@@ -240,6 +242,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     schedule: str = NO_SCHEDULE
     pipeline: PipelineData | None = None
     remat: Rematerialisation = AS_WRITTEN
+    offload: tuple[str, ...] = ()
     decided: tuple[str, ...] = ()
     shapes: dict[str, tuple[int, ...]] = {}
     target: str = ""

@@ -82,6 +82,7 @@ def summary_lines(plan: Plan) -> list[str]:
         f"{compiled_text(plan)}",
         *(f"decided  {text}" for text in plan.decided),
         *_remat_lines(plan),
+        *_offload_lines(plan),
         *_bubble_lines(plan),
         *replica_lines(plan),
         *worth_lines(plan),
@@ -122,6 +123,14 @@ def _remat_lines(plan: Plan) -> list[str]:
     """The plan's rematerialisation as a line, if there is any."""
     text = remat_text(plan)
     return [f"remat    {text}"] if text else []
+
+
+def _offload_lines(plan: Plan) -> list[str]:
+    """The state that the plan keeps in the memory of the hosts, if there is any."""
+    count = len(plan.offload)
+    if not count:
+        return []
+    return [f"offload  {count} of {len(plan.inputs)} inputs in the memory of the hosts"]
 
 
 def remat_text(plan: Plan) -> str:

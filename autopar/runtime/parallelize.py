@@ -75,6 +75,7 @@ def parallelize(
     stages: int | str | None = ...,
     schedule: str | None = ...,
     remat: int | str | None = ...,
+    offload: str | None = ...,
     static_argnames: Sequence[str] = ...,
     batch_argnames: BatchNames = ...,
     frozen_argnames: str | Sequence[str] = ...,
@@ -110,6 +111,7 @@ def parallelize(
     stages: int | str | None = ...,
     schedule: str | None = ...,
     remat: int | str | None = ...,
+    offload: str | None = ...,
     static_argnames: Sequence[str] = ...,
     batch_argnames: BatchNames = ...,
     frozen_argnames: str | Sequence[str] = ...,
@@ -146,6 +148,7 @@ def parallelize(
     stages: int | str | None = None,
     schedule: str | None = None,
     remat: int | str | None = None,
+    offload: str | None = None,
     static_argnames: Sequence[str] = (),
     batch_argnames: BatchNames = None,
     frozen_argnames: str | Sequence[str] = (),
@@ -224,6 +227,11 @@ def parallelize(
         the step's own ``jax.checkpoint``. None: as the plan given as ``layouts`` says,
         else ``auto``, or 0 where the number of stages is given (page
         'Rematerialisation' of the documentation).
+      offload: which state lies in the memory of the hosts between steps: ``optimizer``:
+        all arrays of optimizer state; ``none``: what the step itself puts there;
+        ``auto``: as much optimizer state as is fastest, where memory is short. None: as
+        the plan given as ``layouts`` says, else ``auto``, or ``none`` where the number
+        of stages is given (page 'Memory of the hosts' of the documentation).
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
       batch_argnames: names of the arguments that hold the batch, or patterns of paths
@@ -261,6 +269,7 @@ def parallelize(
         schedule=schedule,
         spares=Spares(always=0 if donate else 1),
         remat=remat,
+        offload=offload,
         donate=donate,
         programs=programs,
         fallback=fallback,

@@ -42,7 +42,7 @@ from autopar.runtime.stages.transport import Links
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.jax_compat import lowered_without_devices
-from autopar_passes.layouts import partition_spec
+from autopar_passes.layouts import HOST_MEMORY, partition_spec
 from autopar_passes.replay.replicas import Replicas, Wait
 from autopar_passes.replay.run import replay
 from autopar_passes.rules.factor_rule import KernelWork
@@ -196,7 +196,9 @@ class PlannedStep:
         graph = self.analysis.graph
         values = [graph.values[i.value] for i in graph.inputs]
         structs: list[Any] = [
-            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=None if abstract else s)
+            jax.ShapeDtypeStruct(
+                v.shape, v.dtype, sharding=None if abstract and not v.on_host else s
+            )
             for v, s in zip(values, self.in_shardings, strict=True)
         ]
         for beside in (self.sums, self.noise):
@@ -488,7 +490,7 @@ def _out_shardings(
         result: argument for argument, result in analysis.carried_arguments.items()
     }
     found: list[NamedSharding | None] = []
-    for k in range(len(graph.outputs)):
+    for k, value in enumerate(graph.outputs):
         layout = assignment.output(k)
         if k in arguments:
             given = graph.inputs[arguments[k]]
@@ -498,8 +500,9 @@ def _out_shardings(
                     f"the plan's layouts do not carry '{given.path}': it comes in as "
                     f"{home} and leaves as {layout}. Make a new plan with autopar.plan."
                 )
-            layout = home
-        found.append(_sharding(mesh, layout))
+            layout, value = home, given.value
+        known = layout is not None
+        found.append(_sharding(mesh, layout, graph, value) if known else None)
     return found
 
 
@@ -507,16 +510,17 @@ def _struct_in_place(struct: Any, sharding: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
 
-def _sharding(mesh: Any, layout: Any) -> NamedSharding | None:
-    if layout is None:
-        return None
-    return NamedSharding(mesh, partition_spec(mesh, layout))
+def _sharding(mesh: Any, layout: Any, graph: OperatorGraph, value: Any) -> Any:
+    on_host = value is not None and graph.values[value].on_host
+    kind = HOST_MEMORY if on_host else None
+    return NamedSharding(mesh, partition_spec(mesh, layout), memory_kind=kind)
 
 
 def _in_shardings(
     analysis: Analysis, assignment: Assignment, mesh: Any
 ) -> list[NamedSharding]:
+    graph = analysis.graph
     return [
-        NamedSharding(mesh, partition_spec(mesh, assignment.home_layout(i.value)))
-        for i in analysis.graph.inputs
+        _sharding(mesh, assignment.home_layout(i.value), graph, i.value)
+        for i in graph.inputs
     ]

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import jax
 import msgspec
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, RunError
@@ -39,6 +39,7 @@ from autopar.runtime.placement import stage_meshes
 from autopar.steps.analysis import Analysis
 from autopar_errors import InputError
 from autopar_passes import jax_compat
+from autopar_passes.layouts import HOST_MEMORY
 from autopar_passes.program.static_leaves import StaticError
 
 # For each dim of a block: its first index, and the index after its last.
@@ -79,6 +80,7 @@ def move_array(array: jax.Array, sharding: Any) -> Any:
         (device, block): data
         for block, shards in source.items()
         for device, data in shards
+        if bits.sharding.memory_kind == sharding.memory_kind
     }
     parts: list[jax.Array] = []
     made: dict[Block, jax.Array] = {}
@@ -90,7 +92,8 @@ def move_array(array: jax.Array, sharding: Any) -> Any:
             given = whole[0][1] if whole else made.get(block)
             if given is None:
                 given = _assemble_block(block, source, bits.dtype)
-            part = jax.device_put(given, device)
+            where = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            part = jax.device_put(given, where)
             made.setdefault(block, part)
         parts.append(part)
     new = jax.make_array_from_single_device_arrays(
@@ -200,12 +203,14 @@ class LeafLayout:
       spec: for each dim, the names of the mesh axes that split it.
       stage: the number of the stage whose devices hold the array, or the number of the
         mesh of all stages (`Plan.home_axes`).
+      on_host: whether the array lies in the memory of the hosts.
     """
 
     shape: tuple[int, ...]
     dtype: str
     spec: Spec
     stage: int = 0
+    on_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +333,8 @@ def sharding(mesh: Mesh, leaf: LeafLayout) -> NamedSharding:
     while entries and entries[-1] is None:
         entries.pop()  # as in the program, so that equal shardings compare equal
     names = (x[0] if x and len(x) == 1 else x for x in entries)
-    return NamedSharding(mesh, PartitionSpec(*names))
+    kind = HOST_MEMORY if leaf.on_host else None
+    return NamedSharding(mesh, PartitionSpec(*names), memory_kind=kind)
 
 
 def state_layout(
@@ -350,6 +356,7 @@ def state_layout(
             dtype=str(value.dtype),
             spec=plan.home_spec(given.path),
             stage=stage,
+            on_host=value.on_host,
         )
     return StateLayout(leaves=leaves, meshes=plan.home_axes)
 

@@ -158,6 +158,10 @@ class Analysis:
         (`autopar.steps.update_batches`), the analysis of the step that computes each
         matrix separately.
       batches: the number of matrices in each of these batches.
+      offload: paths of the state that the plan keeps in the memory of the host
+        (`autopar.steps.offload`).
+      on_devices: if there is such state, the analysis of the step with all its state
+        in the memory of devices.
       programs: for a pipeline stage, equation -> the number of the program that runs
         it, since the passes of a stage are separate programs; None if one program
         runs the whole step.
@@ -183,6 +187,8 @@ class Analysis:
     counted: Analysis | None = None
     alone: Analysis | None = None
     batches: tuple[int, ...] = ()
+    offload: tuple[str, ...] = ()
+    on_devices: Analysis | None = None
     programs: Mapping[int, int] | None = None
     trace_s: float = 0.0
     graph_s: float = 0.0
@@ -210,6 +216,11 @@ class Analysis:
     @functools.cached_property
     def rewritten(self) -> dict[tuple[int, bool, Rematerialisation], Analysis]:
         """The cache of `autopar.steps.remat.rematerialise`."""
+        return {}
+
+    @functools.cached_property
+    def offloads(self) -> dict[tuple[str, ...], Analysis]:
+        """The cache of `autopar.steps.offload.offloaded`."""
         return {}
 
     @functools.cached_property

@@ -17,7 +17,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph
+from autopar_passes.graph.operators import (
+    PRODUCTS,
+    TO_DEVICES,
+    TO_HOST,
+    Operator,
+    OperatorGraph,
+)
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 
 # Boundary operators pass values into and out of regions; they compute nothing.
@@ -41,7 +47,7 @@ _KEPT = {("tanh", "bfloat16"), ("tanh", "float16")}
 _OPAQUE = frozenset(
     {
         "sort", "top_k", "enter", "carry", "merge", "slice_step", "stack_step",
-        "scatter-add", "scatter", "return",
+        "scatter-add", "scatter", "return", TO_HOST,
     }
 )  # fmt: skip
 
@@ -315,6 +321,9 @@ class _Again:
         users = self.readers.get(value, [])
         if self.into_products and value in self.floating:
             return False
+        if op.kind == TO_DEVICES:
+            # Kernels of GPUs read arrays in the memory of the host directly.
+            return self.into_products or any(_is_opaque(r) for r in users)
         if value in self.outputs or not self.scattered.isdisjoint(op.inputs):
             # The sum of an array and a scatter into zeros becomes a scatter into this
             # array.
@@ -394,6 +403,8 @@ def _is_opaque(op: Operator) -> bool:
 def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
     if op.kind in ("input", "enter"):
         return False
+    if op.kind == TO_DEVICES:
+        return True
     if op.kind == "carry":
         # A carry has one buffer inside and after the loop, and it belongs to the
         # carry's last output.

@@ -13,7 +13,13 @@ from autopar.steps.batch import DimLabels
 from autopar.steps.fusion import Fusion, is_elementwise, is_product, side_factors
 from autopar.steps.nodes import Contraction
 from autopar.steps.rounding import NOT_ROUNDED, Rounded
-from autopar_passes.graph.operators import Operator, OperatorGraph, producers
+from autopar_passes.graph.operators import (
+    TO_DEVICES,
+    TO_HOST,
+    Operator,
+    OperatorGraph,
+    producers,
+)
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Value
 
@@ -74,6 +80,14 @@ class OperatorWork:
         """Whether the matrix units compute the operator."""
         kernel = self.op.kernel
         return bool(self.sides) if kernel is None else kernel.matrix
+
+    @property
+    def copies_memory(self) -> bool:
+        """Whether the operator copies between the memories of a host and its devices.
+
+        Its traffic is then that of the link between the two.
+        """
+        return self.op.kind in (TO_HOST, TO_DEVICES)
 
     @property
     def unfolds(self) -> bool:
@@ -172,6 +186,7 @@ def work_table(
         growing.append(labels.batch_factors(op.index))
         kernel = None if op.kernel is None else (op.kernel.dtype, op.kernel.efficiency)
         kind = work.dtype, work.itemsize, work.is_matrix, kernel, work.unfolds
+        kind = *kind, work.copies_memory
         alike.setdefault((*kind, bool(work.sides)), []).append(row)
     traffic = [[(labels.degree(v), n) for v, n in work.traffic] for work in rows]
     degrees = 1 + max((d for own in traffic for d, _ in own), default=0)
@@ -362,6 +377,8 @@ def _traffic(
     HandleScatter).
     """
     fusion, values = memory.fusion, graph.values
+    if op.kind in (TO_HOST, TO_DEVICES):
+        return ((op.outputs[0], float(values[op.outputs[0]].nbytes)),)
     if memory.made_from and fusion.in_memory.isdisjoint(op.outputs):
         return ()
 

@@ -208,6 +208,11 @@ def put(array: np.ndarray, sharding: Any) -> jax.Array:
     return made
 
 
+def is_on_host(aval: Any) -> bool:
+    """Says whether the type of an array places it in the memory of the host."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
 def is_extended(dtype: Any) -> bool:
     """Says whether a dtype is one of JAX's extended ones, such as a PRNG key."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.extended)

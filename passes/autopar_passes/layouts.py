@@ -9,6 +9,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from autopar_passes import jax_compat
 
+# JAX's name of the memory of a host that devices can read and write.
+HOST_MEMORY = "pinned_host"
+
 # By dimension, the mesh axes that shard it, major to minor, as positions in the mesh.
 Layout = tuple[tuple[int, ...], ...]
 
@@ -39,5 +42,6 @@ def constrain(array: Any, mesh: Any, layout: Layout) -> Any:
     """States the layout of an array in the program being traced."""
     if not layout or jax_compat.is_extended(array.dtype):
         return array
-    sharding = NamedSharding(mesh, partition_spec(mesh, layout))
+    kind = HOST_MEMORY if jax_compat.is_on_host(jax.typeof(array)) else None
+    sharding = NamedSharding(mesh, partition_spec(mesh, layout), memory_kind=kind)
     return jax.lax.with_sharding_constraint(array, sharding)

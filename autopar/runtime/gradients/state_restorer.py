@@ -22,7 +22,8 @@ from autopar.compression.synchronise import restore_unless_finite
 from autopar.layouts.assignment import Assignment
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.steps.analysis import Analysis
-from autopar_passes.graph.operators import producers
+from autopar_passes import jax_compat
+from autopar_passes.graph.operators import TO_HOST, producers
 from autopar_passes.graph.roles import InputRole, Role
 
 
@@ -35,6 +36,7 @@ class Carried:
       result: position of its next value among the flat results.
       old: number of the argument's value in the program.
       new: number of the result's value in the program; None: the result is a constant.
+        Of a result in the memory of the host, the value on devices before its copy.
       own: whether the step itself decides on the next value, as for its loss scale.
         Such an array is restored only if its next value is not finite.
       alone: whether ``new`` is the next value of no other argument.
@@ -55,7 +57,11 @@ def restored_state(analysis: Analysis) -> tuple[Carried, ...]:
       analysis: the analysis of the step, or of the program of one microbatch.
     """
     graph, found = analysis.graph, analysis.poisoned_results
-    outputs = analysis.program.body.outputs
+    copied = {
+        op.outputs[0]: op.inputs[0] for op in graph.operators if op.kind == TO_HOST
+    }
+    ends = analysis.program.body.outputs
+    outputs = [copied.get(a, a) if isinstance(a, int) else a for a in ends]
     counts = Counter(outputs[k] for k in analysis.carried_arguments.values())
     out: list[Carried] = []
     for argument, result in analysis.carried_arguments.items():
@@ -175,6 +181,12 @@ def kept_or_restored(old: Any, new: Any, finite: Any, *, own: bool) -> Any:
       own: whether the step itself decides on the next value. Then ``new`` is replaced
         only if a gradient is not finite and ``new`` itself is not finite.
     """
+    if jax_compat.is_on_host(jax.typeof(new)):
+        new = jax.device_put(new, jax.memory.Space.Device)
+        kept = kept_or_restored(old, new, finite, own=own)
+        return jax.device_put(kept, jax.memory.Space.Host)
+    if jax_compat.is_on_host(jax.typeof(old)):
+        old = jax.device_put(old, jax.memory.Space.Device)
     sound = finite
     if own:
         sound = jax.lax.cond(

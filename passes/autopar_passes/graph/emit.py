@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar_passes import jax_compat
-from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.operators import TO_DEVICES, TO_HOST, Operator
 from autopar_passes.graph.roles import Role, module_path
 from autopar_passes.program.equations import Equation, Program, Region, Scalar, Value
 from autopar_passes.rules.factor_rule import (
@@ -207,7 +207,7 @@ class _Emitter:
                 self.assumed.append(kernel.assumed)
         rule = self.rules[eqn.index]
         self.emit(
-            eqn.primitive,
+            _kind(eqn.primitive, operands, results),
             _ids(eqn.inputs),
             eqn.outputs,
             rule,
@@ -293,6 +293,13 @@ class _Emitter:
             ends = [branch.outputs[k] for branch in eqn.regions]
             rule = _identity(self.shape(value), len(ends))
             self.emit("merge", _ids(ends), (value,), rule, trips, eqn=eqn)
+
+
+def _kind(primitive: str, operands: Sequence[Value], results: Sequence[Value]) -> str:
+    """Returns the kind of an operator: its primitive, or a copy between memories."""
+    if primitive != "device_put" or operands[0].on_host == results[0].on_host:
+        return primitive
+    return TO_HOST if results[0].on_host else TO_DEVICES
 
 
 def _ids(atoms: Sequence[Any]) -> tuple[int | None, ...]:

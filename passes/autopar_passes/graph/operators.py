@@ -19,6 +19,8 @@ from autopar_passes.rules.factor_rule import FactorRule, KernelWork
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # Operators that pass values into a region or out of it.
 BOUNDARIES = frozenset({"enter", "slice_step", "carry", "stack_step", "merge"})
+# Kinds of operators that copy an array between the memories of a host and its devices.
+TO_HOST, TO_DEVICES = "to_host", "to_devices"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,12 +23,14 @@ class Value:
     """One array of the program; its number is its position in the program.
 
     ``size`` is the number of elements, and ``nbytes`` the bytes of the whole array.
-    ``name`` is the name from `jax.ad_checkpoint.checkpoint_name`, or ''.
+    ``name`` is the name from `jax.ad_checkpoint.checkpoint_name`, or ''. ``on_host``
+    says whether the array lies in the memory of the host (``jax.memory.Space.Host``).
     """
 
     shape: tuple[int, ...]
     dtype: Any
     name: str = dataclasses.field(default="", compare=False)
+    on_host: bool = False
     size: int = dataclasses.field(init=False, compare=False)
     nbytes: int = dataclasses.field(init=False, compare=False)
 
@@ -37,6 +39,11 @@ class Value:
         size = math.prod(self.shape)
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "nbytes", size * jax_compat.itemsize(self.dtype))
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of the whole array in the memory of devices."""
+        return 0 if self.on_host else self.nbytes
 
     @property
     def floating(self) -> bool:

@@ -86,6 +86,10 @@ _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _DROPPED = PLACEMENTS | {"stop_gradient", "name"}
 
 
+# The parameter ``devices`` of a ``device_put`` of one array to the memory of devices.
+_TO_DEVICES = (jax.memory.Space.Device,)
+
+
 def flatten(
     closed: Any, replicas: frozenset[str] = frozenset(), *, checkpoints: bool = True
 ) -> Program:
@@ -115,7 +119,22 @@ def flatten(
         )
     )
     all_constants = (*constants, *(c for _, c in hoisted))
+    for value in _fetched(body, frozenset(arguments)):
+        builder.values[value] = dataclasses.replace(builder.values[value], on_host=True)
     return Program(tuple(builder.values), body, all_constants)
+
+
+def _fetched(body: Region, arguments: frozenset[int]) -> set[int]:
+    """Returns the arguments that a step keeps in the memory of the host.
+
+    Steps are traced for arguments in the memory of devices. A step that keeps an
+    argument on the host moves it to devices before anything else reads it.
+    """
+    moved, read = set[int](), set[int]()
+    for eqn in body.equations:
+        there = eqn.primitive == "device_put" and eqn.params["devices"] == _TO_DEVICES
+        (moved if there else read).update(a for a in eqn.inputs if isinstance(a, int))
+    return (moved - read) & arguments
 
 
 class _Builder:
@@ -130,7 +149,8 @@ class _Builder:
         self.next_index = 0
 
     def new_value(self, aval: Any) -> int:
-        self.values.append(Value(tuple(getattr(aval, "shape", ())), aval.dtype))
+        shape, host = tuple(getattr(aval, "shape", ())), jax_compat.is_on_host(aval)
+        self.values.append(Value(shape, aval.dtype, on_host=host))
         return len(self.values) - 1
 
     def read(self, env: dict[Any, Atom], atom: Any) -> Atom:

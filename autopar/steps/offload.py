@@ -1,0 +1,80 @@
+"""The analysis of a step that keeps state in the memory of the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from autopar.errors import PlanError
+from autopar.steps.analysis import Analysis, analyse_program
+from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.roles import InputRole
+from autopar_passes.program.offload import offload_state
+
+
+def optimizer_state(analysis: Analysis) -> list[tuple[str, int]]:
+    """Returns path and bytes of each array of optimizer state, the largest first."""
+    graph = analysis.graph
+    found = [
+        (given.path, graph.values[given.value].nbytes)
+        for given in graph.inputs
+        if given.role is InputRole.OPTIMIZER_STATE
+        and given.output >= 0
+        and graph.values[given.value].shape
+        and not graph.values[given.value].on_host
+    ]
+    return sorted(found, key=lambda pair: (-pair[1], pair[0]))
+
+
+def offloaded(analysis: Analysis, paths: Sequence[str]) -> Analysis:
+    """Returns the analysis of a step that keeps arrays in the memory of the host.
+
+    Args:
+      analysis: the step after the split into microbatches and rematerialisation.
+      paths: the paths of the arrays, which are carried state. Empty: the step keeps
+        only the arrays there that the user's step puts there.
+
+    Raises:
+      PlanError: the step carries no array of such a path.
+    """
+    if analysis.offload == tuple(paths):
+        return analysis
+    base = analysis.alone or analysis
+    base = base.on_devices or base
+    if not paths:
+        return base
+    known = base.offloads.get(tuple(paths))
+    if known is None:
+        known = base.offloads[tuple(paths)] = _offloaded(base, tuple(paths))
+    return known
+
+
+def _offloaded(base: Analysis, paths: tuple[str, ...]) -> Analysis:
+    start = time.perf_counter()
+    place = {given.path: k for k, given in enumerate(base.graph.inputs)}
+    carried = base.carried_arguments
+    wrong = [path for path in paths if place.get(path) not in carried]
+    if wrong:
+        raise PlanError(
+            f"{base.pytrees.name}: '{wrong[0]}' cannot lie in the memory of the host: "
+            "the step carries no state of this name. Make a new plan with autopar.plan."
+        )
+    program = offload_state(base.program, {place[p]: carried[place[p]] for p in paths})
+    traced = dataclasses.replace(base.pytrees, program=program)
+    made = analyse_program(
+        program, step_graph(traced, like=base.graph), output_paths=traced.output_paths
+    )
+    return dataclasses.replace(
+        base,
+        program=program,
+        graph=made.graph,
+        contraction=made.contraction,
+        sources=made.sources,
+        deferrals=made.deferrals,
+        traced=traced,
+        whole=base.whole or base,
+        offload=paths,
+        on_devices=base,
+        graph_s=base.graph_s + time.perf_counter() - start,
+    )

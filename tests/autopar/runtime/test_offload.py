@@ -1,0 +1,138 @@
+"""Steps that keep state in the memory of the hosts: losses, state and memories."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar.errors import PlanError
+
+OPTIMIZER = optax.adam(1e-2)
+WIDTH, ROWS, STEPS = 64, 32, 4
+# In data parallel plans, gradients are summed over devices.
+DATA: dict[str, Any] = {
+    "axis_names": ["data"],
+    "pins": {
+        "x": PartitionSpec("data"),
+        **{f"state/0/{k}": PartitionSpec() for k in range(3)},
+    },
+}
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def update(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+    weights, moments = state
+
+    def loss_of(weights: Any) -> jax.Array:
+        h = x
+        for w in weights:
+            h = h + jnp.tanh(h @ w)
+        return jnp.mean((h - 1.0) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(weights)
+    grads, moments = OPTIMIZER.update(grads, moments, weights)
+    return (optax.apply_updates(weights, grads), moments), loss
+
+
+def begin() -> tuple[Any, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights = [jax.random.normal(k, (WIDTH, WIDTH)) / 8 for k in keys[:3]]
+    x = jax.random.normal(keys[3], (ROWS, WIDTH))
+    return (weights, OPTIMIZER.init(weights)), x
+
+
+@functools.cache
+def reference() -> list[float]:
+    return run(jax.jit(update))[1]
+
+
+def run(step: Any, state: Any = None, steps: int = STEPS) -> tuple[Any, list[float]]:
+    first, x = begin()
+    state, losses = first if state is None else state, []
+    for _ in range(steps):
+        state, loss = step(state, x)
+        losses.append(float(loss))
+    return state, losses
+
+
+def kinds(state: Any) -> list[str]:
+    """The memories of the arrays of moments, without the count."""
+    leaves = jax.tree.leaves(state[1])
+    return sorted({x.sharding.memory_kind for x in leaves if x.ndim})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"microbatches": 2}, {"remat": 2}, {"compression": "int8", **DATA}],
+    ids=["whole", "microbatches", "remat", "int8"],
+)
+def test_losses_and_memories(options: dict[str, Any]) -> None:
+    step = autopar.parallelize(
+        update, cluster="8:cpu", offload="optimizer", donate=False, **options
+    )
+    state, losses = run(step)
+    rtol = 1e-5
+    if "compression" in options:
+        same = autopar.parallelize(update, cluster="8:cpu", donate=False, **options)
+        np.testing.assert_allclose(losses, run(same)[1], rtol=rtol)
+    else:
+        np.testing.assert_allclose(losses, reference(), rtol=rtol)
+    assert kinds(state) == ["pinned_host"]
+    assert {x.sharding.memory_kind for x in state[0]} == {"device"}
+
+
+def test_a_saved_plan_and_another_cluster_keep_the_memories(tmp_path: Any) -> None:
+    step = autopar.parallelize(update, cluster="8:cpu", offload="optimizer")
+    state, losses = run(step, steps=2)
+    path = tmp_path / "plan.json"
+    step.plan.save(path)
+    again = autopar.parallelize(update, plan=path)
+    state, more = run(again, state, 1)
+    assert kinds(state) == ["pinned_host"]
+    state = step.replan("4:cpu", state)
+    state, last = run(step, state, 1)
+    np.testing.assert_allclose([*losses, *more, *last], reference(), rtol=1e-5)
+    assert kinds(state) == ["pinned_host"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_of_a_user_that_offloads(microbatches: int) -> None:
+    def own(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        weights, moments = state
+        moments = jax.tree.map(lambda m: jax.device_put(m, DEVICE), moments)
+        (weights, moments), loss = update((weights, moments), x)
+        return (weights, jax.tree.map(lambda m: jax.device_put(m, HOST), moments)), loss
+
+    step = autopar.parallelize(
+        own, cluster="8:cpu", microbatches=microbatches, donate=False
+    )
+    plain = autopar.parallelize(
+        update, cluster="8:cpu", microbatches=microbatches, donate=False
+    )
+    state, losses = run(step)
+    np.testing.assert_allclose(losses, reference(), rtol=1e-5)
+    assert kinds(state) == ["pinned_host"]
+    run(plain)
+    least = 2 * 3 * WIDTH * WIDTH * 4 / 8
+    saved = (
+        plain.plan.predicted.peak_memory_bytes - step.plan.predicted.peak_memory_bytes
+    )
+    assert saved > 0.5 * least
+
+
+def test_what_is_refused() -> None:
+    state, x = begin()
+    with pytest.raises(PlanError, match="stages=2"):
+        autopar.plan(update, state, x, cluster="8:cpu", offload="optimizer", stages=2)
+    with pytest.raises(PlanError, match="TPU"):
+        autopar.plan(update, state, x, cluster="2x2:v5e", offload="optimizer")
+    with pytest.raises(PlanError, match="offload='some'"):
+        autopar.plan(update, state, x, cluster="8:cpu", offload="some")
