@@ -92,6 +92,10 @@ class Transfers:
                 arrays = copy.layout(*arrays)
             elif not self.alone(copy.stage, sent.stage):
                 arrays = jax.device_put(arrays, list(sent.source))
+            if not self.alone(copy.stage, sent.stage):
+                # Another process fetches the arrays at any time of the step. The step
+                # may reuse the memory of its inputs before, and the call may free it.
+                arrays = [x.copy() for x in arrays]
         self.send(tag, copy.stage, sent, arrays, places[sent.stage])
 
     def send(

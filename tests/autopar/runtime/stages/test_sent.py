@@ -8,7 +8,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.runtime.stages import stage as sent_module
+from autopar.runtime.stages.pipeline import StageCopy
 from autopar.runtime.stages.stage import Sent, same_parts
+from autopar.runtime.stages.transfers import Transfers
 
 
 def stage_mesh(first, sizes=(2, 2), names=("a", "b")):
@@ -109,3 +111,31 @@ def test_stages_of_other_sizes_are_no_equal_parts():
     source, target = way(("a",), ("a",), first=4, sizes=(2, 1))
     assert not same_parts((4,), source, target)
     np.testing.assert_array_equal(landed(np.arange(4.0), source, target), np.arange(4))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_inputs_that_other_processes_fetch_are_copies(alone):
+    """The call may free an input before another process has fetched it."""
+    source, target = way((), ())
+    given = jax.device_put(np.ones(4, np.float32), source)
+    sent = Sent(1, (7,), (source,), (target,))
+    handed = []
+
+    class Step(Transfers):
+        def __init__(self):
+            pass
+
+        def makes(self, stage):
+            return True
+
+        def alone(self, stage, other):
+            return alone
+
+        def send(self, tag, stage, sent, arrays, place):
+            handed.extend(arrays)
+
+    copied = StageCopy(0, sent, lambda *arrays: list(arrays))
+    Step().copy(("input", 0), copied, [{7: given}, {}], [7])
+    (found,) = handed
+    given.delete()
+    assert found.is_deleted() is alone
