@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import pathlib
@@ -251,11 +252,11 @@ class SlurmNodes(Hosts):
     address = "127.0.0.1"
 
     def _open(self) -> None:
-        from slurm_cluster import SlurmCluster
-
+        # The tests' own, which is no package of the project.
+        slurm_cluster = importlib.import_module("slurm_cluster")
         place = self.folder / "slurm"
         place.mkdir()
-        self._slurm = SlurmCluster(place, NODES + 1)
+        self._slurm = slurm_cluster.SlurmCluster(place, NODES + 1)
 
     def _words(self, host: int) -> list[str]:
         return ["srun", "-N1", "-n1", "-w", self._slurm.nodes[host]]
