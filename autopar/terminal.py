@@ -128,7 +128,11 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _groups(least: Sequence[int], most: int) -> list[list[int]]:
-    """Returns the columns of each table; all tables have the first column."""
+    """Splits a table that is wider than ``most`` into tables that are not.
+
+    Returns the columns of each of these tables. All of them have the first column.
+    ``least`` is the least width of each column.
+    """
     groups: list[list[int]] = [[0]]
     for k in range(1, len(least)):
         if len(groups[-1]) > 1 and _total([least[j] for j in (*groups[-1], k)]) > most:

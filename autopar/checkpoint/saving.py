@@ -39,7 +39,8 @@ class Save:
       folder: folder of the checkpoint, which must exist.
       manifest: the manifest, without checksums.
       plan: the plan in use.
-      arrays: path -> a copy of the array that nothing else uses.
+      arrays: path of an array in the state -> a copy of the array, which nothing but
+        the checkpoint uses.
       process: number of this process.
       processes: number of processes.
       keep: number of checkpoints to keep; 0: all.

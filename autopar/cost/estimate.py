@@ -274,10 +274,11 @@ class Work:
         return self.table.trips[:, None] * self.run_s(scales)
 
     def run_s(self, scales: np.ndarray) -> np.ndarray:
-        """Seconds of one run of each row, without the launch of its kernel.
+        """Seconds of one run of each row of the table, without the kernel's launch.
 
         Args:
-          scales: ``[scales]``, ratios of a microbatch's rows to the planned rows.
+          scales: ``[scales]``, the rows of the batch in a microbatch, each divided by
+            those of the plan.
 
         Returns:
           float64 ``[rows, scales]``.

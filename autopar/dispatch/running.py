@@ -186,7 +186,7 @@ class ProcessRuns:
 
 # The largest number of workers that a scheduler can give a job later.
 _MOST = 4096
-# Seconds between two looks whether a new supervisor listens.
+# Seconds between two checks whether the supervisor of a job accepts connections yet.
 _PAUSE_S = 0.05
 
 

@@ -308,9 +308,10 @@ def correct_curve(
 
 
 def noise_scale_of(line: Mapping[str, Any]) -> float | None:
-    """The noise scale in a ledger line of progress, in rows; None if it has none.
+    """The noise scale that a run has reported, in rows; None if it reported none.
 
-    JSON has no infinity, so a line holds the text ``inf`` for an infinite noise scale.
+    A run reports its progress as lines of JSON. JSON has no infinity, so a line holds
+    the text ``inf`` for an infinite noise scale.
 
     >>> noise_scale_of({"noise_scale": "inf"}), noise_scale_of({"step": 3})
     (inf, None)

@@ -494,7 +494,7 @@ def _numbers(layers: int) -> list[int]:
     return sorted({*range(apart, layers + 1, apart), max(1, layers - 1), layers})
 
 
-def _offloaded(search: Programs) -> None:
+def _host_memory(search: Programs) -> None:
     """Proposes to keep optimizer state in the memory of the hosts.
 
     Each array comes to the devices and goes back once a step. All arrays are tried
@@ -524,7 +524,7 @@ def _offloaded(search: Programs) -> None:
         chosen = [p for (p, _), n in zip(state, sizes, strict=True) if n <= nbytes]
         before = search.best
         name = f"{size_text(nbytes, ' ')} of optimizer state in the memory of the hosts"
-        search.judge(name, functools.partial(_plan_offloaded, search, chosen), 0.0)
+        search.judge(name, functools.partial(_plan_on_host, search, chosen), 0.0)
         if search.best is before:
             return
         nbytes /= 2
@@ -540,7 +540,7 @@ def _cannot_offload(cluster: Cluster) -> str:
     return ""
 
 
-def _plan_offloaded(search: Programs, paths: Sequence[str]) -> Plan:
+def _plan_on_host(search: Programs, paths: Sequence[str]) -> Plan:
     """The fastest plan of one stage that keeps given state in the hosts' memory."""
     options = dataclasses.replace(search.options, stages=1, offload="none")
     inner = Programs(
@@ -673,6 +673,6 @@ def least_s(
 _PROPOSERS: tuple[Callable[[Programs], None], ...] = (
     _replicas,
     _rewritten,
-    _offloaded,
+    _host_memory,
     _pipelines,
 )

@@ -33,7 +33,7 @@ from autopar.plans import AS_WRITTEN, Plan, Rematerialisation
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
-from autopar.steps.offload import offloaded
+from autopar.steps.offload import keep_on_host
 from autopar.steps.remat import layer_starts, rematerialise
 from autopar.steps.update_batches import in_update_batches
 from autopar_passes.graph.roles import InputRole
@@ -90,7 +90,7 @@ def as_asked(
         options.count,
         couple=options.coupled == "microbatch",
     )
-    return in_update_batches(offloaded(made, offload), devices)
+    return in_update_batches(keep_on_host(made, offload), devices)
 
 
 # Time limit of the solver for the layouts of rematerialised operators, in seconds.

@@ -44,7 +44,7 @@ from autopar.plans import (
 from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import node_name, operator_name
-from autopar.steps.offload import offloaded
+from autopar.steps.offload import keep_on_host
 from autopar.steps.remat import modules_again, rematerialise
 from autopar.steps.update_batches import in_update_batches
 from autopar.units import seconds_text
@@ -229,7 +229,7 @@ def split_as(analysis: Analysis, plan: Plan) -> Analysis:
     if (plan.microbatches, plan.remat) != (analysis.microbatches, analysis.remat):
         couple = bool(plan.local)
         analysis = rematerialise(analysis, plan.remat, plan.microbatches, couple=couple)
-    analysis = offloaded(analysis, plan.offload)
+    analysis = keep_on_host(analysis, plan.offload)
     devices = 1 if plan.replicas else math.prod(plan.axis_sizes)
     return in_update_batches(analysis, devices)
 

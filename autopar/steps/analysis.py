@@ -220,7 +220,7 @@ class Analysis:
 
     @functools.cached_property
     def offloads(self) -> dict[tuple[str, ...], Analysis]:
-        """The cache of `autopar.steps.offload.offloaded`."""
+        """The cache of `autopar.steps.offload.keep_on_host`."""
         return {}
 
     @functools.cached_property

@@ -27,7 +27,7 @@ def optimizer_state(analysis: Analysis) -> list[tuple[str, int]]:
     return sorted(found, key=lambda pair: (-pair[1], pair[0]))
 
 
-def offloaded(analysis: Analysis, paths: Sequence[str]) -> Analysis:
+def keep_on_host(analysis: Analysis, paths: Sequence[str]) -> Analysis:
     """Returns the analysis of a step that keeps arrays in the memory of the host.
 
     Args:
@@ -46,11 +46,11 @@ def offloaded(analysis: Analysis, paths: Sequence[str]) -> Analysis:
         return base
     known = base.offloads.get(tuple(paths))
     if known is None:
-        known = base.offloads[tuple(paths)] = _offloaded(base, tuple(paths))
+        known = base.offloads[tuple(paths)] = _with_state_on_host(base, tuple(paths))
     return known
 
 
-def _offloaded(base: Analysis, paths: tuple[str, ...]) -> Analysis:
+def _with_state_on_host(base: Analysis, paths: tuple[str, ...]) -> Analysis:
     start = time.perf_counter()
     place = {given.path: k for k, given in enumerate(base.graph.inputs)}
     carried = base.carried_arguments

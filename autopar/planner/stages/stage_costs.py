@@ -505,7 +505,10 @@ def _link(
 def link_bytes(
     cut: CutStep, assignments: Sequence[Assignment], part: int
 ) -> tuple[float, float]:
-    """Bytes of a microbatch that a device sends from a part to the next, and back.
+    """Bytes of a microbatch on the link between a part of the step and the next part.
+
+    The first number is what a device of the part sends to the next part, the second
+    what a device of the next part sends back.
 
     A value that skips parts is counted on the link that enters the part which reads it.
     Parts on the same stage send each other nothing.

@@ -35,7 +35,7 @@ _MIB = 1024.0 * 1024.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledProgram:
-    """The constants of a program for the model `step_ms`.
+    """The constants of a training program with which `step_ms` predicts its steps.
 
     Attributes:
       batch: samples per step.

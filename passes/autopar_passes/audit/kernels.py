@@ -258,8 +258,9 @@ def _convolution(
     """A convolution as products: ``2 |output| |kernel| / output channels`` FLOPs.
 
     A forward convolution counts as a product with one row for each output position and
-    one column for each output channel. The gradient of its kernel counts as a product
-    with one row for each weight that an output channel has. The labels refer to the
+    one column for each output channel. The gradient of the convolution's weights counts
+    as a product with one column for each output channel, and one row for each weight
+    of such a channel. The labels refer to the
     input, kernel and output of the forward pass, even if the instruction computes a
     gradient.
     """

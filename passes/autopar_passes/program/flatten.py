@@ -119,12 +119,12 @@ def flatten(
         )
     )
     all_constants = (*constants, *(c for _, c in hoisted))
-    for value in _fetched(body, frozenset(arguments)):
+    for value in _host_arguments(body, frozenset(arguments)):
         builder.values[value] = dataclasses.replace(builder.values[value], on_host=True)
     return Program(tuple(builder.values), body, all_constants)
 
 
-def _fetched(body: Region, arguments: frozenset[int]) -> set[int]:
+def _host_arguments(body: Region, arguments: frozenset[int]) -> set[int]:
     """Returns the arguments that a step keeps in the memory of the host.
 
     Steps are traced for arguments in the memory of devices. A step that keeps an

@@ -30,13 +30,13 @@ def offload_state(program: Program, carried: Mapping[int, int]) -> Program:
     body = program.body
     fetched: dict[int, int] = {}
     stored = {
-        body.outputs[k]: builder.like(_moved(program.values[body.inputs[a]]))
+        body.outputs[k]: builder.like(_on_host(program.values[body.inputs[a]]))
         for a, k in carried.items()
         if body.outputs[k] != body.inputs[a]
     }
     for argument in carried:
         value = body.inputs[argument]
-        builder.values[value] = _moved(program.values[value])
+        builder.values[value] = _on_host(program.values[value])
     hosted = {body.inputs[a]: program.values[body.inputs[a]] for a in carried}
 
     def number(value: int) -> int:
@@ -59,7 +59,7 @@ def offload_state(program: Program, carried: Mapping[int, int]) -> Program:
     return Program(tuple(builder.values), region, program.constants)
 
 
-def _moved(value: Value) -> Value:
+def _on_host(value: Value) -> Value:
     return dataclasses.replace(value, on_host=True)
 
 

@@ -129,8 +129,8 @@ def lower_bound_s(pipeline: Pipeline, seconds: TaskSeconds) -> float:
       The last gradient then travels back to the first stage.
     - The first microbatch passes through all stages and back. Then comes the rest of
       one stage's work.
-    - The first microbatch passes through all stages and back, and all others pass one
-      link.
+    - The first microbatch passes through all stages and back, and all other
+      microbatches pass the busiest link between two stages.
     """
     count, stages = pipeline.microbatches, pipeline.stages
     forward, weight = seconds.task_s[:, 0], seconds.task_s[:, 3]
