@@ -366,6 +366,6 @@ def test_microbatches_of_loops_compute_their_own_again() -> None:
 def test_what_is_in_use_is_not_advised() -> None:
     with pytest.raises(InfeasibleError) as told:
         planned(MEMORY // 8, remat="all", microbatches=2)
-    assert "stages='auto' or a smaller batch" in str(told.value)
+    assert "stages='auto', offload='auto' or a smaller batch" in str(told.value)
     assert "remat=" not in str(told.value)
     assert "microbatches=" not in str(told.value)

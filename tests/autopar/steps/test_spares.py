@@ -81,4 +81,4 @@ def test_what_fits_with_one_copy_only_is_refused_with_more() -> None:
     memory = f"1:h100,memory={(need + STATE_BYTES / 2) / 1e9:.6f}GB"
     planned(Spares(), memory)
     with pytest.raises(autopar.InfeasibleError):
-        planned(Spares(always=1), memory, microbatches=1, remat=0)
+        planned(Spares(always=1), memory, microbatches=1, remat=0, offload="none")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import Run, assert_fails
 
-from autopar.elastic.processes import records
+from autopar.cli import workers
 from autopar.elastic.processes.activity import Activity, stacks_text
 from autopar.elastic.processes.members import ProcessId
 from autopar.elastic.processes.stacks import StackRequests, stack_lines
@@ -187,7 +187,7 @@ def test_the_command_prints_what_is_there(
         found = {"stacks": {"0": "thread MainThread"}, "missing": missing}
         return {"wrong": "", "status": {}, **found}
 
-    monkeypatch.setattr(records, "command", answer)
+    monkeypatch.setattr(workers, "command", answer)
     all_ = run("workers", "--folder", tmp_path, "--stacks")
     assert (all_.code, all_.out.count("MainThread")) == (1, 1)
     assert "worker 1 has not answered" in all_.out
