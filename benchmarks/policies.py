@@ -59,7 +59,6 @@ from autopar.compression.policies.policy import (
     Policy,
     Signal,
 )
-from autopar.compression.signal import WIDTH
 from autopar.compression.synchronise import (
     ERROR,
     GRADIENT,
@@ -67,6 +66,7 @@ from autopar.compression.synchronise import (
     RESIDUAL,
     SENT,
     WANTED,
+    WIDTH,
     synchronise,
 )
 

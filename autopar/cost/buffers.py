@@ -13,7 +13,7 @@ from autopar.cost.traffic import exchanges_of
 from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import Layout, shards
 from autopar.steps.lifetimes import Lifetimes
-from autopar.steps.readings import Reading
+from autopar.steps.uses import Reading
 from autopar.steps.rounding import WIDER, is_narrow
 from autopar_passes.graph.operators import PRODUCTS, Operator
 from autopar_passes.graph.roles import Role

@@ -5,7 +5,7 @@ ledger and warns. Training goes on, and the next save tries again.
 
 This module also splits the values that a step returns into the next state and the other
 results. The trace of the step tells which results are the next state
-(`autopar_passes.program.carried`). So the user's step may return them in any order.
+(`autopar_passes.program.trace`). So the user's step may return them in any order.
 """
 
 from __future__ import annotations

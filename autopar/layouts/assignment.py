@@ -35,7 +35,7 @@ from autopar.steps.nodes import Contraction
 from autopar.steps.uses import ValueClass, node_dims, required_values, value_class
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
-from autopar_passes.replay.layout_plan import LayoutRoute
+from autopar_passes.replay.values import LayoutRoute
 from autopar_passes.rules.factor_rule import Dims
 from autopar_passes.sums.finish import Sum
 from autopar_passes.sums.stacked import Deferral
@@ -446,7 +446,7 @@ class Assignment:
         """For each group of readings, the result of `fetch_steps` for each of its
         parts.
 
-        The groups are those of `autopar.steps.readings.Readings`.
+        The groups are those of `autopar.steps.uses.Readings`.
         """
         return self._memo(("ways",), self._ways)
 
@@ -485,7 +485,7 @@ class Assignment:
 
 
 def _layout_of_part(layout: Layout, dims: Dims) -> Layout:
-    """The layout of a part of an operand (`autopar.steps.readings.ReadingGroup`)."""
+    """The layout of a part of an operand (`autopar.steps.uses.ReadingGroup`)."""
     return tuple(layout[d[0]] if d else () for d in dims)
 
 

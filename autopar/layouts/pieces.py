@@ -5,7 +5,7 @@ The old and the new layout each cut the array into blocks. A piece is the inters
 of an old block and a new block. Each process that holds a new block receives each piece
 of this block once. If a device of the process itself already has the piece, the process
 takes the piece from that device. The runtime moves arrays between processes in this way
-(`autopar.runtime.stages.routes`), and `autopar.reports.between` predicts the bytes
+(`autopar.runtime.stages.transport`), and `autopar.reports.between` predicts the bytes
 between processes from the pieces.
 """
 

@@ -38,6 +38,8 @@ from autopar.errors import PlanError
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime import agreement
 from autopar.runtime.gradients.codec_state import (
+    MeasuredGradient,
+    TelemetryReader,
     carry_over,
     check_fits,
     gather_state,
@@ -46,7 +48,6 @@ from autopar.runtime.gradients.codec_state import (
 from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
 from autopar.runtime.gradients.recoding import Adoption, Recoding, saved_s
 from autopar.runtime.gradients.sums import AnySums, Member, State
-from autopar.runtime.gradients.telemetry import MeasuredGradient, TelemetryReader
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World

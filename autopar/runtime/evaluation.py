@@ -21,7 +21,7 @@ from autopar.steps.batch import rows_axes
 from autopar_passes import jax_compat
 from autopar_passes.jax_meshes import off_mesh, without_mesh
 from autopar_passes.program.calls import Parameters, ResultForm, StepCall, flat_function
-from autopar_passes.program.one_replica import on_one_replica, unbound_axis
+from autopar_passes.program.flatten import on_one_replica, unbound_axis
 from autopar_passes.program.static_leaves import updating
 from autopar_passes.program.trace import opened_within, step_name
 

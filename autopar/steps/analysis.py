@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -16,7 +17,6 @@ from autopar.progress import say
 from autopar.steps import spares
 from autopar.steps.attention import Attention, written_attention
 from autopar.steps.batch import DimLabels, Labels, dim_labels, factor_labels
-from autopar.steps.fingerprints import fingerprint, structure
 from autopar.steps.fusion import BOUNDARY, Fusion, fusion, looked_up, made_again
 from autopar.steps.independence import Independent, independent
 from autopar.steps.lifetimes import (
@@ -33,7 +33,6 @@ from autopar.steps.lifetimes import (
 from autopar.steps.nodes import Contraction, contract
 from autopar.steps.orders import copies_in_orders
 from autopar.steps.positions import Positions, behind, followers, positions
-from autopar.steps.readings import Readings, readings
 from autopar.steps.rounding import (
     NOT_ROUNDED,
     Rounded,
@@ -53,7 +52,7 @@ from autopar.steps.sums import (
     shares,
     sums_due,
 )
-from autopar.steps.uses import HomeValue, ValueClass, collect
+from autopar.steps.uses import HomeValue, Readings, ValueClass, collect, readings
 from autopar.steps.work import (
     OperatorWork,
     WorkTable,
@@ -65,7 +64,7 @@ from autopar.steps.work import (
 from autopar_errors import InputError
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, producers
-from autopar_passes.graph.roles import Role
+from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.layer_loops.split import stacked_state
 from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.calls import NOT_NAMED, NamedRoles, StepCall
@@ -84,6 +83,50 @@ from autopar_passes.sums.reassociated import (
     reassociations,
 )
 from autopar_passes.sums.stacked import Deferral
+
+# Two fingerprints of a step: one with all shapes, one without the batch size.
+
+
+_DIGITS = 16
+
+
+def fingerprint(graph: OperatorGraph, contraction: Contraction) -> str:
+    """Returns 16 hex digits that identify operators, shapes and arguments of a step."""
+    digest = hashlib.sha256()
+    for given in graph.inputs:
+        value = graph.values[given.value]
+        digest.update(f"{given.path}{value.shape}{value.dtype}{given.output}".encode())
+    for op in graph.operators:
+        digest.update(f"{_kind(op)}{op.inputs}{op.outputs}{op.trips}".encode())
+    for node in contraction.nodes:
+        digest.update(f"{node.kind}{node.root}{node.factors}".encode())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def structure(graph: OperatorGraph, contraction: Contraction) -> str:
+    """Returns 16 hex digits that stay the same when only the batch of a step changes.
+
+    The digits depend on the operators and their connections, the arguments with their
+    dtypes, the shapes of carried state, and the nodes for which a plan can choose a
+    sharding. They do not depend on other sizes: a plan can be used with any batch size
+    of the same structure, as long as its mesh axes divide the new sizes.
+    """
+    digest = hashlib.sha256()
+    for given in graph.inputs:
+        value = graph.values[given.value]
+        fixed = given.output >= 0 or given.role is not InputRole.BATCH
+        shape = value.shape if fixed else len(value.shape)
+        digest.update(f"{given.path}{shape}{value.dtype}{given.output}".encode())
+    for op in graph.operators:
+        digest.update(f"{_kind(op)}{op.inputs}{op.outputs}{op.class_index}".encode())
+    for node in contraction.nodes:
+        digest.update(f"{node.kind}{node.root}{len(node.factors)}".encode())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _kind(op: Operator) -> str:
+    """The kind of an operator, with the name of its kernel."""
+    return op.kind if op.kernel is None else f"{op.kind} {op.kernel.name}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Finds the factors and dimensions of a program that grow with the batch.
 
-The search follows the rows of the batch inputs (`autopar_passes.graph.batch`) through
+The search follows the rows of the batch inputs (`autopar_passes.graph.build`) through
 the sharding rules. In an integer batch input (tokens), the dimension next to the rows
 is the sequence.
 """

@@ -19,8 +19,7 @@ from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.equations import Equation, Program, walk
 from autopar_passes.program.trace import TracedStep
 from autopar_passes.remat.copies import RematError, names_in, trace_without_checkpoints
-from autopar_passes.remat.loops import loops_through
-from autopar_passes.remat.recompute import Recomputation, recompute_layers
+from autopar_passes.remat.loops import Recomputation, loops_through, recompute_layers
 from autopar_passes.stages.flow import Flow, reads
 from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain
 

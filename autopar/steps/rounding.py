@@ -45,8 +45,13 @@ from collections.abc import Collection, Mapping
 
 from autopar.steps.fusion import BOUNDARY, is_elementwise, is_product
 from autopar.steps.nodes import Contraction
-from autopar.steps.readings import ReadingGroup, Readings
-from autopar.steps.uses import ValueClass, node_dims, value_class
+from autopar.steps.uses import (
+    ReadingGroup,
+    Readings,
+    ValueClass,
+    node_dims,
+    value_class,
+)
 from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, readers
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Equation

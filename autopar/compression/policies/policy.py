@@ -45,7 +45,7 @@ class Signal:
     """How much of the true gradient the messages carry, summed over steps.
 
     Inner products are taken between different workers, so that the noise of the
-    workers' gradients cancels on average (`autopar.compression.signal`).
+    workers' gradients cancels on average (`autopar.compression.synchronise`).
 
     Attributes:
       sent: inner products of sent values with the gradients of other workers.

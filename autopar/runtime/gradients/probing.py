@@ -58,11 +58,11 @@ class _Recorder:
         self.partials: dict[str, Any] = {}
 
     def takes(self, value: int) -> frozenset[int]:
-        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
+        """See `autopar_passes.replay.values.Synchroniser`."""
         return self.sums.together(value)
 
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
-        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
+        """See `autopar_passes.replay.values.Synchroniser`."""
         totals: dict[int, Any] = {}
         for value, partial in partials.items():
             member = self.sums.members[value]

@@ -39,8 +39,7 @@ from autopar.compression.fallback import (
     init_level_states,
 )
 from autopar.compression.gradient import Feedback, Gradient, check_gradient, init_state
-from autopar.compression.signal import COLUMNS
-from autopar.compression.synchronise import NON_FINITE
+from autopar.compression.synchronise import COLUMNS, NON_FINITE
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes, Layout

@@ -161,7 +161,7 @@ class Measure:
 
 
 class CodecSynchroniser:
-    """The synchroniser of one trace of a step (`autopar_passes.replay.layout_plan`)."""
+    """The synchroniser of one trace of a step (`autopar_passes.replay.values`)."""
 
     def __init__(self, sums: GradientSums, state: State) -> None:
         """Starts a step with the state of the step before."""
@@ -175,11 +175,11 @@ class CodecSynchroniser:
         self._totals: jax.Array | None = None
 
     def takes(self, value: int) -> frozenset[int]:
-        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
+        """See `autopar_passes.replay.values.Synchroniser`."""
         return self.sums.together(value)
 
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
-        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
+        """See `autopar_passes.replay.values.Synchroniser`."""
         return self.take_measured(partials, None)[0]
 
     def take_measured(

@@ -37,7 +37,7 @@ from autopar_passes.graph.operators import Operator, OperatorGraph, readers
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.layouts import constrain, partition_spec
 from autopar_passes.program.equations import Equation
-from autopar_passes.replay.layout_plan import Read
+from autopar_passes.replay.values import Read
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
 
@@ -261,13 +261,13 @@ class NoiseMeter:
     # Methods of a `Synchroniser`.
 
     def takes(self, value: int) -> frozenset[int]:
-        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
+        """See `autopar_passes.replay.values.Synchroniser`."""
         if self.codecs is not None and (found := self.codecs.takes(value)):
             return found
         return frozenset({value} & self._by_value.keys())
 
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
-        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
+        """See `autopar_passes.replay.values.Synchroniser`."""
         if self.codecs is not None and all(self.codecs.takes(v) for v in partials):
             return self._send(self.codecs, partials)
         self._partial.update(partials)
@@ -323,7 +323,7 @@ class NoiseMeter:
     # Methods of a `Watch`.
 
     def inside(self, equation: int, read: Read, mesh: Any) -> Any:
-        """See `autopar_passes.replay.layout_plan.Watch`."""
+        """See `autopar_passes.replay.values.Watch`."""
         sources = self._of_loop(equation)
         if not sources:
             return ()
@@ -342,7 +342,7 @@ class NoiseMeter:
         return Norm(constrain(array, mesh, layout), layout, (), moment)
 
     def after(self, equation: int, seen: Any) -> None:
-        """See `autopar_passes.replay.layout_plan.Watch`."""
+        """See `autopar_passes.replay.values.Watch`."""
         for k, source in enumerate(self._of_loop(equation)):
             self._micro[source.value] = source.share**2 * seen[:, :, k]
 
@@ -350,7 +350,7 @@ class NoiseMeter:
         return [s for s in self.spec.sources.found if s.loop == equation]
 
     def end(self, read: Read) -> None:
-        """See `autopar_passes.replay.layout_plan.Watch`."""
+        """See `autopar_passes.replay.values.Watch`."""
         for source in self.spec.sources.found:
             if source.value in self._sent:
                 continue

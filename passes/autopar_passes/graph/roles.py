@@ -132,7 +132,7 @@ def input_roles(
     A carried floating-point input is a parameter if the forward pass reads it and its
     new value depends on the backward pass. A carried input that the forward pass does
     not read is optimizer state. An input that is not carried is the batch, until
-    `autopar_passes.graph.batch` has examined it. All other inputs (batch statistics,
+    `autopar_passes.graph.build` has examined it. All other inputs (batch statistics,
     keys, counters) have the role other.
 
     Args:

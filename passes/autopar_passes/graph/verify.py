@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator
 
 from autopar_errors import InternalError
@@ -424,3 +425,14 @@ def _check_outputs(graph: OperatorGraph) -> None:
             )
         if op.kind == "return" and taken != ((wanted[k - first],), ()):
             raise invariant_error(graph, k, f"it should return %{wanted[k - first]}")
+
+
+# Debug switches. Only this module reads them from the environment.
+
+
+def verifies() -> bool:
+    """Returns whether the passes check the graphs and deferrals that they return.
+
+    The environment variable ``AUTOPAR_VERIFY=1`` enables the checks. The tests set it.
+    """
+    return os.environ.get("AUTOPAR_VERIFY") == "1"

@@ -23,10 +23,9 @@ from autopar_passes.program.equations import (
     Value,
     walk,
 )
-from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser, Watch
 from autopar_passes.replay.primitives import run_barrier, run_primitive
 from autopar_passes.replay.replicas import Replicas, side_by_side
-from autopar_passes.replay.values import Values
+from autopar_passes.replay.values import LayoutPlan, Synchroniser, Values, Watch
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
 

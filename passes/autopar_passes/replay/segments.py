@@ -14,9 +14,8 @@ from typing import Any
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.layouts import Layout
 from autopar_passes.program.equations import Equation, Program
-from autopar_passes.replay.layout_plan import LayoutPlan, LayoutRoute, Synchroniser
 from autopar_passes.replay.run import Made, Replayer, as_it_is, operators_of
-from autopar_passes.replay.values import Values
+from autopar_passes.replay.values import LayoutPlan, LayoutRoute, Synchroniser, Values
 from autopar_passes.sums import stacked
 from autopar_passes.sums.finish import Sum
 from autopar_passes.sums.stacked import Stacked

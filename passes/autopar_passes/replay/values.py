@@ -9,8 +9,9 @@ reader recomputes it in the layout that the reader needs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 
@@ -18,10 +19,122 @@ from autopar_passes import jax_compat, jax_effects
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout, constrain
 from autopar_passes.program.equations import Atom, Equation, Scalar
-from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser, Watch
 from autopar_passes.sums import stacked
-from autopar_passes.sums.finish import behind, run_and_sum
+from autopar_passes.sums.finish import Sum, behind, run_and_sum
 from autopar_passes.sums.stacked import Stacked
+
+# The interface of a plan for the replay of a program.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayoutRoute:
+    """The sequence of layouts from a value's own layout to a reader's layout.
+
+    Attributes:
+      layouts: the layouts to state one after another; the last layout is the reader's.
+        Readers whose routes begin with the same layouts share these arrays.
+      fresh: whether the route starts from a new copy of the array. The readers then
+        share no arrays with readers of other routes, and the compiler does not merge
+        them.
+    """
+
+    layouts: tuple[Layout, ...]
+    fresh: bool = False
+
+
+class LayoutPlan(Protocol):
+    """The questions that the replay asks a plan about layouts."""
+
+    def operand(self, op: Operator, slot: int) -> Layout | None:
+        """Returns the layout that an operand must have; None for any layout."""
+        ...
+
+    def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
+        """Returns the layouts to state for a result, in order; empty for none."""
+        ...
+
+    def floating(self, value: int) -> bool:
+        """Returns whether each reader recomputes the value, in its own layout."""
+        ...
+
+    def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
+        """Returns the layouts from a value's own layout to a reader's layout."""
+        ...
+
+    def is_backward(self, op: Operator) -> bool:
+        """Returns whether an operator reads the backward copies of its operands."""
+        ...
+
+    def output(self, position: int) -> Layout | None:
+        """Returns the layout of a flat output; None for any layout."""
+        ...
+
+    def partial_layout(self, value: int) -> tuple[tuple[int, ...], Layout] | None:
+        """Returns a value's partial axes and its layout; None if the value is whole."""
+        ...
+
+    def due(self, value: int) -> tuple[Layout, ...] | None:
+        """Returns the layouts to state, in order, after a partial value is summed.
+
+        The result is None if the plan defers the sum to a later reader.
+        """
+        ...
+
+    def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
+        """Returns the explicit collectives that complete the sum of a partial value.
+
+        If every reader of the value uses only a slice of it, the last collective may be
+        a reduce-scatter that leaves each device its slice. An empty result means that
+        the compiler chooses the collectives from the stated layouts.
+
+        Args:
+          value: the value.
+          handed: whether the value also leaves its region or program, in its own
+            layout.
+        """
+        ...
+
+
+# Reads a value of the current scope: an array, or a value that is still partial.
+Read = Callable[[int], Any]
+
+
+class Watch(Protocol):
+    """Observes values of a step: in iterations of loops, and at the step's end."""
+
+    def inside(self, equation: int, read: Read, mesh: Any) -> Any:
+        """Returns values of one iteration, which the loop stacks and gives to `after`.
+
+        Args:
+          equation: the loop.
+          read: reads a value of the iteration.
+          mesh: the mesh on which the iteration runs. The axis of replicas is manual.
+        """
+        ...
+
+    def after(self, equation: int, seen: Any) -> None:
+        """Receives what `inside` returned in each iteration of a loop, stacked.
+
+        If replicas run the iterations, arrays ``(devices, ...)`` of an iteration are
+        zero for the devices of other replicas.
+        """
+        ...
+
+    def end(self, read: Read) -> None:
+        """Reads values of the step after the step has computed all its values."""
+        ...
+
+
+class Synchroniser(Protocol):
+    """Computes the sums of partial values over devices, for example with a codec."""
+
+    def takes(self, value: int) -> frozenset[int]:
+        """Returns the values that are summed together with this one; empty for none."""
+        ...
+
+    def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
+        """Computes the sums of partial values, in the layouts of the plan."""
+        ...
 
 
 class Forms:

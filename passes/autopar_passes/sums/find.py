@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from autopar_passes import debug
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers, readers
 from autopar_passes.graph.roles import Role
-from autopar_passes.graph.verify import GraphError, invariant_error
+from autopar_passes.graph.verify import GraphError, invariant_error, verifies
 from autopar_passes.program.equations import Program, Region, Scalar, walk
 from autopar_passes.rules import shardy
 from autopar_passes.sums.stacked import (
@@ -158,7 +157,7 @@ class _View:
 def find_deferrals(program: Program, graph: OperatorGraph) -> tuple[Deferral, ...]:
     """Returns the deferrals of a program, in program order."""
     deferrals = _Finder(program, graph).run()
-    if debug.verifies():
+    if verifies():
         verify_deferrals(graph, deferrals)
     return deferrals
 

@@ -23,15 +23,15 @@ from autopar.compression.policies.policy import (
     signal_updates,
     sum_signals,
 )
-from autopar.compression.signal import (
+from autopar.compression.synchronise import (
     DENSE_SIGNAL,
     DENSE_SQUARE,
+    NON_FINITE,
     SENT_SIGNAL,
     SENT_SQUARE,
     WIDTH,
     sketch,
 )
-from autopar.compression.synchronise import NON_FINITE
 
 TOPK = parse_codec("topk:ratio=0.1")
 

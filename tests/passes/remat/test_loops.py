@@ -34,7 +34,7 @@ from autopar_passes.graph.verify import verify
 from autopar_passes.program.equations import Equation
 from autopar_passes.program.trace import open_arguments
 from autopar_passes.remat.copies import RematError
-from autopar_passes.remat.recompute import Recomputation, recompute_layers
+from autopar_passes.remat.loops import Recomputation, recompute_layers
 
 LOOPS = [name for name in CASES if name.startswith("scan")]
 

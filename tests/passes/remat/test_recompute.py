@@ -20,7 +20,7 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.graph.verify import verify
 from autopar_passes.program.equations import Program, Region
 from autopar_passes.remat.copies import LEVELS, RematError
-from autopar_passes.remat.recompute import Recomputation, recompute_layers
+from autopar_passes.remat.loops import Recomputation, recompute_layers
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,8 +17,8 @@ from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.layouts import Layout
 from autopar_passes.program.trace import TracedStep, trace
-from autopar_passes.replay.layout_plan import LayoutRoute
 from autopar_passes.replay.run import replay
+from autopar_passes.replay.values import LayoutRoute
 from autopar_passes.rules.factor_rule import Dims, FactorKind
 
 MESH = Mesh(

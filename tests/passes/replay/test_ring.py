@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_cases import cudnn, gradient, struct, traced
 
 from autopar_passes.graph.operators import Operator
-from autopar_passes.replay.primitives import kernel_on_shards
-from autopar_passes.replay.ring import Ring
+from autopar_passes.replay.primitives import Ring, kernel_on_shards
 
 
 @pytest.mark.parametrize("seq", [1, 2], ids=["sequence first", "heads first"])

@@ -16,7 +16,7 @@ from autopar.compression.codecs.codec import Reduced
 from autopar.compression.codecs.dense import Dense
 from autopar.compression.gradient import MOST_LOST
 from autopar.compression.policies.policy import GradientReport
-from autopar.runtime.gradients.telemetry import MeasuredGradient
+from autopar.runtime.gradients.codec_state import MeasuredGradient
 
 NAME = "data_parallel"
 

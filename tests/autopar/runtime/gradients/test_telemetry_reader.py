@@ -12,13 +12,13 @@ import pytest
 
 from autopar.compression.gradient import MOST_LOST
 from autopar.compression.synchronise import ERROR, NON_FINITE, WANTED
-from autopar.runtime.gradients.synchroniser import _spoilt
-from autopar.runtime.gradients.telemetry import (
+from autopar.runtime.gradients.codec_state import (
     EARLY,
     UNREAD,
     MeasuredGradient,
     TelemetryReader,
 )
+from autopar.runtime.gradients.synchroniser import _spoilt
 
 W, B = MeasuredGradient("w", "int4", 0.2), MeasuredGradient("b", "", 0.0)
 

@@ -20,7 +20,7 @@ from autopar.planner.stages.entry import plan_pipeline
 from autopar.reports.attribution import step_of
 from autopar.reports.audit import LAYERS as LAYERS_SENT
 from autopar.reports.staged import SENT_LAYERS, bind_stages, staged_parts
-from autopar.runtime.stages.stacked import WithStacked
+from autopar.runtime.stages.planned import WithStacked
 from autopar.steps.analysis import analyse
 from autopar_passes.stages.cut import Phase
 from autopar_solver import Schedule, ScheduleKind

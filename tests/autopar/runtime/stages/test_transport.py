@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import StageError
 from autopar.runtime.stages import transport
-from autopar.runtime.stages.routes import on_device
 from autopar.runtime.stages.transport import (
     Links,
     LostError,
     ProgressWatch,
+    on_device,
     wait_watched,
 )
 from autopar.runtime.world import World
