@@ -68,7 +68,7 @@ from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.layer_loops.split import stacked_state
 from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.calls import NOT_NAMED, NamedRoles, StepCall
-from autopar_passes.program.equations import Equation, Program, walk
+from autopar_passes.program.equations import Equation, Program
 from autopar_passes.program.static_leaves import struct_of
 from autopar_passes.program.trace import (
     TracedStep,
@@ -310,8 +310,7 @@ class Analysis:
     @_untimed
     def loop_equations(self) -> frozenset[int]:
         """The equations inside of the loop over microbatches."""
-        inside = [e.index for r in self.loop.regions for e in walk(r)]
-        return frozenset(inside)
+        return frozenset(e.index for e in self.loop.inner)
 
     @_untimed
     def loop(self) -> Equation:

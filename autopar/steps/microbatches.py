@@ -227,9 +227,7 @@ def _repeated_equations(program: Program, once: frozenset[int]) -> frozenset[int
     found: set[int] = set()
     for eqn in program.body.equations:
         if eqn.index not in once:
-            found.add(eqn.index)
-            for region in eqn.regions:
-                found.update(inner.index for inner in walk(region))
+            found.update(e.index for e in (eqn, *eqn.inner))
     return frozenset(found)
 
 

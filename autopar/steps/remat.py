@@ -16,11 +16,11 @@ from autopar_passes.graph.operators import PRODUCTS, OperatorGraph, update_equat
 from autopar_passes.graph.roles import REPEATED, Role
 from autopar_passes.microbatches.accumulate import accumulate_step
 from autopar_passes.microbatches.facts import Microbatched
-from autopar_passes.program.equations import Equation, Program, walk
+from autopar_passes.program.equations import Equation, Program, reads
 from autopar_passes.program.trace import TracedStep
 from autopar_passes.remat.copies import RematError, names_in, trace_without_checkpoints
 from autopar_passes.remat.loops import Recomputation, loops_through, recompute_layers
-from autopar_passes.stages.flow import Flow, reads
+from autopar_passes.stages.flow import Flow
 from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain
 
 # If the loops have more than this fraction of the forward FLOPs, their iterations are
@@ -253,7 +253,7 @@ def _is_tower(flow: Flow, eqn: Equation) -> bool:
     for inner in body.equations:
         if known.isdisjoint(reads(inner)):
             continue
-        parts = (inner, *(e for region in inner.regions for e in walk(region)))
+        parts = (inner, *inner.inner)
         if any(part.primitive in PRODUCTS for part in parts):
             return True
         known.update(inner.outputs)

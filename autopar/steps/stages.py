@@ -21,7 +21,7 @@ from autopar_passes.jax_effects import is_ordered
 from autopar_passes.layer_loops.operators import whole_path
 from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.microbatches.facts import Microbatched
-from autopar_passes.program.equations import Equation, walk
+from autopar_passes.program.equations import Equation
 from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program, verify_cut
 from autopar_passes.stages.parts import CutError, Parts, hoist_sums, parts_of
 
@@ -191,9 +191,8 @@ def _programs(tasks: Cut, stage: int) -> dict[int, int]:
     out: dict[int, int] = {}
     for number, task in enumerate(tasks.of_stage(stage)):
         for index in task.equations:
-            regions = (e for r in equations[index].regions for e in walk(r))
             out[index] = number
-            out.update((inner.index, number) for inner in regions)
+            out.update((inner.index, number) for inner in equations[index].inner)
     return out
 
 

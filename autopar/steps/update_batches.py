@@ -9,7 +9,6 @@ from autopar.steps.analysis import Analysis, analyse_program
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
-from autopar_passes.program.equations import walk
 from autopar_passes.program.update_batches import batch_updates
 
 
@@ -71,5 +70,5 @@ def equations_of_update(analysis: Analysis) -> frozenset[int]:
     return frozenset(
         index
         for index in update_equations(analysis.program, analysis.graph)
-        if others.isdisjoint(e.index for r in whole[index].regions for e in walk(r))
+        if others.isdisjoint(e.index for e in whole[index].inner)
     )

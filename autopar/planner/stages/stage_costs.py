@@ -20,9 +20,8 @@ from autopar.steps.stages import CutStep
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.operators import piece_arguments, piece_holders
 from autopar_passes.microbatches.facts import Combine
-from autopar_passes.program.equations import walk
+from autopar_passes.program.equations import reads, walk
 from autopar_passes.stages.cut import Phase, Task, TaskKey
-from autopar_passes.stages.flow import reads
 from autopar_solver import TaskKind, TaskSeconds
 
 _KINDS = {

@@ -28,8 +28,13 @@ from autopar_passes.layer_loops.operators import (
     piece_paths,
     resize_dim,
 )
-from autopar_passes.program.equations import Atom, Equation, Program, Region, walk
-from autopar_passes.program.flatten import Builder, next_index, renumber_equation
+from autopar_passes.program.equations import Atom, Equation, Program, Region
+from autopar_passes.program.flatten import (
+    Builder,
+    made_values,
+    next_index,
+    renumber_region,
+)
 from autopar_passes.program.trace import TracedStep
 
 
@@ -253,7 +258,7 @@ class Splitter:
     def equation(self, eqn: Equation) -> None:
         """Writes one equation, in pieces if possible."""
         self.stack = eqn.name_stack
-        cut = {a for a in eqn.inputs if isinstance(a, int) and a in self.pieces}
+        cut = {a for a in eqn.arrays if a in self.pieces}
         if cut and self.in_pieces(eqn, cut):
             return
         kept = dataclasses.replace(eqn, inputs=tuple(self.read(a) for a in eqn.inputs))
@@ -482,26 +487,10 @@ class Splitter:
 
     def copy_region(self, region: Region) -> Region:
         """A copy of a body, with new values and equations."""
-        own: dict[int, int] = {}
-        values = [*region.inputs]
-        for eqn in walk(region):
-            values.extend(eqn.outputs)
-            for inner in eqn.regions:
-                values.extend(inner.inputs)
-        for v in values:
-            own[v] = self.builder.like(self.program.values[v])
-
-        def number(value: int) -> int:
-            return own.get(value, value)
-
-        def index(_: int) -> int:
-            return self.builder.index()
-
-        return Region(
-            tuple(number(v) for v in region.inputs),
-            tuple(renumber_equation(e, number, index) for e in region.equations),
-            tuple(number(a) if isinstance(a, int) else a for a in region.outputs),
-        )
+        values = (*region.inputs, *made_values(region.equations))
+        own = {v: self.builder.like(self.program.values[v]) for v in values}
+        index = self.builder.index
+        return renumber_region(region, lambda v: own.get(v, v), lambda _: index())
 
 
 def stacked_state(program: Program, carried: Mapping[int, int]) -> dict[int, int]:
@@ -555,9 +544,7 @@ def _sources(program: Program, carried: Mapping[int, int]) -> dict[int, int]:
         if eqn.primitive not in POINTWISE or len(eqn.outputs) != 1:
             continue
         shape = values[eqn.outputs[0]].shape
-        arrays = [
-            a for a in eqn.inputs if isinstance(a, int) and values[a].shape == shape
-        ]
+        arrays = [a for a in eqn.arrays if values[a].shape == shape]
         if len(arrays) == 1 and arrays[0] in found:
             found[eqn.outputs[0]] = found[arrays[0]]
     return found

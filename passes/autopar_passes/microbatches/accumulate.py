@@ -22,10 +22,15 @@ from autopar_passes.microbatches.facts import (
     join_microbatches,
     take_microbatch,
 )
-from autopar_passes.program.equations import Atom, Equation, Program, Region
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    needed_equations,
+)
 from autopar_passes.program.flatten import (
     Builder,
-    needed_equations,
     next_index,
     renumber_equation,
 )
@@ -176,13 +181,10 @@ class _Joiner:
         repeated = [
             e for e in self.micro.body.equations if e.index not in self.found.once
         ]
-        told = tuple(e for e in repeated if e.source.effects)
-        read = [*(c.value for c in crossings), *_read(told)]
-        kept = {e.index for e in needed_equations(repeated, read)}
+        kept = needed_equations(repeated, [c.value for c in crossings], effects=True)
         return tuple(
             renumber_equation(e, self.number, lambda k: self.first_index + k)
-            for e in repeated
-            if e.index in kept or e.source.effects
+            for e in kept
         )
 
     def inputs(self, body: tuple[Equation, ...], number: int) -> dict[int, int]:
@@ -263,7 +265,7 @@ def _wide(dtype: Any) -> Any:
 
 def _read(equations: tuple[Equation, ...]) -> set[int]:
     """The values that equations read as operands."""
-    return {a for e in equations for a in e.inputs if isinstance(a, int)}
+    return {a for e in equations for a in e.arrays}
 
 
 def _scan_source(length: int, consts: int, carries: int) -> Any:

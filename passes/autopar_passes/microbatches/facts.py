@@ -432,15 +432,15 @@ def loop_of_updates(pair: Pair, operators: Mapping[int, Operator]) -> Equation |
             carried = [(a, b) for a, b in carried if not pair.has_rows(a)]
             for inner in region.equations:
                 roles = _roles_in(inner, operators)
-                read = {a for a in inner.inputs if isinstance(a, int)}
+                read = inner.arrays
                 if Role.BACKWARD in roles or not back.isdisjoint(read):
                     back.update(inner.outputs)
             ahead.update(a for a, b in carried if b in back)
             for inner in region.equations:
-                if ahead.isdisjoint(a for a in inner.inputs if isinstance(a, int)):
+                if ahead.isdisjoint(inner.arrays):
                     continue
                 ahead.update(inner.outputs)
-                made = (inner, *(e for r in inner.regions for e in walk(r)))
+                made = (inner, *inner.inner)
                 rows = any(pair.has_rows(v) for e in made for v in e.outputs)
                 if rows and Role.FORWARD in _roles_in(inner, operators):
                     return eqn
@@ -449,18 +449,13 @@ def loop_of_updates(pair: Pair, operators: Mapping[int, Operator]) -> Equation |
 
 def _roles_in(eqn: Equation, operators: Mapping[int, Operator]) -> set[Role]:
     """The roles of an equation's operators, with those in its regions."""
-    made = (eqn, *(e for region in eqn.regions for e in walk(region)))
+    made = (eqn, *eqn.inner)
     return {operators[e.index].role for e in made if e.index in operators}
 
 
 def _outermost(equations: Iterable[Equation]) -> dict[int, int]:
     """Equation -> the top-level equation that contains it."""
-    out: dict[int, int] = {}
-    for eqn in equations:
-        out[eqn.index] = eqn.index
-        for region in eqn.regions:
-            out.update((inner.index, eqn.index) for inner in walk(region))
-    return out
+    return {e.index: eqn.index for eqn in equations for e in (eqn, *eqn.inner)}
 
 
 def _roles(
@@ -477,7 +472,7 @@ def _roles(
         if found[eqn.index] is Role.UPDATE and not read.isdisjoint(eqn.outputs):
             found[eqn.index] = Role.FORWARD
         if found[eqn.index] is not Role.UPDATE:
-            read.update(a for a in eqn.inputs if isinstance(a, int))
+            read.update(eqn.arrays)
     return found
 
 
@@ -499,7 +494,7 @@ def _needed_back(
         backward = roles.get(eqn.index) is Role.BACKWARD
         if backward or not read.isdisjoint(eqn.outputs):
             found.add(eqn.index)
-            read.update(a for a in eqn.inputs if isinstance(a, int))
+            read.update(eqn.arrays)
     return frozenset(found)
 
 
@@ -510,7 +505,7 @@ def _stateless_values(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
     found.update(body.inputs[pair.whole.num_arguments :])
     for eqn in body.equations:
         told = eqn.source.effects
-        if not told and all(a in found for a in eqn.inputs if isinstance(a, int)):
+        if not told and all(a in found for a in eqn.arrays):
             found.update(eqn.outputs)
     return frozenset(found)
 

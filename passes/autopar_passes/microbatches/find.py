@@ -36,9 +36,9 @@ from autopar_passes.program.equations import (
     Program,
     Region,
     Scalar,
-    walk,
+    needed_equations,
 )
-from autopar_passes.program.flatten import Builder, needed_equations, next_index
+from autopar_passes.program.flatten import Builder, next_index
 from autopar_passes.program.trace import TracedStep
 
 # Writes the program of a microbatch from the classes of values and the edits (`Edits`).
@@ -100,16 +100,8 @@ class _WriterOfRows:
         if self.edits.first or self.edits.folded or self.edits.drawn:
             self.number = self.builder.value((), jnp.dtype("int32"))
         region = self.region(self.pair.whole.body, micro.body)
-        read = [*self.gathered, *(v for v in region.outputs if isinstance(v, int))]
-        for eqn in region.equations:
-            if eqn.source.effects:
-                read.extend(
-                    (*eqn.outputs, *(a for a in eqn.inputs if isinstance(a, int)))
-                )
-        kept = {e.index for e in needed_equations(region.equations, read)}
-        equations = tuple(
-            e for e in region.equations if e.index in kept or e.source.effects
-        )
+        read = [*self.gathered, *region.outputs]
+        equations = needed_equations(region.equations, read, effects=True)
         body = Region(self.inputs(), equations, region.outputs)
         # A constant with rows becomes an input, computed ahead from the constant of the
         # whole batch.
@@ -183,7 +175,7 @@ class _WriterOfRows:
 
     def late(self, eqn: Equation) -> None:
         """Writes an equation that runs once, on the rows of the whole batch."""
-        for inner in (eqn, *(e for region in eqn.regions for e in walk(region))):
+        for inner in (eqn, *eqn.inner):
             made = (*inner.outputs, *(v for r in inner.regions for v in r.inputs))
             for value in made:
                 self.builder.values[value] = self.pair.whole.values[value]
@@ -457,9 +449,7 @@ def _made_twice(pair: Pair, follower: Follower, made: Rewritten) -> frozenset[in
         for eqn in ahead
         if eqn.index not in follower.hoisted
         and not (
-            folded.isdisjoint(
-                {eqn.index, *(e.index for r in eqn.regions for e in walk(r))}
-            )
+            folded.isdisjoint(e.index for e in (eqn, *eqn.inner))
             and handed.isdisjoint(eqn.outputs)
         )
     )

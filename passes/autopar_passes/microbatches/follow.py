@@ -47,7 +47,7 @@ from autopar_passes.microbatches.facts import (
     place_of,
 )
 from autopar_passes.microbatches.operators import picked_by_order, taken_from_others
-from autopar_passes.program.equations import Atom, Equation, Region, Scalar, walk
+from autopar_passes.program.equations import Atom, Equation, Region, Scalar
 from autopar_passes.sums.stacked import ADDITIONS
 
 # Loops over the rows of a batch: each iteration of such a loop processes one row.
@@ -281,7 +281,7 @@ class Follower:
                 after.update(eqn.outputs)
                 continue
             role = self.facts.roles[eqn.index]
-            late = not after.isdisjoint(a for a in eqn.inputs if isinstance(a, int))
+            late = not after.isdisjoint(eqn.arrays)
             if late and role is Role.BACKWARD:
                 raise MicrobatchError(
                     f"{place_of(eqn)} of the backward pass needs what the update has "
@@ -341,7 +341,7 @@ class Follower:
 
     def _reads_rows(self, eqn: Equation) -> bool:
         """Whether an equation reads rows, such as the gradient of each row."""
-        read = [a for a in eqn.inputs if isinstance(a, int)]
+        read = eqn.arrays
         return any(
             v in self.known.classes and self.known.classes[v].kind is Kind.ROWS
             for v in read
@@ -349,9 +349,8 @@ class Follower:
 
     def _forget(self, eqn: Equation) -> None:
         self.known.edits.forget(eqn.index)
-        for region in eqn.regions:
-            for inner in walk(region):
-                self.known.edits.forget(inner.index)
+        for inner in eqn.inner:
+            self.known.edits.forget(inner.index)
 
     def equation(self, eqn: Equation) -> None:
         """Finds the classes of the results of an equation."""
@@ -685,7 +684,7 @@ class Follower:
             self._sampling = False
 
     def _while(self, eqn: Equation) -> list[Split]:
-        draws = any(e.primitive in RANDOM for r in eqn.regions for e in walk(r))
+        draws = any(e.primitive in RANDOM for e in eqn.inner)
         if draws and not self._sampling and jax_compat.is_of_random(eqn.source):
             return self._sampler(eqn)
         return self._while_of(eqn)

@@ -81,7 +81,7 @@ def taken_from_others(pair: Pair, eqn: Equation, value: int | None) -> Equation 
         seen.add(left.pop())
         if maker is not None:
             found.append(maker)
-            plain = [a for a in maker.inputs if isinstance(a, int)]
+            plain = maker.arrays
             left.extend(v for v in plain if v not in seen and not pair.has_rows(v))
     for maker in found:
         added = value is not None and maker.primitive in SCATTERS
@@ -107,7 +107,7 @@ def picked_by_order(
     """
     made = set(eqn.outputs) if eqn.primitive in _RANKING else set[int]()
     for later in pair.micro.body.equations:
-        read = [a for a in later.inputs if isinstance(a, int)]
+        read = later.arrays
         if made.isdisjoint(read):
             continue
         if later.index in among and indexes_rows(pair, later):
@@ -275,7 +275,7 @@ def linear_in(pair: Pair, eqn: Equation, sums: Sequence[int]) -> Linearity | Non
     kind, count = eqn.primitive, len(eqn.inputs)
     if not all(is_float(pair.micro.values[v].dtype) for v in eqn.outputs):
         whole = all(is_integer(pair.micro.values[v].dtype) for v in eqn.outputs)
-        read = [a for a in eqn.inputs if isinstance(a, int)]
+        read = eqn.arrays
         exact = all(is_integer(pair.micro.values[v].dtype) for v in read)
         if not whole or not exact or kind == "div":
             return None
@@ -332,7 +332,7 @@ def _in_their_way(
 
     Otherwise the result is None.
     """
-    dim = max(pair.dims[a] for a in eqn.inputs if isinstance(a, int))
+    dim = max(pair.dims[a] for a in eqn.arrays)
     match eqn.primitive:
         case "ffi_call":
             return "is a kernel that cannot be followed"
@@ -369,7 +369,7 @@ def _has_rows(pair: Pair, atom: Atom) -> bool:
 
 def _follow_keys(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     """The classes of results made from a key for each row, or from one key for rows."""
-    arrays = (a for a in eqn.inputs if isinstance(a, int) and pair.has_rows(a))
+    arrays = (a for a in eqn.arrays if pair.has_rows(a))
     dims = {pair.dims[v] for v in (*arrays, *eqn.outputs)}
     if len(dims) != 1:
         return "brings rows together"
@@ -436,7 +436,7 @@ def _adds_up(eqn: Equation, rule: FactorRule, factor: int) -> bool:
 
 
 def _follow_reshape(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
-    (value,) = (a for a in eqn.inputs if isinstance(a, int))
+    (value,) = eqn.arrays
     (made,) = eqn.outputs
     if not pair.has_rows(made):
         return "makes rows a part of each other"
@@ -455,7 +455,7 @@ def _follow_reshape(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
 
 
 def _rows_cut(pair: Pair, eqn: Equation) -> bool:
-    (value,) = (a for a in eqn.inputs if isinstance(a, int))
+    (value,) = eqn.arrays
     dim = pair.dims[value]
     shape = pair.micro.values[value].shape
     return pair.micro.values[eqn.outputs[0]].shape[dim] != shape[dim]
@@ -463,7 +463,7 @@ def _rows_cut(pair: Pair, eqn: Equation) -> bool:
 
 def _follow_slice(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     """The class of a slice that takes the same part of each microbatch's rows."""
-    (value,) = (a for a in eqn.inputs if isinstance(a, int))
+    (value,) = eqn.arrays
     (made,) = eqn.outputs
     dim, params = pair.dims[value], eqn.params
     start = params["start_indices"][dim]

@@ -28,8 +28,14 @@ from autopar_passes.program.equations import (
     Region,
     Scalar,
     Value,
+    reads,
 )
-from autopar_passes.program.flatten import Builder, flatten, renumber_equation
+from autopar_passes.program.flatten import (
+    Builder,
+    flatten,
+    renumber_equation,
+    renumber_region,
+)
 
 # The smallest number of equations to combine. Compilers need about 5 ms per kernel, so
 # fewer equations cost only a few seconds.
@@ -358,13 +364,12 @@ class _BlockRewriter:
                 write = functools.partial(self._sum, rewritten[k])
                 nodes.append((k, write, rewritten[k].terms, eqn.outputs))
             elif k not in inside:
-                reads = [*eqn.inputs, *_free(eqn.regions)]
                 write = functools.partial(self._alone, eqn)
-                nodes.append((k, write, reads, eqn.outputs))
+                nodes.append((k, write, reads(eqn), eqn.outputs))
         for group in found.groups:
             for number, rows in enumerate(group.blocks):
                 members = [group.members[i] for i in rows]
-                reads = [
+                read = [
                     a
                     for c in group.columns
                     for a in (
@@ -373,7 +378,7 @@ class _BlockRewriter:
                 ]
                 made = [v for k in members for v in equations[k].outputs]
                 write = functools.partial(self._block, group, number)
-                nodes.append((min(members), write, reads, made))
+                nodes.append((min(members), write, read, made))
         return _topological(nodes, found.same)
 
     def _groups_of(self, found: AdditionTree) -> set[int]:
@@ -499,7 +504,7 @@ class _BlockRewriter:
 
     def _alone(self, eqn: Equation) -> None:
         """Writes an equation unchanged."""
-        for atom in (*eqn.inputs, *_free(eqn.regions)):
+        for atom in reads(eqn):
             self._now(atom)
 
         def value(number: int) -> int:
@@ -557,19 +562,6 @@ def _sum_rows(stack: Any) -> list[Any]:
     return [jnp.sum(stack, axis=0, dtype=stack.dtype)]
 
 
-def _free(regions: Sequence[Region]) -> list[int]:
-    """The values that equations of some regions read from outside of the regions."""
-    found: list[int] = []
-    for region in regions:
-        own = set(region.inputs)
-        for eqn in region.equations:
-            read = [a for a in eqn.inputs if isinstance(a, int)]
-            found += [a for a in (*read, *_free(eqn.regions)) if a not in own]
-            own.update(eqn.outputs)
-        found += [a for a in region.outputs if isinstance(a, int) and a not in own]
-    return found
-
-
 def _topological(
     nodes: Sequence[tuple[int, Callable[[], None], Sequence[Any], Iterable[int]]],
     same: dict[int, int],
@@ -578,8 +570,8 @@ def _topological(
     maker = {v: n for n, (_, _, _, made) in enumerate(nodes) for v in made}
     waiting: list[int] = []
     readers: list[list[int]] = [[] for _ in nodes]
-    for n, (_, _, reads, _) in enumerate(nodes):
-        read = {same.get(a, a) for a in reads if isinstance(a, int)}
+    for n, (_, _, atoms, _) in enumerate(nodes):
+        read = {same.get(a, a) for a in atoms if isinstance(a, int)}
         needs = {maker[v] for v in read if v in maker}
         waiting.append(len(needs))
         for other in needs:
@@ -609,10 +601,5 @@ def _compact(program: Program) -> Program:
             values.append(program.values[old])
         return numbers[old]
 
-    inputs = tuple(value(v) for v in program.body.inputs)
-    equations = tuple(
-        renumber_equation(eqn, value, lambda index: index)
-        for eqn in program.body.equations
-    )
-    outputs = tuple(value(a) if isinstance(a, int) else a for a in program.body.outputs)
-    return Program(tuple(values), Region(inputs, equations, outputs), program.constants)
+    body = renumber_region(program.body, value)
+    return Program(tuple(values), body, program.constants)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,16 @@ class Equation:
         """Parameters of the primitive."""
         return self.source.params
 
+    @property
+    def arrays(self) -> tuple[int, ...]:
+        """The operands that are values."""
+        return tuple(a for a in self.inputs if isinstance(a, int))
+
+    @property
+    def inner(self) -> list[Equation]:
+        """The equations of all regions, and of regions within them."""
+        return [eqn for region in self.regions for eqn in walk(region)]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
@@ -124,12 +134,44 @@ class Program:
 
 def walk(region: Region) -> list[Equation]:
     """Returns all equations of a region; bodies come after their equation."""
-    out: list[Equation] = []
-    for eqn in region.equations:
-        out.append(eqn)
-        for inner in eqn.regions:
-            out.extend(walk(inner))
-    return out
+    return [one for eqn in region.equations for one in (eqn, *eqn.inner)]
+
+
+def reads(eqn: Equation) -> tuple[int, ...]:
+    """The values that an equation and its regions read, each once."""
+    found = dict.fromkeys(eqn.arrays)
+    for region in eqn.regions:
+        known = set(region.inputs)
+        for inner in region.equations:
+            found.update((v, None) for v in reads(inner) if v not in known)
+            known.update(inner.outputs)
+        ends = (v for v in region.outputs if isinstance(v, int))
+        found.update((v, None) for v in ends if v not in known)
+    return tuple(found)
+
+
+def needed_equations(
+    equations: Sequence[Equation],
+    values: Iterable[Atom],
+    *,
+    kept: Callable[[int], bool] = lambda _: False,
+    effects: bool = False,
+) -> tuple[Equation, ...]:
+    """The equations that given values depend on, in their order.
+
+    Args:
+      equations: equations in program order.
+      values: the values to compute.
+      kept: tells whether a value is kept, so that it need not be computed.
+      effects: whether equations with side effects are needed, too.
+    """
+    wanted = {v for v in values if isinstance(v, int)}
+    found: list[Equation] = []
+    for eqn in reversed(equations):
+        if not wanted.isdisjoint(eqn.outputs) or (effects and eqn.source.effects):
+            found.append(eqn)
+            wanted.update(v for v in reads(eqn) if not kept(v))
+    return tuple(reversed(found))
 
 
 def evaluate(program: Program, *arguments: Any) -> list[Any]:

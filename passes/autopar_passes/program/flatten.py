@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ from autopar_passes.program.equations import (
     Region,
     Scalar,
     Value,
+    needed_equations,
 )
 
 # Collectives over an axis that has one replica.
@@ -216,13 +217,8 @@ def flatten(
     env.update(zip(closed.jaxpr.constvars, const_ids, strict=True))
     outputs = builder.inline(closed.jaxpr, env, "")
     hoisted = list(builder.hoisted)
-    body = _live(
-        Region(
-            (*arguments, *const_ids, *(i for i, _ in hoisted)),
-            tuple(builder.equations),
-            tuple(outputs),
-        )
-    )
+    inputs = (*arguments, *const_ids, *(i for i, _ in hoisted))
+    body = _live_region(inputs, builder.equations, outputs)
     all_constants = (*constants, *(c for _, c in hoisted))
     for value in _host_arguments(body, frozenset(arguments)):
         builder.values[value] = dataclasses.replace(builder.values[value], on_host=True)
@@ -384,7 +380,7 @@ class _Builder:
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.hoist(var.aval, const)
         outputs = self.inline(jaxpr, env, stack)
-        region = _live(Region(tuple(inputs), tuple(self.equations), tuple(outputs)))
+        region = _live_region(inputs, self.equations, outputs)
         self.equations = outer
         return region
 
@@ -438,16 +434,12 @@ def _bodies(eqn: Any) -> list[tuple[Any, list[Any]]]:
             return []
 
 
-def _live(region: Region) -> Region:
-    """Drops equations whose results are never read and that have no side effects."""
-    needed = {a for a in region.outputs if isinstance(a, int)}
-    kept: list[Equation] = []
-    for eqn in reversed(region.equations):
-        if needed.isdisjoint(eqn.outputs) and not eqn.source.effects:
-            continue
-        kept.append(eqn)
-        needed.update(a for a in eqn.inputs if isinstance(a, int))
-    return Region(region.inputs, tuple(reversed(kept)), region.outputs)
+def _live_region(
+    inputs: Sequence[int], equations: Sequence[Equation], outputs: Sequence[Atom]
+) -> Region:
+    """A region of the equations whose results are read or that have side effects."""
+    live = needed_equations(equations, outputs, effects=True)
+    return Region(tuple(inputs), live, tuple(outputs))
 
 
 def _join(prefix: str, stack: str) -> str:
@@ -542,11 +534,13 @@ class Builder:
         for eqn in inner.body.equations:
             new = renumber_equation(eqn, number, lambda _: self.index())
             self.equations.append(dataclasses.replace(new, name_stack=stack))
-        return [numbers[a] if isinstance(a, int) else a for a in inner.body.outputs]
+        return list(renumber_atoms(inner.body.outputs, numbers.__getitem__))
 
 
 def renumber_equation(
-    eqn: Equation, value: Callable[[int], int], index: Callable[[int], int]
+    eqn: Equation,
+    value: Callable[[int], int],
+    index: Callable[[int], int] = lambda index: index,
 ) -> Equation:
     """Returns an equation and its regions with new numbers.
 
@@ -555,40 +549,40 @@ def renumber_equation(
       value: old number of a value -> new number.
       index: old index of an equation -> new index.
     """
+    regions = tuple(renumber_region(region, value, index) for region in eqn.regions)
+    outputs = tuple(map(value, eqn.outputs))
+    number, inputs = index(eqn.index), renumber_atoms(eqn.inputs, value)
+    return Equation(number, eqn.source, inputs, outputs, eqn.name_stack, regions)
 
-    def atoms(found: Sequence[Atom]) -> tuple[Atom, ...]:
-        return tuple(value(a) if isinstance(a, int) else a for a in found)
 
-    regions = tuple(
-        Region(
-            tuple(value(v) for v in region.inputs),
-            tuple(renumber_equation(e, value, index) for e in region.equations),
-            atoms(region.outputs),
-        )
-        for region in eqn.regions
-    )
-    outputs = tuple(value(v) for v in eqn.outputs)
-    return Equation(
-        index(eqn.index),
-        eqn.source,
-        atoms(eqn.inputs),
-        outputs,
-        eqn.name_stack,
-        regions,
+def renumber_region(
+    region: Region,
+    value: Callable[[int], int],
+    index: Callable[[int], int] = lambda index: index,
+) -> Region:
+    """Returns a region with new numbers, as `renumber_equation` does an equation."""
+    return Region(
+        tuple(map(value, region.inputs)),
+        tuple(renumber_equation(e, value, index) for e in region.equations),
+        renumber_atoms(region.outputs, value),
     )
 
 
-def needed_equations(
-    equations: Sequence[Equation], values: Sequence[int]
-) -> tuple[Equation, ...]:
-    """The equations that given values depend on, in their order."""
-    wanted = set(values)
-    kept: list[Equation] = []
-    for eqn in reversed(equations):
-        if not wanted.isdisjoint(eqn.outputs):
-            kept.append(eqn)
-            wanted.update(a for a in eqn.inputs if isinstance(a, int))
-    return tuple(reversed(kept))
+def renumber_atoms(
+    atoms: Sequence[Atom], value: Callable[[int], int]
+) -> tuple[Atom, ...]:
+    """Atoms with new numbers of values."""
+    return tuple(value(a) if isinstance(a, int) else a for a in atoms)
+
+
+def made_values(equations: Iterable[Equation]) -> list[int]:
+    """The values that equations and their regions make."""
+    found: list[int] = []
+    for eqn in equations:
+        for one in (eqn, *eqn.inner):
+            found.extend(one.outputs)
+            found.extend(v for region in one.regions for v in region.inputs)
+    return found
 
 
 def next_index(program: Program) -> int:

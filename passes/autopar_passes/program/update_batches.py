@@ -33,7 +33,7 @@ from autopar_passes.program.equations import (
     Region,
     Scalar,
     evaluate,
-    walk,
+    reads,
 )
 from autopar_passes.program.flatten import Builder, flatten, next_index
 
@@ -135,7 +135,7 @@ def batch_updates(
     for eqn in program.body.equations:
         if eqn.index in gone:
             continue
-        late = not made.isdisjoint(_read_by(eqn))
+        late = not made.isdisjoint(reads(eqn))
         (behind if late else ahead).append(eqn)
         if late:
             made.update(eqn.outputs)
@@ -172,18 +172,9 @@ def _first_of(
     """
     late = {v for one in computations for v in one.outputs}
     for eqn in program.body.equations:
-        if not late.isdisjoint(_read_by(eqn)):
+        if not late.isdisjoint(reads(eqn)):
             late.update(eqn.outputs)
     return [one for one in computations if late.isdisjoint(one.inputs)]
-
-
-def _read_by(eqn: Equation) -> Iterator[int]:
-    """The values that an equation and the equations of its regions read."""
-    yield from (a for a in eqn.inputs if isinstance(a, int))
-    for region in eqn.regions:
-        for inner in region.equations:
-            yield from _read_by(inner)
-        yield from (a for a in region.outputs if isinstance(a, int))
 
 
 def _computations(program: Program, update: Collection[int]) -> Iterator[_Computation]:
@@ -191,7 +182,7 @@ def _computations(program: Program, update: Collection[int]) -> Iterator[_Comput
     own = [eqn for eqn in program.body.equations if eqn.index in update]
     readers: dict[int, set[int]] = {}
     for eqn in program.body.equations:
-        for value in _read_by(eqn):
+        for value in reads(eqn):
             readers.setdefault(value, set()).add(eqn.index)
     for value in program.body.outputs:
         if isinstance(value, int):
@@ -231,8 +222,7 @@ def _products(eqn: Equation) -> int:
 
 def _is_safe(eqn: Equation) -> bool:
     """Whether an equation and all equations in its regions may run on stacks."""
-    inner = itertools.chain.from_iterable(map(walk, eqn.regions))
-    return all(e.primitive in _SAFE for e in (eqn, *inner))
+    return all(e.primitive in _SAFE for e in (eqn, *eqn.inner))
 
 
 # Stands for the caller among the readers of a value that the program returns.
@@ -251,7 +241,7 @@ def _connected_parts(equations: Sequence[Equation]) -> list[list[Equation]]:
         return index
 
     for eqn in equations:
-        for value in _read_by(eqn):
+        for value in reads(eqn):
             if value in maker:
                 root[find(eqn.index)] = find(maker[value])
     parts: dict[int, list[Equation]] = {}
@@ -286,7 +276,7 @@ def _preparation(
     """
     taken = {own[k].index for k in part}
     made = {v for k in part for v in own[k].outputs}
-    given = {v for k in part for v in _read_by(own[k])} - made
+    given = {v for k in part for v in reads(own[k])} - made
     found, best = set[int](), set[int]()
     limit = sum(program.values[v].nbytes for v in given) + 1
     reduces = False
@@ -302,8 +292,8 @@ def _preparation(
         found.add(place)
         taken.add(eqn.index)
         given.difference_update(eqn.outputs)
-        given.update(_read_by(eqn))
-        for value in _read_by(eqn):
+        given.update(reads(eqn))
+        for value in reads(eqn):
             if value in maker:
                 heapq.heappush(waiting, -maker[value])
         reduces = reduces or eqn.primitive.startswith("reduce_")
@@ -319,7 +309,7 @@ def _between(own: Sequence[Equation]) -> list[Equation]:
     made: set[int] = set()
     behind: set[int] = set()
     for eqn in own:
-        if eqn.index in worth or not made.isdisjoint(_read_by(eqn)):
+        if eqn.index in worth or not made.isdisjoint(reads(eqn)):
             behind.add(eqn.index)
             made.update(eqn.outputs)
     needed: set[int] = set()
@@ -327,7 +317,7 @@ def _between(own: Sequence[Equation]) -> list[Equation]:
     for eqn in reversed(own):
         if eqn.index in worth or not needed.isdisjoint(eqn.outputs):
             ahead.add(eqn.index)
-            needed.update(_read_by(eqn))
+            needed.update(reads(eqn))
     return [eqn for eqn in own if eqn.index in ahead & behind]
 
 

@@ -22,19 +22,30 @@ from autopar_passes import jax_compat
 from autopar_passes.graph.operators import PRODUCTS
 from autopar_passes.graph.roles import REPEATED, Role
 from autopar_passes.program.calls import StepCall
-from autopar_passes.program.equations import Equation, Program, Region, Value, walk
-from autopar_passes.program.flatten import renumber_equation
+from autopar_passes.program.equations import (
+    Equation,
+    Program,
+    Region,
+    needed_equations,
+    reads,
+)
+from autopar_passes.program.flatten import (
+    Builder,
+    made_values,
+    renumber_atoms,
+    renumber_equation,
+)
 from autopar_passes.program.trace import TracedStep, trace_call
 from autopar_passes.rules.book import signature
-from autopar_passes.stages.flow import Flow, reads
+from autopar_passes.stages.flow import Flow
 
 # JAX's name for the part of a backward pass that recomputes a forward pass.
 _STACK = "transpose(rematted_computation)"
 
 
-def needed_equations(
+def recomputed_equations(
     equations: Sequence[Equation],
-    values: Collection[int],
+    values: Iterable[int],
     kept: Callable[[int], bool],
 ) -> tuple[tuple[Equation, ...], tuple[int, ...]]:
     """The equations that compute given values, and the kept values that they read.
@@ -44,84 +55,36 @@ def needed_equations(
       values: the values to compute.
       kept: tells whether a value is kept, so that it need not be computed.
     """
-    wanted, given = set(values), dict[int, None]()
-    found: list[Equation] = []
-    for eqn in reversed(equations):
-        if wanted.isdisjoint(eqn.outputs):
-            continue
-        found.append(eqn)
-        for value in reads(eqn):
-            if kept(value):
-                given[value] = None
-            else:
-                wanted.add(value)
-    return tuple(reversed(found)), tuple(sorted(given))
+    found = needed_equations(equations, values, kept=kept)
+    given = {v for eqn in found for v in reads(eqn) if kept(v)}
+    return found, tuple(sorted(given))
 
 
-class Numbers:
-    """Gives numbers to new values and equations of a program.
+def add_copies(
+    builder: Builder, equations: Sequence[Equation], known: dict[int, int]
+) -> tuple[list[Equation], Callable[[int], int]]:
+    """Copies equations onto other operands, under the name of a recomputation.
 
-    Attributes:
-      values: all values.
+    Args:
+      builder: gives the copies their numbers.
+      equations: the equations to copy, in order.
+      known: value -> the value that the copies read instead.
+
+    Returns:
+      The copies, and a function from a value to its copy.
     """
+    numbers = dict(known)
+    for value in made_values(equations):
+        numbers[value] = builder.like(builder.values[value])
 
-    def __init__(self, program: Program, next_index: int) -> None:
-        """Starts after the numbers of a program.
+    def copy(value: int) -> int:
+        return numbers.get(value, value)
 
-        Args:
-          program: the program whose numbers are in use.
-          next_index: the first index that no equation has.
-        """
-        self.values = list(program.values)
-        self.next_index = next_index
-
-    def new(self, like: Value) -> int:
-        """Adds a value with the shape, dtype and name of another value."""
-        self.values.append(like)
-        return len(self.values) - 1
-
-    def index(self) -> int:
-        """Returns a new index for an equation."""
-        self.next_index += 1
-        return self.next_index - 1
-
-    def copies(
-        self, equations: Sequence[Equation], known: dict[int, int]
-    ) -> tuple[list[Equation], Callable[[int], int]]:
-        """Copies equations onto other operands, under the name of a recomputation.
-
-        Args:
-          equations: the equations to copy, in order.
-          known: value -> the value that the copies read instead.
-
-        Returns:
-          The copies, and a function from a value to its copy.
-        """
-        numbers = dict(known)
-        for eqn in equations:
-            for value in _made_values(eqn):
-                numbers[value] = self.new(self.values[value])
-
-        def copy(value: int) -> int:
-            return numbers.get(value, value)
-
-        made = [
-            _copy_named(renumber_equation(eqn, copy, lambda _: self.index()))
-            for eqn in equations
-        ]
-        return made, copy
-
-
-def _made_values(eqn: Equation) -> list[int]:
-    """The values that an equation and its regions make."""
-    found = list(eqn.outputs)
-    for region in eqn.regions:
-        found.extend(region.inputs)
-        found.extend(v for inner in walk(region) for v in inner.outputs)
-        found.extend(
-            v for inner in walk(region) for deep in inner.regions for v in deep.inputs
-        )
-    return found
+    made = [
+        _copy_named(renumber_equation(eqn, copy, lambda _: builder.index()))
+        for eqn in equations
+    ]
+    return made, copy
 
 
 def _copy_named(eqn: Equation) -> Equation:
@@ -300,7 +263,7 @@ def merge_repeats(program: Program) -> Program:
     equal: dict[int, int] = {}
     out: list[Equation] = []
     for given in program.body.equations:
-        eqn = renumber_equation(given, lambda v: instead.get(v, v), lambda index: index)
+        eqn = renumber_equation(given, lambda v: instead.get(v, v))
         key = (signature(eqn, program.values), _read(eqn, equal))
         known = (
             None if eqn.regions or eqn.source.effects else first.setdefault(key, eqn)
@@ -315,9 +278,7 @@ def merge_repeats(program: Program) -> Program:
         else:
             out.append(eqn)
     _check_dropped(out)
-    outputs = tuple(
-        instead.get(a, a) if isinstance(a, int) else a for a in program.body.outputs
-    )
+    outputs = renumber_atoms(program.body.outputs, lambda v: instead.get(v, v))
     return replace(program, body=Region(program.body.inputs, tuple(out), outputs))
 
 
@@ -333,7 +294,7 @@ def _repeats(eqn: Equation) -> bool:
 def _check_dropped(equations: Iterable[Equation]) -> None:
     """Raises `RematError` if work that a checkpoint repeats could not be merged."""
     for eqn in equations:
-        for one in (eqn, *(e for r in eqn.regions for e in walk(r))):
+        for one in (eqn, *eqn.inner):
             if _repeats(one) and (one.primitive in PRODUCTS or one.regions):
                 raise RematError(
                     "a jax.checkpoint cannot be dropped: what it repeats at "

@@ -20,25 +20,34 @@ from autopar_passes import jax_compat
 from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.split import Splitter
-from autopar_passes.program.equations import Atom, Equation, Program, Region
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    needed_equations,
+    reads,
+)
 from autopar_passes.program.flatten import (
+    Builder,
     barrier_equation,
     next_index,
     renumber_equation,
+    renumber_region,
 )
 from autopar_passes.remat.copies import (
     FULL,
     NEVER,
-    Numbers,
     RematError,
+    add_copies,
     check_level,
     crossing,
     keeps,
     names_of,
-    needed_equations,
     owners,
+    recomputed_equations,
 )
-from autopar_passes.stages.flow import SMALL, Flow, reads
+from autopar_passes.stages.flow import SMALL, Flow
 
 
 def iterations(
@@ -199,14 +208,8 @@ def _with_results(splitter: Splitter, values: Collection[int]) -> Program:
     def number(value: int) -> int:
         return own.get(value, value)
 
-    region = Region(
-        body.inputs,
-        tuple(
-            renumber_equation(e, number, lambda k: k)
-            for e in splitter.builder.equations
-        ),
-        tuple(number(a) if isinstance(a, int) else a for a in outputs),
-    )
+    whole = Region(body.inputs, tuple(splitter.builder.equations), outputs)
+    region = renumber_region(whole, number)
     made = tuple(splitter.builder.values)
     return Program(made, region, splitter.program.constants)
 
@@ -218,7 +221,7 @@ class _Loop:
         self, program: Program, loop: int, readers: Sequence[int], level: str
     ) -> None:
         self.program = program
-        self.numbers = Numbers(program, next_index(program))
+        self.numbers = Builder(program.values, next_index(program))
         top = _top(program)
         self.forward = top[loop]
         self.readers = [top[k] for k in readers]
@@ -291,7 +294,8 @@ class _Loop:
                 return stack, True
         like = self.program.values[value]
         length = self.forward.params["length"]
-        stack = self.numbers.new(dataclasses.replace(like, shape=(length, *like.shape)))
+        shape = (length, *like.shape)
+        stack = self.numbers.like(dataclasses.replace(like, shape=shape))
         self.stacks[stack] = value
         return stack, True
 
@@ -307,7 +311,7 @@ class _Loop:
         }
         if not gone:
             return eqn
-        equations, given = needed_equations(
+        equations, given = recomputed_equations(
             self.body.equations, gone.values(), self.is_kept
         )
         inside, more = self.operands(eqn, operands, given)
@@ -315,7 +319,8 @@ class _Loop:
         again, instead = self.again(eqn, equations, inside, gates)
         instead.update({inner: instead[value] for inner, value in gone.items()})
         renamed = {v: instead[v] for v in (*gone, *gates)}
-        rest, outputs = _reading(body, renamed)
+        whole = dataclasses.replace(body, inputs=())
+        rest = renumber_region(whole, lambda v: renamed.get(v, v))
         left = [v for v in body.inputs[first:] if v not in gone]
         inputs = (
             *body.inputs[:consts],
@@ -329,7 +334,7 @@ class _Loop:
             eqn,
             source=_with_params(eqn, num_consts=consts + len(more[False])),
             inputs=tuple(operands[v] for v in inputs),
-            regions=(Region(inputs, (*again, *rest), outputs),),
+            regions=(Region(inputs, (*again, *rest.equations), rest.outputs),),
         )
 
     def operands(
@@ -355,7 +360,7 @@ class _Loop:
             among = inputs[first:] if stacked else inputs[:consts]
             same = [v for v in among if known[v] == atom]
             own[value] = (
-                same[0] if same else self.numbers.new(self.program.values[value])
+                same[0] if same else self.numbers.like(self.program.values[value])
             )
             if not same:
                 more[stacked][own[value]] = atom
@@ -382,7 +387,7 @@ class _Loop:
         """
         through = [*dict.fromkeys((*inside.values(), *gates))]
         types = [self.numbers.values[v] for v in through]
-        behind = {v: self.numbers.new(t) for v, t in zip(through, types, strict=True)}
+        behind = {v: self.numbers.like(t) for v, t in zip(through, types, strict=True)}
         barrier = Equation(
             self.numbers.index(),
             barrier_equation(types),
@@ -391,7 +396,7 @@ class _Loop:
             eqn.name_stack,
         )
         start = {value: behind[inner] for value, inner in inside.items()}
-        made, copy = self.numbers.copies(equations, start)
+        made, copy = add_copies(self.numbers, equations, start)
         found = {v: copy(v) for e in equations for v in e.outputs} | start
         return [barrier, *made], found | {v: behind[v] for v in gates}
 
@@ -400,25 +405,13 @@ class _Loop:
         carries = self.forward.params["num_carry"]
         left = {v: a for v, a in self.stacks.items() if v not in dropped}
         outputs = (*self.body.outputs[:carries], *left.values())
-        body = Region(self.body.inputs, _live(self.body.equations, outputs), outputs)
+        live = needed_equations(self.body.equations, outputs, effects=True)
+        body = Region(self.body.inputs, live, outputs)
         return dataclasses.replace(
             self.forward,
             outputs=(*self.forward.outputs[:carries], *left),
             regions=(body,),
         )
-
-
-def _reading(
-    body: Region, renamed: Mapping[int, int]
-) -> tuple[list[Equation], tuple[Atom, ...]]:
-    """The equations and results of a body, with some values replaced."""
-    equations = [
-        renumber_equation(e, lambda v: renamed.get(v, v), lambda k: k)
-        for e in body.equations
-    ]
-    return equations, tuple(
-        renamed.get(a, a) if isinstance(a, int) else a for a in body.outputs
-    )
 
 
 def _gates(body: Region, gone: Collection[int], carries: Sequence[int]) -> list[int]:
@@ -428,19 +421,6 @@ def _gates(body: Region, gone: Collection[int], carries: Sequence[int]) -> list[
         if not set(gone).isdisjoint(found):
             return [v for v in carries if v in found]
     return []
-
-
-def _live(
-    equations: Sequence[Equation], outputs: Sequence[Atom]
-) -> tuple[Equation, ...]:
-    """The equations whose results are read, and those with side effects."""
-    wanted = {a for a in outputs if isinstance(a, int)}
-    kept: list[Equation] = []
-    for eqn in reversed(equations):
-        if eqn.source.effects or not wanted.isdisjoint(eqn.outputs):
-            kept.append(eqn)
-            wanted.update(reads(eqn))
-    return tuple(reversed(kept))
 
 
 def _with_params(eqn: Equation, **changed: int) -> object:
@@ -541,7 +521,7 @@ class _Rewriter:
         self.position = {eqn.index: k for k, eqn in enumerate(self.order)}
         self.owner = owners(flow, wanted.starts)
         self.crossing = crossing(flow, self.owner)
-        self.numbers = Numbers(flow.program, next_index(flow.program))
+        self.numbers = Builder(flow.program.values, next_index(flow.program))
         self.names = names_of(wanted.level)
 
     def run(self) -> Program:
@@ -598,7 +578,7 @@ class _Rewriter:
             for v in reads(eqn)
             if v in made and self.made_at(v) < place
         }
-        equations, given = needed_equations(
+        equations, given = recomputed_equations(
             self.order[:place], wanted, self.keeps_value
         )
         return _LayerAgain(
@@ -642,7 +622,7 @@ class _Rewriter:
         through = [*one.given, *(v for v in one.gates if v not in one.given)]
         actual = [renamed.get(v, v) if v in one.gates else v for v in through]
         types = [self.flow.value(v) for v in through]
-        inside = {v: self.numbers.new(t) for v, t in zip(through, types, strict=True)}
+        inside = {v: self.numbers.like(t) for v, t in zip(through, types, strict=True)}
         barrier = Equation(
             self.numbers.index(),
             barrier_equation(types),
@@ -650,7 +630,7 @@ class _Rewriter:
             tuple(inside.values()),
             self.order[one.place].name_stack,
         )
-        made, copy = self.numbers.copies(one.equations, inside)
+        made, copy = add_copies(self.numbers, one.equations, inside)
         renamed.update({v: copy(v) for v in one.values})
         renamed.update({v: inside[v] for v in one.gates})
         return [barrier, *made]
@@ -659,4 +639,4 @@ class _Rewriter:
         """Returns an equation; in the backward pass it reads the recomputed values."""
         if not self.backward(eqn) or renamed.keys().isdisjoint(reads(eqn)):
             return eqn
-        return renumber_equation(eqn, lambda v: renamed.get(v, v), lambda index: index)
+        return renumber_equation(eqn, lambda v: renamed.get(v, v))

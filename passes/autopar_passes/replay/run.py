@@ -21,7 +21,6 @@ from autopar_passes.program.equations import (
     Program,
     Region,
     Value,
-    walk,
 )
 from autopar_passes.replay.primitives import run_barrier, run_primitive
 from autopar_passes.replay.replicas import Replicas, side_by_side
@@ -172,8 +171,7 @@ class ControlFlow:
 
     def _turn(self, eqn: Equation) -> tuple[Any, ...]:
         """The token that a region's callbacks wait for; () if they are not ordered."""
-        inner = (e for region in eqn.regions for e in walk(region))
-        ordered = any(jax_effects.is_ordered(e.source) for e in inner)
+        ordered = any(jax_effects.is_ordered(e.source) for e in eqn.inner)
         return (self._values.turn,) if ordered else ()
 
     def _in_turn(

@@ -108,7 +108,7 @@ class _Kernels:
 
     def __init__(self, program: Program, equations: Sequence[Equation]) -> None:
         self.program = program
-        self.read = {a for e in equations for a in e.inputs if isinstance(a, int)}
+        self.read = {a for e in equations for a in e.arrays}
         for region in (program.body, *(r for e in equations for r in e.regions)):
             self.read.update(a for a in region.outputs if isinstance(a, int))
         held = program.body.inputs[program.num_arguments :]

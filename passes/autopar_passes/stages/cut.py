@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from autopar_passes.graph.roles import Role
 from autopar_passes.graph.verify import GraphError
-from autopar_passes.program.equations import Equation, Program, Region
-from autopar_passes.stages.flow import reads
+from autopar_passes.program.equations import Equation, Program, Region, reads
 from autopar_passes.stages.parts import CutError, Parts
 
 

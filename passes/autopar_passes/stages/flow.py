@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import GraphInput, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
-from autopar_passes.program.equations import Equation, Program, Region, Value
+from autopar_passes.program.equations import Equation, Program, Value, reads
 
 # Arrays with at most this many elements are sent to every part that reads them:
 # counters, keys, learning rates and loss scales.
@@ -197,20 +196,3 @@ class Flow:
             if held and made <= REDUCING * sum(self.value(v).nbytes for v in held):
                 out.add(index)
         return frozenset(out)
-
-
-def reads(eqn: Equation) -> tuple[int, ...]:
-    """The values that an equation and its regions read, each once."""
-    found = dict.fromkeys(v for v in eqn.inputs if isinstance(v, int))
-    for region in eqn.regions:
-        found.update(dict.fromkeys(_outside(region)))
-    return tuple(found)
-
-
-def _outside(region: Region) -> Iterator[int]:
-    """Yields the outer values that a region reads."""
-    known = set(region.inputs)
-    for eqn in region.equations:
-        yield from (v for v in reads(eqn) if v not in known)
-        known.update(eqn.outputs)
-    yield from (v for v in region.outputs if isinstance(v, int) and v not in known)

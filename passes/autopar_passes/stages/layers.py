@@ -16,7 +16,7 @@ import numpy as np
 from autopar_errors import InputError
 from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.graph.roles import Role
-from autopar_passes.program.equations import Equation, Program, walk
+from autopar_passes.program.equations import Program
 from autopar_passes.stages.flow import Flow
 
 # Cuts a chain of units, such as operators, into stretches of about equal work, at
@@ -153,12 +153,8 @@ def top_level(program: Program) -> dict[int, int]:
     return {
         inner.index: eqn.index
         for eqn in program.body.equations
-        for inner in (eqn, *_within(eqn))
+        for inner in (eqn, *eqn.inner)
     }
-
-
-def _within(eqn: Equation) -> list[Equation]:
-    return [inner for region in eqn.regions for inner in walk(region)]
 
 
 def forward_chain(

@@ -23,8 +23,8 @@ from autopar_errors import InputError
 from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.microbatches.facts import Combine, Crossing, Microbatched
-from autopar_passes.program.equations import Equation, Program
-from autopar_passes.stages.flow import Flow, reads
+from autopar_passes.program.equations import Equation, Program, reads
+from autopar_passes.stages.flow import Flow
 from autopar_passes.sums.stacked import ADDITIONS, UNARY
 
 
@@ -384,7 +384,7 @@ class _Hoister:
         if eqn is None or not self.spans(eqn):
             return [value]
         self.once.add(eqn.index)
-        added = [a for a in reversed(eqn.inputs) if isinstance(a, int)]
+        added = reversed(eqn.arrays)
         return [leaf for atom in added for leaf in self.hoist(atom)]
 
     def maker(self, value: int) -> Equation | None:
@@ -399,7 +399,7 @@ class _Hoister:
 
     def spans(self, eqn: Equation) -> bool:
         """Whether an equation adds values of several stages, or forwards such a sum."""
-        made = [self.behind(a) for a in eqn.inputs if isinstance(a, int)]
+        made = [self.behind(a) for a in eqn.arrays]
         if any(m is None for m in made):
             return False
         stages = {self.stage_of[self.parts.part[m.index]] for m in made if m}

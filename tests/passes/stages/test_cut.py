@@ -8,8 +8,8 @@ from cut_cases import CASES, Traced, composed, in_order, same
 
 from autopar_passes.graph.roles import Role
 from autopar_passes.graph.verify import GraphError
+from autopar_passes.program.equations import reads
 from autopar_passes.stages.cut import Phase, TaskKey, cut, stage_program, verify_cut
-from autopar_passes.stages.flow import reads
 from autopar_passes.stages.parts import CutError, parts_of
 
 
