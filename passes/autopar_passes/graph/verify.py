@@ -61,6 +61,10 @@ def _line(op: Operator) -> str:
 # ``until``.
 
 
+# The position of a faulty operator, None if the fault is elsewhere, and the fault.
+_Problem = tuple[int | None, str]
+
+
 @dataclasses.dataclass(slots=True)
 class _Region:
     """One region, or the whole step.
@@ -80,7 +84,7 @@ class _Region:
     inner_trips: float | None = None
 
 
-def check_regions(graph: OperatorGraph) -> None:
+def _check_regions(graph: OperatorGraph) -> Iterator[_Problem]:
     """Checks the regions of a graph.
 
     * Regions are nested. All operators that pass values into or out of a region name
@@ -91,14 +95,11 @@ def check_regions(graph: OperatorGraph) -> None:
       the step are an exception.
     * Trips are finite and not negative (a loop may have no iteration). All operators of
       one region run the same number of times.
-
-    Raises:
-      GraphError: one of these invariants does not hold.
     """
     regions = _find_regions(graph)
-    _check_reads(graph, regions)
+    yield from _check_reads(graph, regions)
     for k, op in enumerate(graph.operators):
-        _check_trips(graph, k, op, regions[k])
+        yield from _check_trips(k, op, regions[k])
 
 
 def _find_regions(graph: OperatorGraph) -> list[_Region]:
@@ -130,7 +131,7 @@ def _find_regions(graph: OperatorGraph) -> list[_Region]:
     return out
 
 
-def _check_reads(graph: OperatorGraph, regions: list[_Region]) -> None:
+def _check_reads(graph: OperatorGraph, regions: list[_Region]) -> Iterator[_Problem]:
     made_by = producers(graph.operators)
     for k, op in enumerate(graph.operators):
         for slot, value in enumerate(op.inputs):
@@ -138,18 +139,15 @@ def _check_reads(graph: OperatorGraph, regions: list[_Region]) -> None:
                 continue
             maker = made_by.get(value)
             if maker is None:
-                raise invariant_error(graph, k, f"%{value} is made by no operator")
+                yield k, f"%{value} is made by no operator"
+                return
             ends = op.kind == "carry" and slot == 1
             if maker.index > op.until if ends else maker.index >= k:
-                raise invariant_error(
-                    graph, k, f"%{value} is read before {maker.index} makes it"
-                )
+                yield k, f"%{value} is read before {maker.index} makes it"
             known = _made_in(maker, value, regions[maker.index])
             wanted = _read_in(op, slot, regions[k])
             if known is not wanted and maker.kind != "input":
-                raise invariant_error(
-                    graph, k, f"%{value} of {maker.index} is not in its region"
-                )
+                yield k, f"%{value} of {maker.index} is not in its region"
 
 
 def _made_in(maker: Operator, value: int, region: _Region) -> _Region | None:
@@ -174,25 +172,19 @@ def _read_in(reader: Operator, slot: int, region: _Region) -> _Region | None:
             return region
 
 
-def _check_trips(graph: OperatorGraph, k: int, op: Operator, region: _Region) -> None:
+def _check_trips(k: int, op: Operator, region: _Region) -> Iterator[_Problem]:
     if len(op.input_trips) != len(op.inputs):
-        raise invariant_error(
-            graph, k, f"it has {len(op.input_trips)} trips of its operands"
-        )
+        yield k, f"it has {len(op.input_trips)} trips of its operands"
     if not all(0 <= trips < math.inf for trips in (op.trips, *op.input_trips)):
-        raise invariant_error(
-            graph, k, f"it runs {op.trips} times, reads {op.input_trips} times"
-        )
+        yield k, f"it runs {op.trips} times, reads {op.input_trips} times"
     outer, inner, reads = _trips(op, region)
     if op.input_trips != reads:
-        raise invariant_error(
-            graph, k, f"it runs {op.trips} times, reads {op.input_trips} times"
-        )
+        yield k, f"it runs {op.trips} times, reads {op.input_trips} times"
     if op.kind in BOUNDARIES:
         assert region.outer is not None
-        _agree(graph, k, region.outer, "inner_trips", outer)
-        _agree(graph, k, region, "outer_trips", outer)
-    _agree(graph, k, region, "inner_trips", inner)
+        yield from _agree(k, region.outer, "inner_trips", outer)
+        yield from _agree(k, region, "outer_trips", outer)
+    yield from _agree(k, region, "inner_trips", inner)
 
 
 def _trips(
@@ -216,16 +208,14 @@ def _trips(
 
 
 def _agree(
-    graph: OperatorGraph, k: int, region: _Region, name: str, trips: float | None
-) -> None:
+    k: int, region: _Region, name: str, trips: float | None
+) -> Iterator[_Problem]:
     """Checks or stores the number of runs of a region."""
     known = getattr(region, name)
     if known is None:
         setattr(region, name, trips)
     elif trips is not None and trips != known:
-        raise invariant_error(
-            graph, k, f"it runs {trips} times, its region {known} times"
-        )
+        yield k, f"it runs {trips} times, its region {known} times"
 
 
 _REDUCTIONS = frozenset({"", "sum", "max", "min", "or", "and", INNER})
@@ -238,7 +228,7 @@ def verify(graph: OperatorGraph) -> None:
       made once. FLOPs are finite and not negative.
     * Rules: each dimension is the product of its factors. A reduced factor is in no
       result, and a parallel factor is in a result.
-    * Regions: see `check_regions`.
+    * Regions: see `_check_regions`.
     * Roles: the forward pass may read an operator of the update only if that operator
       does not depend on the backward pass, except through carries of loops. An operator
       of the update depends on the backward pass, or only the update reads it.
@@ -250,33 +240,32 @@ def verify(graph: OperatorGraph) -> None:
     Raises:
       GraphError: one of these invariants does not hold.
     """
-    _check_numbers(graph)
-    _check_rules(graph)
-    check_regions(graph)
-    _check_roles(graph)
-    _check_classes(graph)
-    _check_inputs(graph)
-    _check_outputs(graph)
+    for check in (
+        _check_numbers, _check_rules, _check_regions, _check_roles, _check_classes,
+        _check_inputs, _check_outputs,
+    ):  # fmt: skip
+        for position, what in check(graph):
+            raise invariant_error(graph, position, what)
 
 
-def _check_numbers(graph: OperatorGraph) -> None:
+def _check_numbers(graph: OperatorGraph) -> Iterator[_Problem]:
     values = range(len(graph.values))
     made: set[int] = set()
     for k, op in enumerate(graph.operators):
         if op.index != k:
-            raise invariant_error(graph, k, f"its index is {op.index}")
+            yield k, f"its index is {op.index}"
         for value in (*op.inputs, *op.outputs):
             if value is not None and value not in values:
-                raise invariant_error(graph, k, f"there is no value %{value}")
+                yield k, f"there is no value %{value}"
         for value in op.outputs:
             if value in made:
-                raise invariant_error(graph, k, f"%{value} is made a second time")
+                yield k, f"%{value} is made a second time"
             made.add(value)
         if not 0 <= op.flops < math.inf:
-            raise invariant_error(graph, k, f"it has {op.flops} FLOPs")
+            yield k, f"it has {op.flops} FLOPs"
 
 
-def _check_rules(graph: OperatorGraph) -> None:
+def _check_rules(graph: OperatorGraph) -> Iterator[_Problem]:
     known: set[tuple[int, tuple[tuple[int, ...] | None, ...], int]] = set()
     for k, op in enumerate(graph.operators):
         arrays = tuple(
@@ -287,7 +276,7 @@ def _check_rules(graph: OperatorGraph) -> None:
         if key not in known:
             wrong = next(_wrong_rule(graph, op), "")
             if wrong:
-                raise invariant_error(graph, k, wrong)
+                yield k, wrong
             known.add(key)
 
 
@@ -336,7 +325,7 @@ def _wrong_kinds(rule: FactorRule, kind: str) -> Iterator[str]:
             yield f"factor {factor} is parallel, but no result has it"
 
 
-def _check_roles(graph: OperatorGraph) -> None:
+def _check_roles(graph: OperatorGraph) -> Iterator[_Problem]:
     roles = [op.role for op in graph.operators]
     reads = read_operators(graph.operators)
     after = dependents([r is Role.BACKWARD for r in roles], reads)
@@ -347,31 +336,21 @@ def _check_roles(graph: OperatorGraph) -> None:
         if op.role is Role.FORWARD and op.kind != "carry":
             for j in reads[k]:
                 if roles[j] is Role.UPDATE and after[j]:
-                    raise invariant_error(
-                        graph, k, f"the forward pass reads the update, {j}"
-                    )
+                    yield k, f"the forward pass reads the update, {j}"
         if op.role is Role.UPDATE and not after[k] and k not in read_by_update:
-            raise invariant_error(
-                graph, k, "the update depends on nothing of the backward pass"
-            )
+            yield k, "the update depends on nothing of the backward pass"
 
 
-def _check_classes(graph: OperatorGraph) -> None:
+def _check_classes(graph: OperatorGraph) -> Iterator[_Problem]:
     for k, op in enumerate(graph.operators):
         first = op.class_index
         if not 0 <= first <= k:
-            raise invariant_error(
-                graph, k, f"its class is {first}, an operator before it is one"
-            )
+            yield k, f"its class is {first}, an operator before it is one"
         same = graph.operators[first]
         if same.class_index != first:
-            raise invariant_error(
-                graph, k, f"its class {first} is of class {same.class_index}"
-            )
+            yield k, f"its class {first} is of class {same.class_index}"
         if first != k and _alike(graph, op) != _alike(graph, same):
-            raise invariant_error(
-                graph, k, f"it differs from operator {first} of its class"
-            )
+            yield k, f"it differs from operator {first} of its class"
 
 
 def _alike(graph: OperatorGraph, op: Operator) -> tuple[object, ...]:
@@ -385,46 +364,37 @@ def _array(
     return None if number is None else (values[number].shape, values[number].dtype)
 
 
-def _check_inputs(graph: OperatorGraph) -> None:
+def _check_inputs(graph: OperatorGraph) -> Iterator[_Problem]:
     carried: set[int] = set()
     for k, given in enumerate(graph.inputs):
         op = graph.operators[k] if k < len(graph.operators) else None
         if op is None or op.kind != "input" or op.outputs != (given.value,):
-            raise invariant_error(
-                graph, k if op else None, f"it does not hand in '{given.path}'"
-            )
+            yield (k if op else None), f"it does not hand in '{given.path}'"
+            return
         alone = given.role in (InputRole.BATCH, InputRole.FROZEN)
         known = alone or given.role is InputRole.OTHER
         if (alone and given.output >= 0) or (given.output < 0 and not known):
-            raise invariant_error(
-                graph, k, f"{given.role} is not the role of '{given.path}'"
-            )
+            yield k, f"{given.role} is not the role of '{given.path}'"
         if given.output == -1:
             continue
         if given.output in carried or not 0 <= given.output < len(graph.outputs):
-            raise invariant_error(
-                graph, k, f"output {given.output} cannot carry '{given.path}'"
-            )
+            yield k, f"output {given.output} cannot carry '{given.path}'"
         carried.add(given.output)
         out = graph.outputs[given.output]
         before, now = _array(graph.values, given.value), _array(graph.values, out)
         if now is not None and before != now:
-            raise invariant_error(
-                graph, k, f"'{given.path}' is {before}, it comes back as {now}"
-            )
+            yield k, f"'{given.path}' is {before}, it comes back as {now}"
 
 
-def _check_outputs(graph: OperatorGraph) -> None:
+def _check_outputs(graph: OperatorGraph) -> Iterator[_Problem]:
     wanted = [v for v in graph.outputs if v is not None]
     first = len(graph.operators) - len(wanted)
     for k, op in enumerate(graph.operators):
         taken = (op.inputs, op.outputs)
         if (op.kind == "return") != (k >= first):
-            raise invariant_error(
-                graph, k, f"operators from {first} on return the outputs"
-            )
+            yield k, f"operators from {first} on return the outputs"
         if op.kind == "return" and taken != ((wanted[k - first],), ()):
-            raise invariant_error(graph, k, f"it should return %{wanted[k - first]}")
+            yield k, f"it should return %{wanted[k - first]}"
 
 
 # Debug switches. Only this module reads them from the environment.

@@ -69,9 +69,8 @@ class _View:
             if value not in self.made_by:
                 raise GraphError(f"member %{value} of the deferral is made by nothing")
             if not self.graph.values[value].floating:
-                position = self.made_by[value].index
-                raise invariant_error(
-                    self.graph, position, f"member %{value} is no float"
+                raise self.error(
+                    self.made_by[value].index, f"member %{value} is no float"
                 )
         hoisted = any(self.made_by[v].kind == "carry" for v in deferral.members)
         if deferral.hoisted != hoisted:
@@ -101,22 +100,18 @@ class _View:
             raise GraphError(f"there is no operator {position} to contribute")
         maker = self.graph.operators[position]
         if maker.kind not in CONTRACTIONS or maker.role is not Role.BACKWARD:
-            raise invariant_error(self.graph, position, "it makes no partial gradients")
+            raise self.error(position, "it makes no partial gradients")
         met: set[int] = set()
         left = [maker.outputs[0]]
         while left:
             value = left.pop()
             if value not in deferral.members:
-                raise invariant_error(
-                    self.graph, position, f"it leads to %{value}, no member"
-                )
+                raise self.error(position, f"it leads to %{value}, no member")
             if value not in met and value not in ends:
                 left.extend(self.following(value))
             met.add(value)
         if not met.issuperset(ends):
-            raise invariant_error(
-                self.graph, position, f"it does not lead to all of {ends}"
-            )
+            raise self.error(position, f"it does not lead to all of {ends}")
         return met
 
     def following(self, value: int) -> tuple[int, ...]:
@@ -124,15 +119,14 @@ class _View:
         reader = self.only_reader(value)
         return reader.outputs[-1:] if reader.kind == "carry" else reader.outputs
 
+    def error(self, position: int, what: str) -> GraphError:
+        return invariant_error(self.graph, position, what)
+
     def only_reader(self, value: int) -> Operator:
         found = self.read_by.get(value, [])
         if len(found) != 1:
-            position = self.made_by[value].index
-            raise invariant_error(
-                self.graph,
-                position,
-                f"{len(found)} operators read the partial %{value}",
-            )
+            what = f"{len(found)} operators read the partial %{value}"
+            raise self.error(self.made_by[value].index, what)
         return found[0][0]
 
     def loop_sums(self, reached: set[int]) -> set[int]:
@@ -147,9 +141,7 @@ class _View:
                 out.add(inner)
                 reader = self.only_reader(inner)
                 if reader.kind not in ADDITIONS:
-                    raise invariant_error(
-                        self.graph, reader.index, f"it does not add %{inner}"
-                    )
+                    raise self.error(reader.index, f"it does not add %{inner}")
                 inner = reader.outputs[0]
         return out
 
