@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -242,44 +242,14 @@ class Analysis:
         return 1 if self.split is None else self.split.microbatches
 
     @functools.cached_property
-    def splits(self) -> dict[tuple[int, bool], Analysis]:
-        """The cache of `autopar.steps.microbatches.in_microbatches`."""
+    def _memory(self) -> dict[Hashable, Any]:
         return {}
 
-    @functools.cached_property
-    def single(self) -> dict[tuple[int, bool], Analysis]:
-        """The cache of `autopar.steps.microbatches.one_microbatch`."""
-        return {}
-
-    @functools.cached_property
-    def layers(self) -> list[tuple[int, ...]]:
-        """The cache of `autopar.steps.remat.layer_starts`."""
-        return []
-
-    @functools.cached_property
-    def rewritten(self) -> dict[tuple[int, bool, Rematerialisation], Analysis]:
-        """The cache of `autopar.steps.remat.rematerialise`."""
-        return {}
-
-    @functools.cached_property
-    def offloads(self) -> dict[tuple[str, ...], Analysis]:
-        """The cache of `autopar.steps.offload.keep_on_host`."""
-        return {}
-
-    @functools.cached_property
-    def batch_versions(self) -> dict[int, Analysis]:
-        """The cache of `autopar.steps.update_batches.in_update_batches`."""
-        return {}
-
-    @functools.cached_property
-    def without_checkpoints(self) -> list[Analysis]:
-        """The cache of `autopar.steps.remat` for the step without its checkpoints."""
-        return []
-
-    @functools.cached_property
-    def cuts(self) -> dict[tuple[tuple[int, tuple[int, ...]], ...], Analysis]:
-        """The cache of `autopar.steps.stages.with_pieces`."""
-        return {}
+    def remember(self, key: Hashable, make: Callable[[], _Fact]) -> _Fact:
+        """Returns what a function returned when it was first called for a key."""
+        if key not in self._memory:
+            self._memory[key] = make()
+        return self._memory[key]
 
     @_untimed
     def attention(self) -> tuple[Attention, ...]:
@@ -356,36 +326,26 @@ class Analysis:
           streamed: whether the compiler computes the operands of a product in bfloat16
             while the product reads them (`autopar.cluster.DeviceSpec.streams`).
         """
-        known = self._works.get(streamed)
-        if known is None:
-            fused = self._streamed_fusion if streamed else self.fusion
-            narrow = self.rounded_values if streamed else NOT_ROUNDED
-            memory = in_memory(self.graph, fused, by_kernel=streamed, rounded=narrow)
-            known = self._works[streamed] = {
-                member: operator_work(self.graph, self.graph.operators[member], memory)
-                for node in self.contraction.nodes
-                for member in node.members
-                if self.graph.operators[member].kind not in BOUNDARY
-            }
-        return known
+        return self.remember(("works", streamed), lambda: self._find_works(streamed))
 
-    @functools.cached_property
-    def _works(self) -> dict[bool, dict[int, OperatorWork]]:
-        return {}
+    def _find_works(self, streamed: bool) -> dict[int, OperatorWork]:
+        fused = self._streamed_fusion if streamed else self.fusion
+        narrow = self.rounded_values if streamed else NOT_ROUNDED
+        memory = in_memory(self.graph, fused, by_kernel=streamed, rounded=narrow)
+        return {
+            member: operator_work(self.graph, self.graph.operators[member], memory)
+            for node in self.contraction.nodes
+            for member in node.members
+            if self.graph.operators[member].kind not in BOUNDARY
+        }
 
     def work_table(self, *, streamed: bool = False) -> WorkTable:
         """`works` as arrays, for the same argument."""
-        known = self._work_tables.get(streamed)
-        if known is None:
-            works = self.works(streamed=streamed)
-            known = self._work_tables[streamed] = work_table(
-                works, self.contraction, self.dim_labels, self.trips
-            )
-        return known
-
-    @functools.cached_property
-    def _work_tables(self) -> dict[bool, WorkTable]:
-        return {}
+        works, labels = self.works(streamed=streamed), self.dim_labels
+        return self.remember(
+            ("work table", streamed),
+            lambda: work_table(works, self.contraction, labels, self.trips),
+        )
 
     @_untimed
     def _streamed_fusion(self) -> Fusion:
@@ -638,6 +598,35 @@ def analyse_call(step: Callable[..., Any], call: StepCall) -> Analysis:
         origin=Origin(step, dataclasses.replace(call, arrays=structs)),
         trace_s=traced_at - start,
         graph_s=time.perf_counter() - traced_at,
+    )
+
+
+def analyse_again(
+    base: Analysis,
+    traced: TracedStep,
+    start: float,
+    *,
+    same_inputs: bool = True,
+    **changes: Any,
+) -> Analysis:
+    """Analyses another program of the same step.
+
+    Args:
+      base: the analysis of the program that was rewritten.
+      traced: the other program.
+      start: when the rewriting began, by `time.perf_counter`.
+      same_inputs: whether the inputs keep the roles that they have in ``base``.
+      changes: fields of the analysis with other values than in ``base``.
+    """
+    graph = step_graph(traced, like=base.graph if same_inputs else None)
+    made = analyse_program(traced.program, graph, output_paths=traced.output_paths)
+    known = {"origin": base.origin, "spares": base.spares, "remat": base.remat}
+    return dataclasses.replace(
+        made,
+        traced=traced,
+        trace_s=base.trace_s,
+        graph_s=base.graph_s + time.perf_counter() - start,
+        **(known | changes),
     )
 
 

@@ -19,9 +19,8 @@ from collections.abc import Iterator
 
 from autopar.errors import PlanError
 from autopar.progress import say
-from autopar.steps.analysis import Analysis, analyse_program
+from autopar.steps.analysis import Analysis, analyse_again
 from autopar.steps.batch import batch_dims, batch_rows, fails_with
-from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph, readers
 from autopar_passes.jax_effects import is_ordered
 from autopar_passes.layer_loops.split import in_pieces
@@ -56,29 +55,15 @@ def in_microbatches(
     whole = analysis.whole or analysis
     if count == 1:
         return whole
-    known = whole.splits.get((count, couple))
-    if known is None:
+
+    def make() -> Analysis:
         start = time.perf_counter()
         say(f"splitting the batch into {count} microbatches")
-        found = split(whole, count, couple=couple)
+        found = _remember_split(whole, count, couple)
         traced = accumulate_step(whole.pytrees, found)
-        made = analyse_program(
-            traced.program,
-            step_graph(traced, like=whole.graph),
-            output_paths=traced.output_paths,
-        )
-        known = whole.splits[count, couple] = dataclasses.replace(
-            made,
-            traced=traced,
-            origin=whole.origin,
-            split=found,
-            whole=whole,
-            spares=whole.spares,
-            remat=whole.remat,
-            trace_s=whole.trace_s,
-            graph_s=whole.graph_s + time.perf_counter() - start,
-        )
-    return known
+        return analyse_again(whole, traced, start, split=found, whole=whole)
+
+    return whole.remember(("split", count, couple), make)
 
 
 def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> Analysis:
@@ -94,35 +79,21 @@ def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> A
       PlanError: the step cannot be split in this way, with the reason.
     """
     whole = analysis.whole or analysis
-    known = whole.single.get((count, couple))
-    if known is None:
-        start = time.perf_counter()
+
+    def make() -> Analysis:
         if count == 1:
-            found, made = (
-                unsplit(whole.pytrees, whole.graph, batch_dims(whole.graph)),
-                whole,
-            )
-        else:
-            split_as = whole.splits.get((count, couple))
-            held = None if split_as is None else split_as.split
-            found = held or split(whole, count, couple=couple)
-            made = analyse_program(
-                found.traced.program,
-                step_graph(found.traced, like=whole.graph),
-                output_paths=found.traced.output_paths,
-            )
-        known = whole.single[count, couple] = dataclasses.replace(
-            made,
-            traced=found.traced,
-            origin=whole.origin,
-            split=found,
-            whole=whole,
-            spares=whole.spares,
-            remat=whole.remat,
-            trace_s=whole.trace_s,
-            graph_s=whole.graph_s + time.perf_counter() - start,
-        )
-    return known
+            found = unsplit(whole.pytrees, whole.graph, batch_dims(whole.graph))
+            return dataclasses.replace(whole, split=found, whole=whole)
+        start = time.perf_counter()
+        found = _remember_split(whole, count, couple)
+        return analyse_again(whole, found.traced, start, split=found, whole=whole)
+
+    return whole.remember(("one", count, couple), make)
+
+
+def _remember_split(whole: Analysis, count: int, couple: bool) -> Microbatched:
+    key = "rows", count, couple
+    return whole.remember(key, lambda: split(whole, count, couple=couple))
 
 
 def numbers_of_microbatches(analysis: Analysis) -> Iterator[int]:

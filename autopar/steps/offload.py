@@ -44,10 +44,8 @@ def keep_on_host(analysis: Analysis, paths: Sequence[str]) -> Analysis:
     base = base.on_devices or base
     if not paths:
         return base
-    known = base.offloads.get(tuple(paths))
-    if known is None:
-        known = base.offloads[tuple(paths)] = _with_state_on_host(base, tuple(paths))
-    return known
+    kept = tuple(paths)
+    return base.remember(("offload", kept), lambda: _with_state_on_host(base, kept))
 
 
 def _with_state_on_host(base: Analysis, paths: tuple[str, ...]) -> Analysis:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import Counter
 
 from autopar.errors import PlanError
 from autopar.plans.records import AS_WRITTEN, Rematerialisation
 from autopar.progress import say
-from autopar.steps.analysis import Analysis, analyse_program
+from autopar.steps.analysis import Analysis, analyse_again
 from autopar.steps.microbatches import in_microbatches, one_microbatch
-from autopar_passes.graph.build import step_graph
-from autopar_passes.graph.operators import PRODUCTS, OperatorGraph, update_equations
+from autopar_passes.graph.operators import PRODUCTS, update_equations
 from autopar_passes.graph.roles import REPEATED, Role
 from autopar_passes.microbatches.accumulate import accumulate_step
 from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.equations import Equation, Program, reads
-from autopar_passes.program.trace import TracedStep
 from autopar_passes.remat.copies import RematError, names_in, trace_without_checkpoints
 from autopar_passes.remat.loops import Recomputation, loops_through, recompute_layers
 from autopar_passes.stages.flow import Flow
@@ -54,11 +53,8 @@ def rematerialise(
     split = in_microbatches(base, count, couple=couple)
     if not remat.layers:
         return split
-    key = count, couple, remat
-    known = base.rewritten.get(key)
-    if known is None:
-        known = base.rewritten[key] = _rewritten(base, remat, count, couple=couple)
-    return known
+    key = "remat", count, couple, remat
+    return base.remember(key, lambda: _rewritten(base, remat, count, couple=couple))
 
 
 def as_said(analysis: Analysis, remat: Rematerialisation) -> Analysis:
@@ -71,10 +67,8 @@ def as_said(analysis: Analysis, remat: Rematerialisation) -> Analysis:
     written = whole.written or whole
     if remat.checkpoints:
         return written
-    known = written.without_checkpoints
-    if not known:
-        known.append(_without_checkpoints(written))
-    return known[0]
+    make = functools.partial(_without_checkpoints, written)
+    return written.remember("without checkpoints", make)
 
 
 def _without_checkpoints(written: Analysis) -> Analysis:
@@ -88,21 +82,8 @@ def _without_checkpoints(written: Analysis) -> Analysis:
         traced = trace_without_checkpoints(origin.step, origin.call)
     except RematError as error:
         raise PlanError(f"{name}: remat='none': {error}") from error
-    return dataclasses.replace(
-        _analyse_like(traced, written.graph),
-        origin=origin,
-        written=written,
-        spares=written.spares,
-        remat=Rematerialisation(checkpoints=False),
-        trace_s=written.trace_s,
-        graph_s=written.graph_s + time.perf_counter() - start,
-    )
-
-
-def _analyse_like(traced: TracedStep, like: OperatorGraph) -> Analysis:
-    graph = step_graph(traced, like=like)
-    made = analyse_program(traced.program, graph, output_paths=traced.output_paths)
-    return dataclasses.replace(made, traced=traced)
+    dropped = Rematerialisation(checkpoints=False)
+    return analyse_again(written, traced, start, written=written, remat=dropped)
 
 
 def _rewritten(
@@ -128,16 +109,7 @@ def _rewritten(
         if split is None
         else accumulate_step(base.pytrees, split)
     )
-    return dataclasses.replace(
-        _analyse_like(traced, base.graph),
-        origin=base.origin,
-        split=split,
-        whole=base,
-        spares=base.spares,
-        remat=remat,
-        trace_s=base.trace_s,
-        graph_s=base.graph_s + time.perf_counter() - start,
-    )
+    return analyse_again(base, traced, start, split=split, whole=base, remat=remat)
 
 
 def _with_program(found: Microbatched, program: Program) -> Microbatched:
@@ -165,9 +137,7 @@ def layer_starts(
       PlanError: the step has no layers that can be recomputed, with the reason.
     """
     micro = one_microbatch(analysis, count, couple=couple)
-    if not micro.layers:
-        micro.layers.append(_found_layers(micro))
-    return micro.layers[0]
+    return micro.remember("layers", lambda: _found_layers(micro))
 
 
 def _found_layers(micro: Analysis) -> tuple[int, ...]:

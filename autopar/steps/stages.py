@@ -8,12 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.plans.records import AS_WRITTEN
 from autopar.progress import say
-from autopar.steps.analysis import Analysis, analyse_program
+from autopar.steps.analysis import Analysis, analyse_again, analyse_program
 from autopar.steps.batch import BATCH
 from autopar.steps.microbatches import over_microbatches
 from autopar.steps.names import operator_name
-from autopar_passes.graph.build import build_graph, step_graph
+from autopar_passes.graph.build import build_graph
 from autopar_passes.graph.operators import GraphInput, producers
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.jax_compat import source_line
@@ -234,24 +235,15 @@ def with_pieces(analysis: Analysis, sizes: Mapping[int, Sequence[int]]) -> Analy
     if not sizes:
         return analysis
     key = tuple((k, tuple(own)) for k, own in sorted(sizes.items()))
-    known = analysis.cuts.get(key)
-    if known is None:
+
+    def make() -> Analysis:
         start = time.perf_counter()
         say("cutting loops over layers")
         traced = in_pieces(analysis.pytrees, sizes)
-        made = analyse_program(
-            traced.program, step_graph(traced), output_paths=traced.output_paths
-        )
-        known = analysis.cuts[key] = dataclasses.replace(
-            made,
-            traced=traced,
-            origin=analysis.origin,
-            pieces=dict(key),
-            spares=analysis.spares,
-            trace_s=analysis.trace_s,
-            graph_s=analysis.graph_s + time.perf_counter() - start,
-        )
-    return known
+        changes: Any = {"pieces": dict(key), "remat": AS_WRITTEN}
+        return analyse_again(analysis, traced, start, same_inputs=False, **changes)
+
+    return analysis.remember(("pieces", key), make)
 
 
 def sizes_by_path(analysis: Analysis) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 
 from autopar.steps.analysis import Analysis, analyse_program
@@ -29,10 +30,8 @@ def in_update_batches(analysis: Analysis, devices: int) -> Analysis:
     alone = analysis.alone or analysis
     if devices == 1 or alone.traced is None:
         return alone
-    known = alone.batch_versions.get(devices)
-    if known is None:
-        known = alone.batch_versions[devices] = _with_batches(alone, devices)
-    return known
+    make = functools.partial(_with_batches, alone, devices)
+    return alone.remember(("update batches", devices), make)
 
 
 def _with_batches(analysis: Analysis, devices: int) -> Analysis:
