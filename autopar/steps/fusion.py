@@ -23,6 +23,8 @@ from autopar_passes.graph.operators import (
     TO_HOST,
     Operator,
     OperatorGraph,
+    producers,
+    users,
 )
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 
@@ -99,7 +101,7 @@ def fusion(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
       graph: the operator graph.
       floating: values that each reader recomputes (`autopar.steps.nodes`).
     """
-    readers = _readers(graph)
+    readers = users(graph.operators)
     outputs = _handed_out(graph)
 
     def writes(op: Operator, slot: int, value: int) -> bool:
@@ -207,7 +209,7 @@ def looked_up(
       Value and gather -> False. As in `autopar.steps.orders.copies_in_orders`, False
       means that the value is made when the gather reads it.
     """
-    maker = {v: op for op in graph.operators for v in op.outputs}
+    maker = producers(graph.operators)
     arrays = ((op.inputs[0], op) for op in graph.operators if op.kind == "gather")
     return {
         (v, op.index): False
@@ -237,7 +239,7 @@ def spread(
     Returns:
       Result -> the arrays that are broadcast for the result.
     """
-    read = _readers(graph)
+    read = users(graph.operators)
     out: dict[int, tuple[int, ...]] = {}
     for op in graph.operators:
         arrays = [v for v in op.inputs if v is not None]
@@ -283,7 +285,7 @@ class _Again:
     ) -> Self:
         """Creates the state before the first operator is visited."""
         outputs = _handed_out(graph)
-        readers = _readers(graph)
+        readers = users(graph.operators)
         return cls(graph, floating, readers, outputs, {}, {}, set(), into_products)
 
     def writes(self, op: Operator, slot: int, value: int) -> bool:
@@ -365,16 +367,6 @@ def _saves(
 def _handed_out(graph: OperatorGraph) -> frozenset[int]:
     """The values that the program, or its part for one microbatch, returns."""
     return graph.accumulated.union(v for v in graph.outputs if v is not None)
-
-
-def _readers(graph: OperatorGraph) -> dict[int, list[Operator]]:
-    """The operators that read each value."""
-    found: dict[int, list[Operator]] = {}
-    for op in graph.operators:
-        for v in set(op.inputs):
-            if v is not None:
-                found.setdefault(v, []).append(op)
-    return found
 
 
 def is_elementwise(op: Operator) -> bool:

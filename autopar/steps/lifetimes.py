@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.steps.fusion import is_cloned, is_elementwise, spread
 from autopar.steps.rounding import NOT_ROUNDED, NOT_WIDENED, Rounded, Widened
-from autopar_passes.graph.operators import Operator, OperatorGraph, readers
+from autopar_passes.graph.operators import Operator, OperatorGraph, producers, users
 from autopar_passes.graph.roles import Role
 
 # A barrier computes nothing. Each of its results waits for all of its operands.
@@ -339,16 +339,12 @@ def lifetimes(
       times: the time at which each operator runs. If it is None, operators run in
         program order, except updates.
     """
-    read_by: dict[int, list[int]] = {}
-    for op in graph.operators:
-        for v in set(op.inputs):
-            if v is not None:
-                read_by.setdefault(v, []).append(op.index)
+    read_by = users(graph.operators)
     time = list(times) if times is not None else _schedule(graph)
     reads = list(time)
     for index, until in _late(graph, late or {}, part).items():
         reads[index] = max(reads[index], until)
-    maker = {v: op for op in graph.operators for v in op.outputs}
+    maker = producers(graph.operators)
     made: dict[tuple[int, int], int] = {}
     for (value, reader), at_once in (copies or {}).items():
         op = maker[value]
@@ -357,7 +353,7 @@ def lifetimes(
             reads[op.index] = max(reads[op.index], when)
     for op in reversed(graph.operators):
         if op.kind != "return" and written.isdisjoint(op.outputs):
-            ends = [reads[r] for v in op.outputs for r in read_by.get(v, [])]
+            ends = [reads[r.index] for v in op.outputs for r in read_by.get(v, [])]
             reads[op.index] = max([time[op.index], *ends])
     until = tuple(op.until for op in graph.operators)
     order = tuple(range(len(time)))
@@ -419,11 +415,7 @@ def gaps(
       prompt: the times at which values are made and last read if no product is delayed.
       where: for each operator, the last operator of its computation.
     """
-    read_by: dict[int, list[Operator]] = {}
-    for op in graph.operators:
-        for v in set(op.inputs):
-            if v in life.written:
-                read_by.setdefault(v, []).append(op)
+    read_by = users(graph.operators)
     out: dict[int, tuple[Gap, ...]] = {}
     for op in graph.operators:
         for value in life.written.intersection(op.outputs):
@@ -540,18 +532,18 @@ def _schedule(graph: OperatorGraph) -> list[int]:
 
 def replacing(graph: OperatorGraph) -> Replacing:
     """Finds the gradients that updates wait for, and which operators they depend on."""
-    read = readers(graph.operators)
+    read = users(graph.operators)
     bits: dict[int, int] = {}
     for op in graph.operators:
         for value in op.outputs:
-            roles = {r.role for r, _ in read.get(value, []) if r.kind != "return"}
+            roles = {r.role for r in read.get(value, []) if r.kind != "return"}
             if op.role is Role.BACKWARD and Role.UPDATE in roles:
                 bits[value] = 1 << len(bits)
     behind = [0] * len(graph.operators)
     for op in reversed(graph.operators):
         for value in op.outputs:
             behind[op.index] |= bits.get(value, 0)
-            for reader, _ in read.get(value, []):
+            for reader in read.get(value, []):
                 if reader.role is not Role.UPDATE:
                     behind[op.index] |= behind[reader.index]
     return Replacing(tuple(behind), _waits(graph, bits))

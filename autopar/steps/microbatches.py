@@ -21,7 +21,7 @@ from autopar.errors import PlanError
 from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_again
 from autopar.steps.batch import batch_dims, batch_rows, fails_with
-from autopar_passes.graph.operators import Operator, OperatorGraph, readers
+from autopar_passes.graph.operators import Operator, OperatorGraph, users
 from autopar_passes.jax_effects import is_ordered
 from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.microbatches.accumulate import accumulate_step
@@ -202,7 +202,7 @@ def _repeated_equations(program: Program, once: frozenset[int]) -> frozenset[int
     return frozenset(found)
 
 
-def _times(op: Operator, count: int) -> Operator:
+def _times(op: Operator, count: float) -> Operator:
     return dataclasses.replace(
         op,
         trips=op.trips * count,
@@ -235,7 +235,7 @@ def _waiting(deferral: Deferral, graph: OperatorGraph) -> Deferral:
 
 def _until_added_up(deferral: Deferral, graph: OperatorGraph) -> Deferral | None:
     """The part of a deferral up to the accumulated values; None if one is missing."""
-    following = readers(graph.operators)
+    following = users(graph.operators)
     members: set[int] = set()
     reach: list[tuple[int, tuple[int, ...]]] = []
     for maker in deferral.contributions:
@@ -246,7 +246,7 @@ def _until_added_up(deferral: Deferral, graph: OperatorGraph) -> Deferral | None
             if value in graph.accumulated:
                 ends.append(value)
                 continue
-            found = [op for op, _ in following.get(value, ())]
+            found = following.get(value, ())
             after = {v for op in found for v in op.outputs if v in deferral.members}
             if value in deferral.ends or not after:
                 return None
@@ -304,7 +304,7 @@ def with_turns(analysis: Analysis, turns: int) -> Analysis:
     """
     count, loop = analysis.microbatches, analysis.loop.index
     operators = tuple(
-        _scale_operator(op, turns / count)
+        _times(op, turns / count)
         if op.equation in analysis.loop_equations
         else _at_boundary(op, count, turns)
         if op.equation == loop
@@ -314,14 +314,6 @@ def with_turns(analysis: Analysis, turns: int) -> Analysis:
     graph = dataclasses.replace(analysis.graph, operators=operators)
     replica = analysis.with_operators(graph)
     return dataclasses.replace(replica, turns=turns, counted=analysis)
-
-
-def _scale_operator(op: Operator, factor: float) -> Operator:
-    return dataclasses.replace(
-        op,
-        trips=op.trips * factor,
-        input_trips=tuple(trips * factor for trips in op.input_trips),
-    )
 
 
 def _at_boundary(op: Operator, count: int, turns: int) -> Operator:

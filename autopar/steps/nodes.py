@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.rules.factor_rule import Dims, FactorKind, FactorRule
 
@@ -153,8 +153,7 @@ class _Contractor:
         self.shared: dict[tuple[int, int], Home | None] = {}
 
     def run(self) -> Contraction:
-        for op in self.graph.operators:
-            self.out.producer.update((v, op) for v in op.outputs)
+        self.out.producer.update(producers(self.graph.operators))
         for op in self.graph.operators:
             if op.class_index == op.index and op.kind != "return":
                 self.visit(op)

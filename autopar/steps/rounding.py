@@ -52,7 +52,7 @@ from autopar.steps.uses import (
     node_dims,
     value_class,
 )
-from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, readers
+from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, users
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Equation
 
@@ -152,7 +152,7 @@ def _single_pass(
 def _only_read_by(graph: OperatorGraph, single: Collection[int]) -> frozenset[int]:
     """The values of float32 that only rounding products read, also after transposes."""
     kept = graph.accumulated.union(v for v in graph.outputs if v is not None)
-    read = readers(graph.operators)
+    read = users(graph.operators)
     out: set[int] = set()
 
     def rounds(reader: Operator) -> bool:
@@ -166,7 +166,7 @@ def _only_read_by(graph: OperatorGraph, single: Collection[int]) -> frozenset[in
                 continue
             # The kernel that makes a value also computes sums of it.
             left = [
-                r for r, _ in read.get(value, []) if not (made_here and r.kind == _SUM)
+                r for r in read.get(value, []) if not (made_here and r.kind == _SUM)
             ]
             if left and all(map(rounds, left)):
                 out.add(value)
@@ -180,11 +180,11 @@ def _in_one_kernel(graph: OperatorGraph, rounded: Collection[int]) -> set[int]:
     addition of a bias, before it writes, if no other operator reads their operands.
     """
     kept = graph.accumulated.union(v for v in graph.outputs if v is not None)
-    read = readers(graph.operators)
+    read = users(graph.operators)
     ends, out = set(rounded), set[int]()
 
     def apply_rules(value: int) -> bool:
-        after = [r for r, _ in read.get(value, []) if r.kind != _SUM]
+        after = [r for r in read.get(value, []) if r.kind != _SUM]
         if len(after) != 1 or value in kept or not is_elementwise(after[0]):
             return False
         size = graph.values[value].size
@@ -258,10 +258,10 @@ NOT_WIDENED = Widened()
 
 def find_widened(graph: OperatorGraph) -> Widened:
     """Finds the 16-bit values of a program that are in memory in 32 bits."""
-    read = readers(graph.operators)
+    read = users(graph.operators)
 
     def reduces(value: int) -> bool:
-        return any(r.kind.startswith("reduce_") for r, _ in read.get(value, []))
+        return any(r.kind.startswith("reduce_") for r in read.get(value, []))
 
     products = [op for op in graph.operators if op.kind in PRODUCTS]
     operands = {v for op in products for v in op.inputs}
@@ -280,14 +280,14 @@ def rounded_results(graph: OperatorGraph, floating: frozenset[int]) -> frozenset
       graph: the operator graph.
       floating: values that each reader recomputes (`autopar.steps.nodes`).
     """
-    read = readers(graph.operators)
+    read = users(graph.operators)
     both = {Role.FORWARD, Role.BACKWARD}
     found = {
         value
         for op in graph.operators
         if is_elementwise(op) and op.kind not in _HANDING
         for value in op.outputs
-        if both <= {r.role for r, _ in read.get(value, [])}
+        if both <= {r.role for r in read.get(value, [])}
     }
     return _narrow(graph, found - floating)
 

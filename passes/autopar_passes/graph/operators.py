@@ -174,6 +174,15 @@ def readers(operators: Iterable[Operator]) -> dict[int, list[tuple[Operator, int
     return out
 
 
+def users(operators: Iterable[Operator]) -> dict[int, list[Operator]]:
+    """Value -> the operators that read it, each once."""
+    out: dict[int, list[Operator]] = {}
+    for op in operators:
+        for value in {v for v in op.inputs if v is not None}:
+            out.setdefault(value, []).append(op)
+    return out
+
+
 def read_operators(operators: Sequence[Operator]) -> list[list[int]]:
     """Returns, for each operator, the positions of the operators that it reads."""
     made_by = producers(operators)
