@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -224,11 +224,9 @@ class Stage:
     def struct(self, value: int) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of a value on this stage."""
         known = self.program.program.values[value]
-        partial = self.assignment.partial_layout(value)
-        shape = known.shape
+        partial, shape = self.assignment.partial_layout(value), known.shape
         if partial is not None:
-            sizes = (self.assignment.sizes[a] for a in partial[0])
-            shape = (functools.reduce(operator.mul, sizes, 1), *shape)
+            shape = (math.prod(self.assignment.sizes[a] for a in partial[0]), *shape)
         return jax.ShapeDtypeStruct(shape, known.dtype, sharding=self.sharding(value))
 
 
@@ -349,8 +347,8 @@ def task_code(
         return [noise.rows(stage.assignment, stage.mesh, arrays)]
 
     function.__name__ = function.__qualname__ = task_name(task)
-    arrive = received or {}
-    structs = [_lying(stage.struct(v), arrive.get(v)) for v in inputs]
+    arrive = {v: stage.sharding(v) for v in inputs} | dict(received or {})
+    structs = [stage.struct(v).update(sharding=arrive[v]) for v in inputs]
     totals = [wide(stage.struct(v)) for v in accumulated]
     if restores:
         everywhere = NamedSharding(stage.mesh, PartitionSpec())
@@ -428,14 +426,6 @@ def _rows_sharding(stage: Stage, noise: TaskNoise | None) -> list[NamedSharding]
     return [NamedSharding(stage.mesh, PartitionSpec(stage.mesh.axis_names))]
 
 
-def _lying(
-    struct: jax.ShapeDtypeStruct, sharding: NamedSharding | None
-) -> jax.ShapeDtypeStruct:
-    if sharding is None:
-        return struct
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
-
-
 def task_name(task: Task) -> str:
     """The name of a task in profiles."""
     key = task.key
@@ -446,9 +436,7 @@ def task_name(task: Task) -> str:
 
 def wide(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of the running sum of a value."""
-    return jax.ShapeDtypeStruct(
-        struct.shape, sum_dtype(struct.dtype), sharding=struct.sharding
-    )
+    return struct.update(dtype=sum_dtype(struct.dtype))
 
 
 def layout_code(shardings: Sequence[NamedSharding]) -> Any:
