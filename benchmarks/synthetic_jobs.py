@@ -16,8 +16,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from autopar.goodput.choice import CodecError, efficiency
 from autopar.goodput.curves import CurvePoint, CurveTable
-from autopar.goodput.efficiency import CodecError, efficiency
 from autopar.scheduler.jobs import Job, Shape
 from autopar.scheduler.nodes import sizes_of
 from autopar.scheduler.simulator.jobs import CurveJob, Moves

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from autopar.checkpoint import atoms, folders, manifest, restoring
+from autopar.checkpoint.checkpoints import Save
 from autopar.checkpoint.manifest import Manifest
-from autopar.checkpoint.saving import Save
 from autopar.errors import CheckpointError
 
 # Functions that write parameters as a safetensors file, which other libraries can read.

@@ -2,11 +2,11 @@
 
 Each block of an array is written once, by a process that has it. When arrays are read,
 each device gets the blocks that it needs. This module never waits for other processes;
-`autopar.checkpoint.saving` does. With several processes, each process writes its blocks
-by TensorStore, in Orbax's format. Orbax itself is not used then, for two reasons. Orbax
-does not accept arrays that exist only on one process, such as those of a pipeline
-stage. Orbax also synchronises processes by counters, which are lost when a process is
-replaced.
+`autopar.checkpoint.checkpoints` does. With several processes, each process writes its
+blocks by TensorStore, in Orbax's format. Orbax itself is not used then, for two
+reasons. Orbax does not accept arrays that exist only on one process, such as those of a
+pipeline stage. Orbax also synchronises processes by counters, which are lost when a
+process is replaced.
 
 The checksum of an array does not depend on its sharding.
 

@@ -56,7 +56,7 @@ from autopar.reports.table import (
 )
 from autopar.steps.sums import worth_a_codec
 from autopar.terminal import columns, cut_name, names_text
-from autopar_passes.layer_loops.operators import whole_path
+from autopar_passes.layer_loops.split import whole_path
 
 # Functions for the part of ``autopar explain`` about the codecs of gradients.
 

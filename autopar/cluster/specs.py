@@ -163,7 +163,7 @@ CALIBRATIONS = {
         # (xla/service/gpu/transforms/layout_assignment.cc). Matrix products can read
         # operands in any memory order.
         copies_pieces=False,
-        # The compiler reassociates sums (autopar_passes.sums.reassociated).
+        # The compiler reassociates sums (autopar_passes.sums.stacked).
         reassociates=True,
         overlap=1.0,
         # Collectives use streaming multiprocessors and memory bandwidth. Work that

@@ -25,7 +25,7 @@ from autopar.steps.sums import times_due
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import Role
 from autopar_passes.rules.factor_rule import INNER, Dims, Exchange
-from autopar_passes.sums.reassociated import Reassociation
+from autopar_passes.sums.stacked import Reassociation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

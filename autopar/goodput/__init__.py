@@ -6,14 +6,14 @@
 import warnings
 from typing import Any
 
-from autopar.goodput.curves import CurvePoint, CurveTable, correct_curve
-from autopar.goodput.efficiency import (
+from autopar.goodput.choice import (
     CodecError,
     codec_error,
     efficiency,
     gain,
     goodput,
 )
+from autopar.goodput.curves import CurvePoint, CurveTable, correct_curve
 from autopar.goodput.following import (
     CriticalRegimes,
     Following,

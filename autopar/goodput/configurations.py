@@ -24,8 +24,8 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.cost.estimate import StepEstimate, estimate
 from autopar.cost.pricer import Pricer
 from autopar.errors import AutoparError, InfeasibleError, PlanError, ScheduleError
+from autopar.goodput.choice import CodecError, efficiency
 from autopar.goodput.curves import CurvePoint
-from autopar.goodput.efficiency import CodecError, efficiency
 from autopar.planner.cache import PlanCache
 from autopar.planner.codecs.sites import without_warnings
 from autopar.planner.options import PlanOptions, as_written

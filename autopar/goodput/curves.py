@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from autopar.errors import ScheduleError
-from autopar.goodput.efficiency import CodecError, efficiency
+from autopar.goodput.choice import CodecError, efficiency
 from autopar.whole_files import export_whole
 
 # The version of the file format. The version rises by one whenever the meaning of a

@@ -18,10 +18,22 @@ from typing import Any
 
 import jax
 
-from autopar.goodput.choice import Decision, PhiRange, Way, decide, json_number
-from autopar.goodput.efficiency import CodecError
-from autopar.goodput.following import Following, check_data, check_rule
-from autopar.goodput.guard import LossGuard, finite, loss_in
+from autopar.goodput.choice import (
+    CodecError,
+    Decision,
+    PhiRange,
+    Way,
+    decide,
+    json_number,
+)
+from autopar.goodput.following import (
+    Following,
+    LossGuard,
+    check_data,
+    check_rule,
+    finite,
+    loss_in,
+)
 from autopar.goodput.rates import gain_of, set_batch
 from autopar.goodput.studies import (
     Now,
@@ -147,7 +159,7 @@ def numbers(phi: PhiRange) -> dict[str, float | None]:
 # chosen only if they finish more work whatever the noise scale is. With an unbiased
 # codec of squared error w on K workers, the progress per row is multiplied by 1 / (1 +
 # w / K) if gradients have no noise, and by 1 / (1 + w) if they consist of noise only
-# (`autopar.goodput.efficiency`). Therefore codecs with a small w are chosen before the
+# (`autopar.goodput.choice`). Therefore codecs with a small w are chosen before the
 # first step if links are slow. Codecs with a larger w are chosen only after the noise
 # has been measured.
 
@@ -486,7 +498,8 @@ class Loop:
           seconds: seconds of the step, without the work between steps.
           loss: the loss of the step, or all results of the step besides the state. If
             the loss is not finite, the step's estimate of the noise is ignored. If the
-            loss rises far, the gain gets a lower upper limit (`autopar.goodput.guard`).
+            loss rises far, the gain gets a lower upper limit
+            (`autopar.goodput.following`).
           named: keyword arguments of the step.
 
         Raises:

@@ -35,7 +35,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from autopar.errors import PlanError
-from autopar.goodput.efficiency import EXACT, CodecError, gain
+from autopar.goodput.choice import EXACT, CodecError, gain
 from autopar.runtime import placement
 
 Rule = Literal["adascale", "adascale-root", "sqrt", "linear", "legw", "none"]
@@ -200,7 +200,7 @@ def set_batch(
       phi: the noise scale (`ParallelStep.noise_scale`); if it is None or nan (not known
         yet), the gain is 1.
       error: the squared error that the gradient codecs add.
-      most_gain: upper limit of the gain (`autopar.goodput.guard.LossGuard`).
+      most_gain: upper limit of the gain (`autopar.goodput.following.LossGuard`).
 
     Raises:
       PlanError: the tree holds no `ScaledState`, or a number is out of its range.

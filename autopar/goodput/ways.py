@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import AutoparError, PlanError
-from autopar.goodput.choice import Ratio, Way, batches
-from autopar.goodput.efficiency import EXACT, CodecError, codec_error
+from autopar.goodput.choice import EXACT, CodecError, Ratio, Way, batches, codec_error
 from autopar.goodput.throughput import PlanCurve, Terms, plan_curve
 from autopar.planner.codecs.sites import without_warnings
 from autopar.plans import Plan

@@ -45,7 +45,7 @@ from autopar.plans import GradientDecision, Plan
 from autopar.plans.specs import spec_of, spec_text
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
-from autopar_passes.layer_loops.operators import piece_paths
+from autopar_passes.layer_loops.split import piece_paths
 
 # The fields that a user may edit. After any edit the costs are computed again.
 EDITABLE = (

@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError
 from autopar.planner.memory_terms import fixed_bytes, least_terms
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
-from autopar.steps.names import operator_name, operator_place
+from autopar.steps.program_text import operator_name, operator_place
 from autopar.units import rounded_cluster
 from autopar_passes.graph.roles import InputRole
 from autopar_solver import ShardingProblem, explain_infeasibility

@@ -43,8 +43,8 @@ from autopar.plans import (
 )
 from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
-from autopar.steps.names import node_name, operator_name
 from autopar.steps.offload import keep_on_host
+from autopar.steps.program_text import node_name, operator_name
 from autopar.steps.remat import modules_again, rematerialise
 from autopar.steps.update_batches import in_update_batches
 from autopar.units import seconds_text

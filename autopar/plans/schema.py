@@ -30,7 +30,7 @@ from autopar.plans.records import (
 from autopar.plans.specs import Entries, Spec, matches_path, spec_of
 from autopar.whole_files import export_whole
 from autopar_errors import check_path
-from autopar_passes.layer_loops.operators import piece_holders, piece_paths
+from autopar_passes.layer_loops.split import piece_holders, piece_paths
 from autopar_solver.status import Status
 
 # A smaller gap counts as no gap, because two decimal places would show 0.00%.

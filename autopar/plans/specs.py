@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.errors import PlanError
-from autopar_passes.layer_loops.operators import whole_path
+from autopar_passes.layer_loops.split import whole_path
 
 # For each dimension, the names of the mesh axes that split it, major to minor.
 Spec = tuple[tuple[str, ...], ...]

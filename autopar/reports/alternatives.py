@@ -30,7 +30,7 @@ from autopar.reports.staged import BoundStages
 from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import with_turns
 from autopar_passes.graph.operators import GraphInput
-from autopar_passes.layer_loops.operators import whole_path
+from autopar_passes.layer_loops.split import whole_path
 from autopar_solver import Solution, Status
 
 Say = Callable[[str], None]

@@ -12,7 +12,7 @@ from autopar.cost.estimate import StepEstimate, estimate
 from autopar.planner.scheme import is_repeated
 from autopar.reports.explain import BoundPlan
 from autopar.reports.table import collapse, template
-from autopar.steps.names import array_name, operator_name
+from autopar.steps.program_text import array_name, operator_name
 from autopar.terminal import columns, names_text
 from autopar.units import seconds_text, share_text
 from autopar_passes.graph.operators import Operator

@@ -25,12 +25,12 @@ from autopar.plans.specs import matches_path
 from autopar.reports.table import CollectiveRow, template
 from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import with_turns
-from autopar.steps.names import array_name
+from autopar.steps.program_text import array_name
 from autopar.terminal import columns
 from autopar.units import bytes_text, seconds_text
 from autopar_passes.graph.operators import GraphInput
 from autopar_passes.graph.roles import Role
-from autopar_passes.layer_loops.operators import whole_path
+from autopar_passes.layer_loops.split import whole_path
 
 Say = Callable[[str], None]
 

@@ -43,7 +43,7 @@ def codec_rows(
 
     Some codecs average their residuals only in some steps. The messages for this count
     in every step, because the planner counts all branches of a conditional. Messages of
-    fallback codecs (`autopar.compression.fallback`) are not counted.
+    fallback codecs (`autopar.compression.synchronise`) are not counted.
     """
     coded = [g for g in gradients if g.codec]
     if not coded:

@@ -16,12 +16,11 @@ from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
-from autopar.runtime import agreement, arguments, creation, last_batch, placement
-from autopar.runtime.codec_run import CodecRun, Telemetry
+from autopar.runtime import agreement, arguments, creation, placement
+from autopar.runtime.arguments import LastBatch
+from autopar.runtime.codec_run import CodecRun, HasNoise, NoiseRun, Telemetry
 from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.gradients.recoding import CodecChange
-from autopar.runtime.last_batch import LastBatch
-from autopar.runtime.noise_run import HasNoise, NoiseRun
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.preparation import Made, Preparation, Running, Setting, moved_state
 from autopar.runtime.program_store import ProgramStore
@@ -359,7 +358,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         if current is None or current.has_stages:
             return None
         full, count = current.of_full_batch, self.world.process_count
-        return full if last_batch.fewer_rows(call, full, count) else None
+        return full if arguments.fewer_rows(call, full, count) else None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step; see `autopar.parallelize`.
@@ -407,7 +406,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         """Runs one step on the arrays of a call."""
         if self._current is not None and self._last_batch != "run":
             count, running = self.world.process_count, self._current.of_full_batch
-            call = last_batch.fit_rows(call, running, self._last_batch, count)
+            call = arguments.fit_rows(call, running, self._last_batch, count)
         planned = self._prepare(call)
         if planned.sums is None:
             self._codecs.check_unused(planned.plan)

@@ -11,8 +11,8 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import jax
 
 from autopar.cluster import Cluster
-from autopar.compression.fallback import Fallback
 from autopar.compression.policies.policy import Policy
+from autopar.compression.synchronise import Fallback
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
 from autopar.planner.hints import LogicalRules, Pins
@@ -30,8 +30,8 @@ from autopar.planner.options import (
     changed_options,
 )
 from autopar.plans import Plan
+from autopar.runtime.arguments import LastBatch
 from autopar.runtime.codec_run import CodecRun
-from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.noise.averages import NoiseOptions, noise_options
 from autopar.runtime.parallel_step import ParallelStep, Setting
 from autopar.runtime.program_store import ProgramStore

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autopar.compilers.targets import room_options
 from autopar.compression.codecs.blocks import WITH_BARRIERS
-from autopar.compression.fallback import Fallback
+from autopar.compression.synchronise import Fallback
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.planner.option_texts import TELEMETRY_EVERY
@@ -34,9 +34,8 @@ from autopar.runtime.gradients.state_restorer import (
 )
 from autopar.runtime.gradients.sums import AnySums, GradientSums, gradient_sums
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
-from autopar.runtime.noise.averages import NoiseOptions, NoiseSpec
+from autopar.runtime.noise.averages import NoiseOptions, NoiseSpec, with_waiting
 from autopar.runtime.noise.meter import NoiseMeter, WholeNoise, whole_noise
-from autopar.runtime.noise.sources import with_waiting
 from autopar.runtime.stages.pipeline import StagePipeline
 from autopar.runtime.stages.transport import Links
 from autopar.steps.analysis import Analysis

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from typing import Any
 
-from autopar.compression.fallback import Fallback
+from autopar.compression.synchronise import Fallback
 from autopar.planner.codecs.adjusted import program_plan
 from autopar.planner.option_texts import PROGRAMS
 from autopar.planner.stages.entry import cut_as

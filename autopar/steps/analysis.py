@@ -78,11 +78,11 @@ from autopar_passes.program.trace import (
 )
 from autopar_passes.sums.find import find_deferrals
 from autopar_passes.sums.poisoned import Poisoned, find_poisoned
-from autopar_passes.sums.reassociated import (
+from autopar_passes.sums.stacked import (
+    Deferral,
     Reassociation,
     reassociations,
 )
-from autopar_passes.sums.stacked import Deferral
 
 # Two fingerprints of a step: one with all shapes, one without the batch size.
 

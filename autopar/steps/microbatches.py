@@ -22,7 +22,7 @@ from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_again
 from autopar.steps.batch import batch_dims, batch_rows, fails_with
 from autopar_passes.graph.operators import Operator, OperatorGraph, users
-from autopar_passes.jax_effects import is_ordered
+from autopar_passes.jax_compat import is_ordered
 from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.microbatches.accumulate import accumulate_step
 from autopar_passes.microbatches.facts import Microbatched, MicrobatchError

@@ -19,8 +19,8 @@ from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.equations import Equation, Program, reads
 from autopar_passes.remat.copies import RematError, names_in, trace_without_checkpoints
 from autopar_passes.remat.loops import Recomputation, loops_through, recompute_layers
-from autopar_passes.stages.flow import Flow
 from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain
+from autopar_passes.stages.parts import Flow
 
 # If the loops have more than this fraction of the forward FLOPs, their iterations are
 # the step's layers.

@@ -13,14 +13,12 @@ from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_again, analyse_program
 from autopar.steps.batch import BATCH
 from autopar.steps.microbatches import over_microbatches
-from autopar.steps.names import operator_name
+from autopar.steps.program_text import operator_name
 from autopar_passes.graph.build import build_graph
 from autopar_passes.graph.operators import GraphInput, producers
 from autopar_passes.graph.roles import InputRole, Role
-from autopar_passes.jax_compat import source_line
-from autopar_passes.jax_effects import is_ordered
-from autopar_passes.layer_loops.operators import whole_path
-from autopar_passes.layer_loops.split import in_pieces
+from autopar_passes.jax_compat import is_ordered, source_line
+from autopar_passes.layer_loops.split import in_pieces, whole_path
 from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.equations import Equation
 from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program, verify_cut

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from autopar.steps.nodes import Contraction
 from autopar_passes.graph.operators import Operator, OperatorGraph
-from autopar_passes.sums.reassociated import Reassociation
-from autopar_passes.sums.stacked import Deferral
+from autopar_passes.sums.stacked import Deferral, Reassociation
 
 # Gradients with fewer elements and gradients of vectors are sent uncompressed. They
 # have a very small part of the bytes, and compression harms norms and biases most

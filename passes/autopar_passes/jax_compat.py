@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import pathlib
 import re
 import threading
@@ -17,33 +18,16 @@ from typing import Any
 
 import jax
 import numpy as np
-
-# `ArrayImpl` is the class of all concrete arrays except key arrays. Through the class,
-# properties of many arrays can be read without a Python call for each array (0.10.2).
 from jax._src import array as _array
-
-# Compiles a module from another process for described devices (0.10.2). See
-# `compile_without_devices`.
 from jax._src import compiler as _compiler
-
-# A thread can set an option of JAX for itself (``with jax.enable_x64(True)``). Only the
-# objects of `jax._src.config` can read such an option and set it in another thread
-# (0.10.2).
 from jax._src import config as _config
-
-# jax.extend.core exports ClosedJaxpr and Literal (public since 0.4.36). In 0.10.2 it
-# exports neither the name stack of an equation nor a way to bind an equation under a
-# name stack. Both are in `jax._src.source_info_util`.
 from jax._src import core as _core
+from jax._src import debugging as _debugging
 from jax._src import dispatch as _dispatch
-
-# Only `jax._src.distributed` has the client of the coordination service (0.10.2).
 from jax._src import distributed as _distributed
+from jax._src import effects as _effects
 from jax._src import pmap as _pmap
 from jax._src import source_info_util as _source_info
-
-# Functions of this module check cuDNN's version and the device before fused attention
-# is used. JAX looks these functions up when a step is traced (0.10.2).
 from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
@@ -51,12 +35,14 @@ from jax._src.lib import cuda_versions as _cuda_versions
 from jax._src.lib import xla_client as _xc  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.random import prng as _prng
 from jax._src.state import discharge as _discharge
+from jax.experimental import io_callback as _io_callback
 from jax.experimental import topologies as _topologies
 from jax.extend import backend as jex_backend
 from jax.extend import core as jex_core
 from jaxlib.mlir import ir as _ir
 
 from autopar_errors import InputError
+from autopar_passes import jax_compat
 
 _OURS = str(pathlib.Path(__file__).parent)
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
@@ -576,3 +562,74 @@ def _free_results(module: Any) -> list[bool]:
         op for op in module.body.operations if op.attributes["sym_name"].value == "main"
     )
     return ["sdy.sharding" not in d for d in main.attributes["res_attrs"]]
+
+
+# Host callbacks that run in the order of the program.
+
+
+# The number that is passed to the first callback.
+FIRST = np.int32(0)
+_TURN = jax.ShapeDtypeStruct((), np.int32)
+
+
+def is_ordered(eqn: Any) -> bool:
+    """Whether a JAX equation, or an equation inside it, calls the host in order."""
+    return any(_effects.ordered_effects.contains(x) for x in eqn.effects)
+
+
+def bind_unordered(eqn: Any, *args: Any) -> list[Any]:
+    """Like `jax_compat.bind`, but without the order of callbacks."""
+    if not is_ordered(eqn):
+        return jax_compat.bind(eqn, *args)
+    made, _ = bind_in_turn(eqn, args, FIRST)
+    return made
+
+
+def bind_in_turn(eqn: Any, args: Any, turn: Any) -> tuple[list[Any], Any]:
+    """Runs a callback after the callback that returned the number ``turn``.
+
+    Args:
+      eqn: the callback.
+      args: the operands of the callback.
+      turn: the number that the callback before has returned, or `FIRST`.
+
+    Returns:
+      The results, and the number for the next callback.
+
+    Raises:
+      InputError: the equation has an ordered effect that is not a callback.
+    """
+    call = _function(eqn)
+
+    def in_turn(number: Any, *given: Any) -> Any:
+        return number, tuple(call(*given) or ())
+
+    structs = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)  # pyright: ignore[reportUnknownMemberType]
+        for v in eqn.outvars
+    ]
+    turn, made = _io_callback(in_turn, (_TURN, tuple(structs)), turn, *args)
+    return list(made), turn
+
+
+def _function(eqn: Any) -> Any:
+    """The host function that a callback calls with its flat operands."""
+    params = eqn.params
+    if eqn.primitive.name != "debug_print":
+        if "callback" not in params:
+            raise InputError(
+                f"'{eqn.primitive.name}' has an effect with an order that no planned "
+                "step keeps. Call the host by jax.experimental.io_callback."
+            )
+        return params["callback"]
+    # The same function as in JAX's own lowering of the primitive.
+    shown = functools.partial(
+        _debugging._format_print_callback,  # pyright: ignore[reportPrivateUsage]
+        params["fmt"],
+        dict(params["np_printoptions"]),
+        params["has_placeholders"],
+        params["logging_record"],
+    )
+    return _debugging._make_flat_callback(  # pyright: ignore[reportPrivateUsage]
+        params["in_tree"], shown, params["static_args"]
+    )

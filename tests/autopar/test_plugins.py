@@ -18,7 +18,7 @@ PACKAGE = """
 import dataclasses
 from typing import ClassVar
 from autopar.compression.codecs.registry import register_codec
-from autopar.compression.codecs.dense import Bf16
+from autopar.compression.codecs.quantise import Bf16
 from autopar.elastic.processes.launching import LocalLauncher, python_command
 from autopar.scheduler.policies.baselines import Fifo
 

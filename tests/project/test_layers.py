@@ -98,7 +98,6 @@ def test_private_jax_is_in_four_modules() -> None:
 
     assert users <= {
         "passes/autopar_passes/jax_compat.py",
-        "passes/autopar_passes/jax_effects.py",
         "passes/autopar_passes/jax_meshes.py",
         "passes/autopar_passes/jax_processes.py",
     }

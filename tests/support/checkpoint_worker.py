@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.checkpoint import folders, manifest, saving, store
+from autopar.checkpoint import checkpoints, folders, manifest, store
 from autopar.checkpoint.manifest import ArrayEntry, Manifest, PlanEntry
 
 # A checkpoint is four arrays of 256 KiB, which it takes some milliseconds to write.
@@ -30,7 +30,7 @@ def numbers(step: int) -> dict[str, jax.Array]:
     return {x: jnp.asarray(draw.standard_normal(SHAPE, np.float32)) for x in NAMES}
 
 
-def save_of(directory: pathlib.Path, step: int) -> saving.Save:
+def save_of(directory: pathlib.Path, step: int) -> checkpoints.Save:
     """A save that was begun."""
     arrays = store.copy_arrays(numbers(step))
     files = store.file_names(arrays)
@@ -58,7 +58,7 @@ def save_of(directory: pathlib.Path, step: int) -> saving.Save:
     )
     folder = directory / folders.folder_name(step, step)
     folders.begin(folder)
-    return saving.Save(
+    return checkpoints.Save(
         folder=folder, manifest=made, plan=_Plan(), arrays=arrays, keep=2
     )
 
@@ -76,8 +76,8 @@ def save_for_ever(directory: pathlib.Path) -> None:
 
 
 def save_once(directory: pathlib.Path) -> None:
-    running = saving.Background(save_of(directory, 1))
-    saving.wait_at_end(running.wait)
+    running = checkpoints.Background(save_of(directory, 1))
+    checkpoints.wait_at_end(running.wait)
 
 
 def killed(directory: pathlib.Path, after_s: float) -> bool:

@@ -4,7 +4,6 @@ Importing this package registers the codecs of its modules.
 """
 
 from autopar.compression.codecs import (
-    dense,
     lowrank,
     predicted,
     quantise,
@@ -14,7 +13,6 @@ from autopar.compression.codecs import (
 )
 
 __all__ = [
-    "dense",
     "lowrank",
     "predicted",
     "quantise",

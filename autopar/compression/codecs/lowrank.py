@@ -25,8 +25,7 @@ from autopar.compression.codecs.codec import (
     Rounds,
     State,
 )
-from autopar.compression.codecs.dense import Bf16, Dense
-from autopar.compression.codecs.quantise import Int8
+from autopar.compression.codecs.quantise import Bf16, Dense, Int8
 from autopar.compression.codecs.registry import register_codec
 from autopar.compression.codecs.sparse import shared_salt
 from autopar_errors import InputError

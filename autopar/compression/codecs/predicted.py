@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.compression.codecs.codec import Codec, CodecContext, Reduced, Rounds, State
-from autopar.compression.codecs.dense import Bf16, Dense
-from autopar.compression.codecs.quantise import Int8
+from autopar.compression.codecs.quantise import Bf16, Dense, Int8
 from autopar.compression.codecs.registry import register_codec
 from autopar.compression.codecs.sketch import Sketch
 from autopar.compression.codecs.sparse import (

@@ -40,8 +40,8 @@ window, and not only after the first one.
 
 The published code compresses each gradient twice, by the level in use and by the first
 level, so that it can use the first level within the same step.
-`autopar.compression.fallback` implements this. The policy reads only the telemetry of
-the level in use.
+`autopar.compression.synchronise` implements this. The policy reads only the telemetry
+of the level in use.
 
 A change to a level with a larger factor only saves time, so a run may postpone it
 (`Saving`). Meanwhile the policy observes the gain of the level in use. A change to a

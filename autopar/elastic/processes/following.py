@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.elastic.loop import Step
 from autopar.elastic.samples import Samples
-from autopar.goodput.efficiency import EXACT
+from autopar.goodput.choice import EXACT
 from autopar.goodput.following import Following, check_rule
 from autopar.goodput.loop import HORIZON_S, Loop, Record
 from autopar.goodput.rates import Rule, progress

@@ -48,11 +48,10 @@ from autopar.steps.stages import (
 )
 from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
-from autopar_passes.layer_loops.operators import piece_arguments
+from autopar_passes.layer_loops.split import piece_arguments
 from autopar_passes.remat.copies import FULL
-from autopar_passes.stages.flow import Flow
 from autopar_passes.stages.layers import top_level
-from autopar_passes.stages.parts import CutError
+from autopar_passes.stages.parts import CutError, Flow
 from autopar_solver import Schedule, ScheduleKind
 
 # Places where the parts of a pipeline begin, in a step whose loops over layers are cut

@@ -18,7 +18,7 @@ from autopar.layouts.pieces import wire_layout
 from autopar.planner.candidate import Candidate
 from autopar.steps.stages import CutStep
 from autopar_passes.graph.roles import Role
-from autopar_passes.layer_loops.operators import piece_arguments, piece_holders
+from autopar_passes.layer_loops.split import piece_arguments, piece_holders
 from autopar_passes.microbatches.facts import Combine
 from autopar_passes.program.equations import reads, walk
 from autopar_passes.stages.cut import Phase, Task, TaskKey

@@ -33,7 +33,7 @@ from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
 from autopar.steps.stages import CutStep
-from autopar_passes.layer_loops.operators import whole_path
+from autopar_passes.layer_loops.split import whole_path
 from autopar_passes.layouts import Layout
 
 

@@ -40,7 +40,7 @@ from autopar.runtime import placement
 from autopar.runtime.gradients.sums import AnySums, Member, State
 from autopar.runtime.stages.transport import Links
 from autopar_errors import warn_user
-from autopar_passes.layer_loops.operators import whole_path
+from autopar_passes.layer_loops.split import whole_path
 
 # Earlier versions did not save these parts of a state.
 _SINCE = {"skipped", "codecs"}

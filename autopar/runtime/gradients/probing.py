@@ -10,10 +10,10 @@ programs. The gradients stay sharded on the devices. Only a few numbers per grad
 leave the devices.
 
 Each worker encodes its array without communication, as if all workers had the same
-array. `autopar.compression.fallback` measures its codecs in the same way. A codec with
-state starts from a new state, and encodes a few times before its error is measured.
-With ``w`` the array that a worker wants to send, and ``C(w)`` the array that a receiver
-decodes::
+array. `autopar.compression.synchronise` measures its codecs in the same way. A codec
+with state starts from a new state, and encodes a few times before its error is
+measured. With ``w`` the array that a worker wants to send, and ``C(w)`` the array that
+a receiver decodes::
 
     error = sqrt(sum |w - C(w)|^2 / sum |w|^2)        sums over the workers
 """

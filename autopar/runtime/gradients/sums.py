@@ -34,12 +34,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.compression.adjusting import set_amounts
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.fallback import (
+from autopar.compression.gradient import Feedback, Gradient, check_gradient, init_state
+from autopar.compression.synchronise import (
+    COLUMNS,
+    NON_FINITE,
     Fallback,
     init_level_states,
 )
-from autopar.compression.gradient import Feedback, Gradient, check_gradient, init_state
-from autopar.compression.synchronise import COLUMNS, NON_FINITE
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes, Layout

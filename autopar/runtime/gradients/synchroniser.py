@@ -26,13 +26,13 @@ from jax.sharding import PartitionSpec
 
 from autopar.compression.codecs.blocks import add_barrier
 from autopar.compression.exchange import MeshLinks
-from autopar.compression.fallback import synchronise_levels
 from autopar.compression.gradient import Gradient
 from autopar.compression.synchronise import (
     NON_FINITE,
     WANTED,
     Synchronised,
     restore_unless_finite,
+    synchronise_levels,
     synchronise_repeatably,
 )
 from autopar.layouts.summation import Summation

@@ -25,13 +25,16 @@ from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.noise.averages import (
+    GradientSource,
     NoiseOptions,
     NoiseSpec,
+    Sources,
     State,
+    find_sources,
+    turn_of,
     update_averages,
 )
 from autopar.runtime.noise.norms import Norm, device_norms, take_with_norms
-from autopar.runtime.noise.sources import GradientSource, Sources, find_sources, turn_of
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.operators import Operator, OperatorGraph, readers
 from autopar_passes.graph.roles import InputRole, Role
@@ -157,7 +160,7 @@ def whole_noise(
 
     Args:
       assignment: the plan as layouts, from
-        `autopar.runtime.noise.sources.with_waiting`.
+        `autopar.runtime.noise.averages.with_waiting`.
       mesh: the mesh of the plan.
       options: how gradients are measured.
       coded: gradients that codecs send.

@@ -23,20 +23,18 @@ from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
 from autopar.planner.codecs.sites import updated_parameters
 from autopar.runtime.noise.averages import (
+    GradientSource,
     NoiseOptions,
     NoiseSpec,
-    State,
-    update_averages,
-)
-from autopar.runtime.noise.norms import NORMS, Norm, device_norms
-from autopar.runtime.noise.sources import (
-    GradientSource,
     Sources,
+    State,
     alone_in,
     bare_of,
     replicas_of,
     trained_paths,
+    update_averages,
 )
+from autopar.runtime.noise.norms import NORMS, Norm, device_norms
 from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.facts import Combine
 from autopar_passes.stages.cut import Phase, Task, TaskKey

@@ -15,9 +15,9 @@ from autopar.runtime import placement
 from autopar.runtime.gradients.state_restorer import Carried, kept_or_restored
 from autopar.runtime.gradients.sums import State
 from autopar.runtime.noise.staged import Place, StagedNoise
-from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.pipeline import StagePipeline
 from autopar.runtime.stages.run import Ran, partial_gradients, run_step
+from autopar.runtime.stages.running_sums import CodecStep
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.facts import take_microbatch

@@ -24,9 +24,10 @@ from jax.sharding import AbstractMesh
 from autopar.errors import StageError
 from autopar.runtime.gradients.state_restorer import Carried
 from autopar.runtime.noise.staged import Rows, StagedNoise
-from autopar.runtime.stages.codecs import CodecStep, StagedCodecs
 from autopar.runtime.stages.order import Issue, turns
 from autopar.runtime.stages.running_sums import (
+    CodecStep,
+    StagedCodecs,
     finish_code,
     partials_code,
     summed_once,

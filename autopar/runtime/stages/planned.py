@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar.compilers.targets import room_options
-from autopar.compression.fallback import Fallback
+from autopar.compression.synchronise import Fallback
 from autopar.errors import PlanError
 from autopar.planner.record import assignment_of
 from autopar.planner.stages.staged import schedule_of
@@ -26,10 +26,10 @@ from autopar.runtime.noise.averages import NoiseOptions
 from autopar.runtime.noise.staged import StagedNoise, staged_noise
 from autopar.runtime.placement import home_meshes, stage_meshes
 from autopar.runtime.planned import PlannedStep
-from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.feed import Feed
 from autopar.runtime.stages.order import issue_order
 from autopar.runtime.stages.pipeline import Crossed, StagePipeline
+from autopar.runtime.stages.running_sums import StagedCodecs
 from autopar.runtime.stages.stage import Stage
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World
@@ -37,7 +37,7 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
 from autopar.steps.stages import CutStep
 from autopar_passes import jax_compat
-from autopar_passes.layer_loops.operators import layer_ranges, piece_arguments
+from autopar_passes.layer_loops.split import layer_ranges, piece_arguments
 from autopar_passes.microbatches.facts import Combine, Microbatched, join_microbatches
 from autopar_passes.stages.cut import TaskKey
 from autopar_solver import make_table

@@ -16,7 +16,6 @@ from autopar.errors import StageError
 from autopar.runtime import placement
 from autopar.runtime.gradients.sums import State
 from autopar.runtime.noise.staged import Place
-from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.order import Issue, run_in_threads
 from autopar.runtime.stages.pipeline import (
     Call,
@@ -26,6 +25,7 @@ from autopar.runtime.stages.pipeline import (
     name_task,
     task_error,
 )
+from autopar.runtime.stages.running_sums import CodecStep
 from autopar.runtime.stages.stage import RESULT, Sent, TaskCode
 from autopar.runtime.stages.transport import Fetched, Route, Tag, meeting
 from autopar_passes.program.equations import Equation

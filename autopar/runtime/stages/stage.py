@@ -20,7 +20,7 @@ from autopar.runtime.gradients.sums import GradientSums
 from autopar.runtime.noise.staged import TaskNoise
 from autopar_passes.jax_compat import copier, is_extended
 from autopar_passes.layouts import Layout, partition_spec
-from autopar_passes.replay.segments import PlainSums, replay_segment
+from autopar_passes.replay.run import PlainSums, replay_segment
 from autopar_passes.stages.cut import Phase, StageProgram, Task, equations_of
 from autopar_passes.sums import stacked
 

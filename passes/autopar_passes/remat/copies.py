@@ -37,7 +37,7 @@ from autopar_passes.program.flatten import (
 )
 from autopar_passes.program.trace import TracedStep, trace_call
 from autopar_passes.rules.book import signature
-from autopar_passes.stages.flow import Flow
+from autopar_passes.stages.parts import Flow
 
 # JAX's name for the part of a backward pass that recomputes a forward pass.
 _STACK = "transpose(rematted_computation)"

@@ -47,7 +47,7 @@ from autopar_passes.remat.copies import (
     owners,
     recomputed_equations,
 )
-from autopar_passes.stages.flow import SMALL, Flow
+from autopar_passes.stages.parts import SMALL, Flow
 
 
 def iterations(

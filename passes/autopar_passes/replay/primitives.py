@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar_passes import jax_compat, jax_effects
+from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout, automatic_axes, partition_spec
 from autopar_passes.program.equations import Equation
@@ -636,8 +636,8 @@ def run_barrier(values: Values, eqn: Equation, ops: list[Operator]) -> list[Any]
 
 
 def _bind(values: Values, eqn: Equation, op: Operator, args: list[Any]) -> list[Any]:
-    if jax_effects.is_ordered(eqn.source):
-        out, values.turn = jax_effects.bind_in_turn(eqn.source, args, values.turn)
+    if jax_compat.is_ordered(eqn.source):
+        out, values.turn = jax_compat.bind_in_turn(eqn.source, args, values.turn)
         return out
     if op.kernel is not None:
         return _kernel(values, eqn, op, args)

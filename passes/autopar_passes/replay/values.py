@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import jax
 
-from autopar_passes import jax_compat, jax_effects
+from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout, constrain
 from autopar_passes.program.equations import Atom, Equation, Scalar
@@ -208,7 +208,7 @@ class Values:
         self.mesh = mesh
         self.synchroniser = synchroniser
         self.scope = Forms(values, None)
-        self.turn: Any = jax_effects.FIRST
+        self.turn: Any = jax_compat.FIRST
 
     @contextlib.contextmanager
     def inside(self, values: dict[int, Any]) -> Generator[None]:

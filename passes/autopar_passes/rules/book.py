@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from autopar_passes import jax_effects
+from autopar_passes import jax_compat
 from autopar_passes.program.equations import Equation, Program, Scalar, Value
 from autopar_passes.rules.factor_rule import (
     FactorRule,
@@ -218,7 +218,7 @@ def _module(program: Program, equations: Sequence[Equation], platform: str) -> A
             args = [
                 a.value if isinstance(a, Scalar) else next(arrays) for a in eqn.inputs
             ]
-            out.append(jax_effects.bind_unordered(eqn.source, *args))
+            out.append(jax_compat.bind_unordered(eqn.source, *args))
         return out
 
     traced = jax.jit(all_of_them, keep_unused=True).trace(structs)

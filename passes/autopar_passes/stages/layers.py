@@ -17,7 +17,7 @@ from autopar_errors import InputError
 from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Program
-from autopar_passes.stages.flow import Flow
+from autopar_passes.stages.parts import Flow
 
 # Cuts a chain of units, such as operators, into stretches of about equal work, at
 # boundaries that few bytes cross. The cost that is minimised is

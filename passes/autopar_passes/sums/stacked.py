@@ -22,13 +22,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopar_passes import jax_compat
+from autopar_passes.graph.operators import OperatorGraph, producers, readers
 from autopar_passes.layouts import Layout, automatic_axes, constrain, partition_spec
 from autopar_passes.program.equations import Equation
 
@@ -220,3 +221,61 @@ class Deferral:
     def sharing(self, end: int) -> int:
         """Returns the number of operators that contribute to an end."""
         return sum(end in ends for _, ends in self.reach)
+
+
+# Finds additions of partial results whose sums a compiler combines into one.
+
+
+_SHAPING = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy"})
+
+
+class Reassociation(NamedTuple):
+    """An addition of two values whose all-reduces may be combined into one.
+
+    Attributes:
+      operator: the addition.
+      summed: the two values that would be all-reduced: results of contractions, or of
+        earlier additions of this kind.
+      between: every value from ``summed`` (inclusive) to the operands of the addition.
+    """
+
+    operator: int
+    summed: tuple[int, int]
+    between: tuple[int, ...]
+
+
+def reassociations(graph: OperatorGraph) -> tuple[Reassociation, ...]:
+    """Returns the combinable additions of a program, in program order."""
+    made_by, read_by = producers(graph.operators), readers(graph.operators)
+    outputs = frozenset(graph.outputs)
+    joined: set[int] = set()
+
+    def way(value: int | None) -> tuple[int, ...]:
+        """The values from an operand back to the value that is all-reduced.
+
+        The result is () if none.
+        """
+        out: list[int] = []
+        while value is not None and value not in outputs:
+            if len(read_by.get(value, ())) != 1:
+                break
+            out.append(value)
+            op = made_by[value]
+            contracts = op.kind in CONTRACTIONS and op.rule.reduction == "sum"
+            if value in joined or (contracts and len(op.outputs) == 1):
+                return tuple(out)
+            if op.kind not in _SHAPING:
+                break
+            value = op.inputs[0]
+        return ()
+
+    found: list[Reassociation] = []
+    for op in graph.operators:
+        if op.kind not in ADDITIONS or len(op.inputs) != 2:
+            continue
+        one, other = (way(v) for v in op.inputs)
+        if one and other:
+            joined.add(op.outputs[0])
+            summed = one[-1], other[-1]
+            found.append(Reassociation(op.index, summed, (*one, *other)))
+    return tuple(found)

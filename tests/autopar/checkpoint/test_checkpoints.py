@@ -24,7 +24,7 @@ from flax import nnx
 
 import autopar
 from autopar import CheckpointError, Checkpoints, PlanError
-from autopar.checkpoint import folders, manifest, saving, store
+from autopar.checkpoint import checkpoints, folders, manifest, store
 
 
 def kinds() -> dict[str, Any]:
@@ -351,7 +351,7 @@ class TestWriting:
         made = saved(tmp_path, 1)
         folder = tmp_path / "00000002-0000000000000000"
         folder.mkdir()
-        old = saving.Save(
+        old = checkpoints.Save(
             folder=folder,
             manifest=manifest_of(made),
             plan=small().plan,
@@ -359,7 +359,7 @@ class TestWriting:
             process=0,
             processes=2,
         )
-        running = saving.Background(old)
+        running = checkpoints.Background(old)
         running.abandon()
         with pytest.raises(CheckpointError, match="the save was given up"):
             running.wait()
@@ -372,7 +372,7 @@ class TestWriting:
         folder.mkdir()
         own = manifest_of(made)
         both = [
-            saving.Save(
+            checkpoints.Save(
                 folder=folder,
                 manifest=own,
                 plan=small().plan,

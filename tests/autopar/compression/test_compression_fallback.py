@@ -11,18 +11,17 @@ import pytest
 from compression_mesh import FED_BACK, WORKERS, normal
 from jax.sharding import PartitionSpec
 
-from autopar.compression.codecs.dense import Dense
 from autopar.compression.codecs.lowrank import PowerSGD
-from autopar.compression.codecs.quantise import Int8, Sign
+from autopar.compression.codecs.quantise import Dense, Int8, Sign
 from autopar.compression.codecs.sparse import TopK
 from autopar.compression.exchange import MeshLinks
-from autopar.compression.fallback import (
+from autopar.compression.gradient import Feedback, Gradient, init_state
+from autopar.compression.synchronise import (
     init_level_states,
     level_gains,
+    synchronise,
     synchronise_levels,
 )
-from autopar.compression.gradient import Feedback, Gradient, init_state
-from autopar.compression.synchronise import synchronise
 
 SPARSE, MIDDLE = TopK(ratio=0.05, values="f32"), TopK(ratio=0.25, values="f32")
 

@@ -14,9 +14,8 @@ from autopar.compression import encoding as module
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.encoding import LARGEST, MOST, CodecInput, group_gradients
 from autopar.compression.exchange import MeshLinks
-from autopar.compression.fallback import RecordingLinks
 from autopar.compression.gradient import Feedback, Gradient, init_state
-from autopar.compression.synchronise import NON_FINITE, synchronise
+from autopar.compression.synchronise import NON_FINITE, RecordingLinks, synchronise
 
 N = 4
 SHAPES = ((64, 32), (32, 64), (16, 64), (8, 128))

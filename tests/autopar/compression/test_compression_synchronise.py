@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from compression_mesh import FED_BACK, WORKERS, begin, norm, normal, program, run
 
-from autopar.compression.codecs.dense import Bf16, Dense
-from autopar.compression.codecs.quantise import Int4, Int8, Sign
+from autopar.compression.codecs.quantise import Bf16, Dense, Int4, Int8, Sign
 from autopar.compression.codecs.registry import codec_names, parse_codec
 from autopar.compression.exchange import MeshLinks
 from autopar.compression.gradient import Feedback, Gradient, check_gradient, init_state

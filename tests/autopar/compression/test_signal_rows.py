@@ -12,7 +12,7 @@ from compressed_cases import case_of
 from compression_mesh import FED_BACK, WORKERS, norm, normal, run
 
 from autopar import PlanError
-from autopar.compression.codecs.dense import Dense
+from autopar.compression.codecs.quantise import Dense
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.gradient import Gradient
 from autopar.compression.policies import GraVAC

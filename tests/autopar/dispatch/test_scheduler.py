@@ -16,8 +16,8 @@ from autopar.dispatch.scheduler import SchedulerSettings
 from autopar.dispatch.store import Store
 from autopar.dispatch.views import MOVES, view_of
 from autopar.errors import ScheduleError
+from autopar.goodput.choice import efficiency
 from autopar.goodput.curves import CurveTable
-from autopar.goodput.efficiency import efficiency
 from autopar.scheduler.jobs import Rounds
 from autopar.scheduler.users import UserLimits
 

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.compression.policies.policy import GradientReport
 from autopar.errors import PlanError
-from autopar.goodput.efficiency import (
+from autopar.goodput.choice import (
     CodecError,
     codec_error,
     efficiency,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from autopar.goodput.choice import EXACT
 from autopar.goodput.configurations import error_of
-from autopar.goodput.efficiency import EXACT
 from autopar.goodput.ways import expected_error
 
 

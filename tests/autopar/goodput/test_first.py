@@ -13,7 +13,7 @@ from following_cases import BASE
 import autopar
 from autopar.elastic.train import TrainRun
 from autopar.goodput import Following, Loop
-from autopar.goodput.efficiency import efficiency
+from autopar.goodput.choice import efficiency
 from autopar.goodput.following import codecs_of
 
 SLOW = "4x1:cpu,network=0.001Gb/s,network_latency=1us"

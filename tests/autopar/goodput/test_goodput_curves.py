@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
+from autopar.goodput.choice import efficiency
 from autopar.goodput.curves import CurvePoint, CurveTable, correct_curve
-from autopar.goodput.efficiency import efficiency
 from autopar.scheduler.jobs import JobView
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.baselines import POLICIES, policy_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from autopar.goodput.guard import LossGuard, loss_in
+from autopar.goodput.following import LossGuard, loss_in
 
 USUAL = [2.0 + 0.1 * x for x in np.random.default_rng(0).standard_normal(40)]
 

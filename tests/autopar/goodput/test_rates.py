@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from autopar.errors import PlanError
-from autopar.goodput.efficiency import CodecError
+from autopar.goodput.choice import CodecError
 from autopar.goodput.rates import progress, scale_updates, set_batch
 
 BASE = 16

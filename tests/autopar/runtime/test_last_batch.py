@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import PlanError
-from autopar.runtime import last_batch
+from autopar.runtime import arguments
 from autopar.runtime.evaluation import batch_axes
 
 CLUSTER = forms.cheap("8:cpu")
@@ -112,14 +112,14 @@ def test_an_unknown_option() -> None:
 
 def test_only_rows_may_be_fewer() -> None:
     """Where another dim differs too, the call is of another step."""
-    assert last_batch._but((4, 5, 6), 0) == (5, 6)
-    assert last_batch._but((4, 5, 6), 1) == (4, 6)
-    assert last_batch._but((4, 5, 6), 2) == (4, 5)
+    assert arguments._but((4, 5, 6), 0) == (5, 6)
+    assert arguments._but((4, 5, 6), 1) == (4, 6)
+    assert arguments._but((4, 5, 6), 2) == (4, 5)
     rows = np.arange(6.0).reshape(3, 2)
     np.testing.assert_array_equal(
-        last_batch._resize_rows(rows, 5, 0), rows[[0, 1, 2, 2, 2]]
+        arguments._resize_rows(rows, 5, 0), rows[[0, 1, 2, 2, 2]]
     )
-    np.testing.assert_array_equal(last_batch._resize_rows(rows, 1, 1), rows[:, :1])
+    np.testing.assert_array_equal(arguments._resize_rows(rows, 1, 1), rows[:, :1])
 
 
 def test_evaluation_splits_rows_as_the_batch_that_is_split_most() -> None:

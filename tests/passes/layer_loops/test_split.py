@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_tests import examples
 
-from autopar_passes.layer_loops.operators import (
+from autopar_passes.layer_loops.split import (
+    in_pieces,
     piece_arguments,
     piece_paths,
+    stacked_state,
     whole_path,
 )
-from autopar_passes.layer_loops.split import in_pieces, stacked_state
 from autopar_passes.program.equations import evaluate
 from autopar_passes.program.trace import TracedStep, trace
 

@@ -16,8 +16,7 @@ from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Equation, Program, Scalar
 from autopar_passes.program.trace import TracedStep, open_arguments, trace
 from autopar_passes.stages.cut import Cut, TaskKey, always_before, cut
-from autopar_passes.stages.flow import Flow
-from autopar_passes.stages.parts import Parts, parts_of
+from autopar_passes.stages.parts import Flow, Parts, parts_of
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 WIDTH, ROWS = 6, 4

@@ -14,7 +14,7 @@ from property_tests import examples
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.program.trace import trace
-from autopar_passes.sums.reassociated import (
+from autopar_passes.sums.stacked import (
     Reassociation,
     reassociations,
 )

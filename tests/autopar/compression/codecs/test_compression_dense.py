@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_tests import examples
 
-from autopar.compression.codecs.dense import Bf16, Dense
+from autopar.compression.codecs.quantise import Bf16, Dense
 
 
 def normal(*shape, seed=0):

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from autopar.compression.codecs import registry
 from autopar.compression.codecs.codec import Codec, Reduced
-from autopar.compression.codecs.dense import Dense
-from autopar.compression.codecs.quantise import Fp8, Int4, Int8, Sign
+from autopar.compression.codecs.quantise import Dense, Fp8, Int4, Int8, Sign
 from autopar.compression.codecs.registry import (
     codec_class,
     codec_names,

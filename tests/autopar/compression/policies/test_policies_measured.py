@@ -8,9 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from autopar.compression.codecs.dense import Dense
 from autopar.compression.codecs.lowrank import PowerSGD
-from autopar.compression.codecs.quantise import Int8
+from autopar.compression.codecs.quantise import Dense, Int8
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.codecs.sparse import TopK
 from autopar.compression.policies import (

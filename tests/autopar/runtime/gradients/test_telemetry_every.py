@@ -13,7 +13,7 @@ from compressed_cases import case_of, fresh, on_host, spoilt
 
 from autopar.compression.codecs import registry
 from autopar.compression.codecs.codec import Reduced
-from autopar.compression.codecs.dense import Dense
+from autopar.compression.codecs.quantise import Dense
 from autopar.compression.gradient import MOST_LOST
 from autopar.compression.policies.policy import GradientReport
 from autopar.runtime.gradients.codec_state import MeasuredGradient

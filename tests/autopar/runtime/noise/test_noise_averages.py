@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from autopar.errors import PlanError
+from autopar.runtime.codec_run import carried_over, check
 from autopar.runtime.noise.averages import (
     Groups,
     NoiseOptions,
     NoiseScale,
     NoiseSpec,
+    Sources,
     estimates,
     fresh,
     noise_options,
     noise_scale,
     update_averages,
 )
-from autopar.runtime.noise.sources import Sources
-from autopar.runtime.noise_run import carried_over, check
 
 GROUPS = Groups((4, 1), 24)
 BASE, DECAY = 12.0, 0.9
