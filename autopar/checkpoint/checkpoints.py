@@ -44,6 +44,12 @@ from autopar_errors import check_path
 from autopar_passes import jax_compat
 
 # Writes a checkpoint in the background, by all processes together.
+#
+# Each process writes its own blocks of the arrays, and a part file with their
+# checksums. Process 0 waits for the part files of all processes and then completes
+# the checkpoint. The processes communicate only through files in the folder, to which
+# all must have access. The processes use no collectives for a save, so steps can run
+# at the same time.
 
 
 # Seconds for which a process waits for files of other processes, and seconds between

@@ -43,6 +43,29 @@ from autopar.compression.gradient import (
 from autopar_errors import InputError
 
 # Measures how much of the true gradient compressed messages carry (their signal).
+#
+# A worker's gradient is the true gradient plus noise, and the noises of two workers
+# are independent. So in the inner product of two workers' gradients, the noise has an
+# expected value of zero. Let ``g`` be the true gradient, ``g_i`` the gradient of
+# worker i, and ``c_i`` the values that it sends, including what comes from its
+# residual. Let n be the number of workers. Then::
+#
+#     E sum_{i != j} <g_i, g_j> = n (n - 1) |g|^2
+#     E sum_{i != j} <c_j, g_i> = n <sum_j E c_j, g> (n - 1) / n
+#
+# The second line divided by the first tells how much a step along the sent values
+# helps, compared with a step along the true gradient. Values that are sent late count
+# only as far as they agree with the present gradient. Let ``T`` be the sum of the
+# values that all workers send. Then the second line is ``sum_i <T - c_i, g_i>``, and
+# each worker can compute its own term.
+#
+# For the first line a worker would need the sum of all gradients, which it does not
+# have. Therefore workers sum sketches of their gradients. For a sketch, the elements
+# are multiplied by random signs, which are the same on all workers, and added up in
+# `WIDTH` numbers (Charikar et al., ICALP 2002). The inner product of two sketches has
+# the inner product of the gradients as its expected value over random signs. The
+# variance of the inner product of two sketches is at most ``2 |g_i|^2 |g_j|^2 /
+# WIDTH``.
 
 
 WIDTH = 64
@@ -398,6 +421,20 @@ def _nothing(gradient: Gradient, partial: jax.Array, links: WorkerLinks) -> jax.
 
 # In each step, sums gradients by the first of several codecs that sends enough of
 # them.
+#
+# GraVAC (arXiv 2305.12201) compresses a gradient in two ways. In each step it sends the
+# smaller message if its gain (the fraction of the gradient's squared norm that it
+# carries) is large enough, and otherwise the larger message. In this module each choice
+# of codecs is a level, and one compiled program contains all levels. The program first
+# computes the gain of each level without sending gradients, and sums the gains'
+# numerators and denominators over the workers. Then one branch of a `jax.lax.switch`
+# sends the gradients: all workers have the same sums, so they take the same branch.
+#
+# All levels use the same residuals. Each level has a codec state of its own, which does
+# not change in steps in which another level sends.
+#
+# >>> Fallback(("int8:block=256", "bf16"), least_gain=0.75).codecs
+# ('int8', 'bf16')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,6 +27,25 @@ from autopar.goodput.throughput import Interval, Terms, Throughput
 from autopar.runtime.noise.averages import NoiseScale
 
 # Statistical efficiency: the progress per row of a batch, relative to the base batch.
+#
+# Let phi be the noise scale in rows. One step on a batch of M rows makes as much
+# progress as ``gain`` steps on a base batch of M0 rows, for which the learning rate
+# was tuned (Pollux, Qiao et al., OSDI 2021)::
+#
+#     gain = (1 + phi / M0) / (1 + noise / signal)        efficiency = gain * M0 / M
+#
+# ``noise / signal`` is the noise-to-signal ratio of the gradient that the step
+# applies. Without codecs this ratio is phi / M. A codec adds to it the squared error
+# of the decoded sum of gradients, relative to the squared norm of the mean gradient.
+# Let the codec C be unbiased with ``E |C(g) - g|^2 = w |g|^2``. Let each of K workers
+# send the gradient g_i of M / K rows, and let ``sqr`` be the squared norm of the mean
+# gradient. Then ``E |g_i|^2 = sqr (1 + K phi / M)``. The squared error of the mean of
+# the workers' gradients, relative to ``sqr``, is
+#
+# * ``w / K + w phi / M``, if the errors of workers are independent, as with stochastic
+#   rounding (``own``). The efficiency is (phi + M0) / ((1 + w) phi + (1 + w / K) M);
+# * ``w + w phi / M``, if all workers make the same choice, such as the same random
+#   elements (``shared``). The efficiency is (phi + M0) / ((1 + w) (phi + M)).
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -330,7 +330,14 @@ def check_rule(state: Any, base_batch: int, rule: Rule | None = None) -> None:
         )
 
 
-# Limits the learning rate's scaling (the gain) if large batches make the loss rise.
+# Limits the gain that scales the learning rate, if large batches make the loss rise.
+#
+# The gain of a step is the number of steps with the base batch that make as much
+# progress (`autopar.goodput.gain`). The learning rate is scaled by the gain. The
+# formula of the gain uses the noise of gradients, but not the curvature of the loss.
+# An update that is too large for the curvature makes the loss rise, and may make the
+# training diverge. Therefore the guard watches the losses of steps while the gain is
+# above 1. If they rise, the guard lowers an upper limit of the gain.
 
 
 # The number of recent losses to keep, and the number of losses that are needed before a

@@ -494,7 +494,13 @@ def _root(square: float) -> float:
     return math.sqrt(square) if square >= 0 else math.nan
 
 
-# Keeps the running averages that the noise scale of gradients is computed from.
+# Keeps the running averages from which the noise scale of gradients is computed.
+#
+# The *noise scale* says how much gradients of single rows vary, compared with the
+# gradient itself (`autopar.runtime.noise.averages`).
+#
+# The averages are carried over from step to step, and from one plan of the step to the
+# next.
 
 
 class NoiseRun:

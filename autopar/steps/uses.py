@@ -196,6 +196,10 @@ def _read(
 
 
 # The operands of operators, in groups that need the same resharding.
+#
+# A *reading* is one operand of one operator. Whatever shardings a plan chooses, all
+# readings of one group need the same resharding steps. In a program of equal layers,
+# these steps are therefore computed for one layer only.
 
 
 # A value whose layout a node decides, and from which an operand is computed. For each

@@ -565,6 +565,11 @@ def _free_results(module: Any) -> list[bool]:
 
 
 # Host callbacks that run in the order of the program.
+#
+# JAX orders callbacks by tokens, but only in programs for one device. Here a data
+# dependency orders the callbacks on several devices: each callback takes a number that
+# the callback before has returned. JAX's functions that bind and lower callbacks are
+# private (0.10.2).
 
 
 # The number that is passed to the first callback.

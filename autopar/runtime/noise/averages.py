@@ -42,6 +42,16 @@ from autopar_passes.microbatches.facts import Combine
 from autopar_passes.program.equations import walk
 
 # Finds the gradients of parameters in a planned step, and their partial gradients.
+#
+# A *group* is the rows of one microbatch that one data replica works on. With K
+# replicas and A microbatches there are n = K * A groups of equal size. The gradient
+# of a parameter is the sum of the partial gradients of all groups.
+#
+# Replicas of unequal devices share the A microbatches of a step. Each microbatch
+# belongs to one of them, so K counts the data replicas within such a replica. The
+# groups have equal sizes even though the replicas have unequal numbers of rows. If a
+# gradient has no partial gradients of single microbatches, it has K groups, each with
+# rows of all microbatches.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

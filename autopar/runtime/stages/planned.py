@@ -43,6 +43,12 @@ from autopar_passes.stages.cut import TaskKey
 from autopar_solver import make_table
 
 # Arrays of stacked layers, whose pieces are arguments of a pipeline.
+#
+# Between steps a stacked array consists of blocks of consecutive pieces: one block on
+# each stage, or a single block on one stage. A block needs no copy if it is one piece
+# and its own stage runs this piece. Any other block is cut on its stage before a
+# step, and its pieces are sent to the stages that run them. After the step, the
+# pieces are sent back and joined.
 
 
 Shape = tuple[int, ...]

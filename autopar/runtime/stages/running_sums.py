@@ -253,6 +253,10 @@ def summed_once(stage: Stage, cut: Cut, crossings: Collection[int]) -> Stage:
 
 
 # Codecs in a pipeline: each stage sums its gradients by codecs once in a step.
+#
+# A stage sums its gradients after its last microbatch and before its update. When all
+# stages have summed, it is known whether all gradients of the step are finite. If they
+# are not, every stage restores its state and its residuals.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

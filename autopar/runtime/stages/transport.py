@@ -32,6 +32,10 @@ from autopar.runtime.world import World
 from autopar_passes import jax_compat, jax_processes
 
 # Reshards an array between devices of several processes.
+#
+# A *block* is the part of the array on one device. A *piece* is the overlap of a
+# block of the target with a block of the source (`autopar.layouts.pieces`). Each
+# process receives the pieces of its target blocks and assembles the blocks.
 
 
 @dataclasses.dataclass(frozen=True)

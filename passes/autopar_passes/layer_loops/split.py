@@ -31,7 +31,9 @@ from autopar_passes.program.flatten import (
 )
 from autopar_passes.program.trace import TracedStep
 
-# The effect of operators on a dimension that is in pieces.
+# The effect of operators on a layer dimension that is split into pieces.
+#
+# A *piece* holds some consecutive layers of a stacked array.
 
 
 def layer_ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:

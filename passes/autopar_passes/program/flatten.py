@@ -25,6 +25,10 @@ from autopar_passes.program.equations import (
 )
 
 # Collectives over an axis that has one replica.
+#
+# A step that was written for ``jax.pmap`` sums over its replicas by name, as in
+# ``jax.lax.pmean(grads, "batch")``. A planned step sees the whole batch at once. It
+# therefore has one replica, and each collective over the replicas returns its operands.
 
 
 R = TypeVar("R")

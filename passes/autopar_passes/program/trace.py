@@ -43,6 +43,13 @@ from autopar_passes.program.static_leaves import (
 )
 
 # Finds the state that a step carries: arguments that come back in the result.
+#
+# A whole argument is matched with a part of the result that has the same structure,
+# shapes and dtypes. The part may be the result itself, an element of a tuple, a value
+# of a dict or a field of a dataclass. NNX objects are matched array by array, because
+# a step may add or remove variables. A scalar argument, such as a learning rate, is
+# matched only if the result depends on it; otherwise a loss could be taken for its
+# next value. An argument that is named as the batch is never state.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

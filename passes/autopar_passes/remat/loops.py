@@ -429,6 +429,15 @@ def _with_params(eqn: Equation, **changed: int) -> object:
 
 
 # Rewrites a step so that its backward pass recomputes activations.
+#
+# The backward pass of a chosen layer reads copies of the layer's values. The copies
+# are computed from the layer's inputs, behind an optimization barrier, as in
+# ``jax.checkpoint``. Without the barrier the compiler would merge the copies with the
+# forward pass. A gradient that enters the backward pass of the layer also passes
+# through the barrier. The recomputation therefore cannot start before it is needed.
+#
+# The forward pass is unchanged, including its side effects, its auxiliary results and
+# its new state. Random numbers are drawn again from the same keys.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

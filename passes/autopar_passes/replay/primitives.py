@@ -24,6 +24,27 @@ from autopar_passes.sums.finish import BY_SHARDS, Sum, behind, run_and_sum
 from autopar_passes.sums.stacked import Stacked, stack_partials, sum_partials
 
 # Attention with a sharded sequence: keys and values travel around a ring of devices.
+#
+# Each device keeps its queries. In each round a device receives the keys and values
+# of its neighbour, runs the kernel on this block, and merges the result into its own.
+# The merge uses the log-sum-exp of each row (Liu, Zaharia, Abbeel, "Ring Attention
+# with Blockwise Transformers for Near-Infinite Context", arXiv 2310.01889; the merge
+# is that of Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1). The
+# backward pass needs only the log-sum-exp of each whole row: with it, the kernel
+# computes the gradients of a block. Gradients of keys and values travel around the
+# ring with them. The gradients of a device's own block stay on the device and are
+# added at the end.
+#
+# Under a causal mask, a device with later rows has more work. The sequence is
+# therefore cut into two chunks per device, and device ``i`` of ``n`` has the queries
+# of chunks ``i`` and ``2n - 1 - i`` (Brandon et al., "Striped Attention", arXiv
+# 2311.09431, show the problem; the order is that of
+# https://github.com/zhuzilin/ring-flash-attention). With this order, every device
+# computes two unmasked blocks of chunks in every round. Inputs and outputs are
+# exchanged between the plain order and this order, so the surrounding program sees
+# only the plain order.
+#
+# Sums over rounds are computed in float32.
 
 
 Array = Any

@@ -464,6 +464,11 @@ class Replayer:
 
 
 # Replays a part of a program: some of its equations, with input and output values.
+#
+# A segment states the layouts of the plan of the whole program, so another segment
+# reads a value in the layout in which it left its segment. If the plan computes a sum
+# over devices later, the segment returns stacked partial values, and a later segment
+# sums them.
 
 
 class PlainSums:

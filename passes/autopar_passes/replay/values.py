@@ -24,6 +24,10 @@ from autopar_passes.sums.finish import Sum, behind, run_and_sum
 from autopar_passes.sums.stacked import Stacked
 
 # The interface of a plan for the replay of a program.
+#
+# A *reader* is an operator that has a value as operand. A value is *partial* if each
+# device holds a term of a sum (`autopar_passes.sums.stacked`). A reader in the backward
+# pass may use an array of its own, called the backward copy.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Phase(enum.Enum):
     UPDATE = "update"
 
 
-# Free equations (`autopar_passes.stages.flow`) with these operators keep their results
+# Free equations (`autopar_passes.stages.parts`) with these operators keep their results
 # for the backward pass; others are recomputed there.
 _COSTLY = frozenset({"random_bits", "dot_general", "conv_general_dilated", "sort"})
 

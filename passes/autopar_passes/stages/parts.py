@@ -29,6 +29,10 @@ from autopar_passes.program.equations import Equation, Program, Value, reads
 from autopar_passes.sums.stacked import ADDITIONS, UNARY
 
 # The dependencies of the top-level equations of a microbatch's program.
+#
+# An equation that depends on both state and batch runs in one part of a pipeline. An
+# equation that depends on at most one of them is *free*: it runs in every pipeline part
+# that reads its results. Cast weights and masks are therefore never sent.
 
 
 # Arrays with at most this many elements are sent to every part that reads them:

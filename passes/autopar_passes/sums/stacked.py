@@ -223,7 +223,14 @@ class Deferral:
         return sum(end in ends for _, ends in self.reach)
 
 
-# Finds additions of partial results whose sums a compiler combines into one.
+# Finds additions of partial results whose two all-reduces XLA combines into one.
+#
+# XLA turns the sum of two all-reduces into the all-reduce of a sum
+# (``xla/service/all_reduce_reassociate.cc``, ``reduce_scatter_reassociate.cc`` in
+# openxla/xla). For example, queries, keys and values give three gradients of the same
+# input, and only the sum of the three crosses the links between devices. The two
+# all-reduces must be over the same devices, and each must have only one reader. XLA
+# moves operations between an all-reduce and the addition if they only change a shape.
 
 
 _SHAPING = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy"})
