@@ -13,8 +13,8 @@ from autopar.cost.traffic import exchanges_of
 from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import Layout, shards
 from autopar.steps.lifetimes import Lifetimes
-from autopar.steps.uses import Reading
 from autopar.steps.rounding import WIDER, is_narrow
+from autopar.steps.uses import Reading
 from autopar_passes.graph.operators import PRODUCTS, Operator
 from autopar_passes.graph.roles import Role
 

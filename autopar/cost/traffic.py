@@ -518,7 +518,7 @@ def reassociate_sums(
 ) -> list[Collective]:
     """Merges equal all-reduces whose results are added into one after the addition.
 
-    See `autopar_passes.sums.reassociated`. No resharding may lie between the sums and
+    See `autopar_passes.sums.stacked`. No resharding may lie between the sums and
     the addition, because the compiler merges only adjacent collectives. If each sum
     consists of several collectives, only the last ones may be equal and merged.
 

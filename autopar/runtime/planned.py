@@ -41,7 +41,7 @@ from autopar.runtime.stages.transport import Links
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.jax_compat import lowered_without_devices
-from autopar_passes.layouts import HOST_MEMORY, partition_spec
+from autopar_passes.layouts import HOST_MEMORY, mesh_sharding
 from autopar_passes.replay.replicas import Replicas, Wait
 from autopar_passes.replay.run import replay
 from autopar_passes.rules.factor_rule import KernelWork
@@ -512,7 +512,7 @@ def _struct_in_place(struct: Any, sharding: NamedSharding) -> Any:
 def _sharding(mesh: Any, layout: Any, graph: OperatorGraph, value: Any) -> Any:
     on_host = value is not None and graph.values[value].on_host
     kind = HOST_MEMORY if on_host else None
-    return NamedSharding(mesh, partition_spec(mesh, layout), memory_kind=kind)
+    return mesh_sharding(mesh, layout, kind)
 
 
 def _in_shardings(

@@ -295,7 +295,7 @@ class Preparation:
                     analysed.analysis, given, seconds=self.planner.options.seconds
                 ),
             )
-        cluster = setting.cluster or self._cluster()
+        cluster = self._on(setting)
         place = self._place(analysed, setting)
         return agreement.agree(
             self._world(),
@@ -353,14 +353,14 @@ class Preparation:
         """Returns the plan of a setting from memory or disk; None if neither has it."""
         found = self._plans.get(self._place(analysed, setting))
         if found is None and setting.sent is None and not self._errors():
-            cluster = setting.cluster or self._cluster()
+            cluster = self._on(setting)
             found = self.planner.plan_on_disk(analysed, cluster, setting.codecs)
         return found
 
     @without_mesh()
     def warm(self, analysed: Analysed, setting: Setting, running: Plan) -> Plan:
         """Finds a good plan of a setting in a short time (`StepPlanner.warm`)."""
-        cluster = setting.cluster or self._cluster()
+        cluster = self._on(setting)
         return agreement.agree(
             self._world(),
             lambda: self.planner.warm(
@@ -556,11 +556,15 @@ class Preparation:
             return self._world().devices
         return self._world().at(cluster.ids)
 
+    def _on(self, setting: Setting) -> Cluster:
+        """Returns the cluster of a setting."""
+        return setting.cluster or self._cluster()
+
     def _place(self, analysed: Analysed, setting: Setting) -> Hashable:
         """Returns the key under which the plan of a setting is remembered."""
         if setting.plan is not None:
             return analysed.key, agreement.content_digest(setting.plan)
-        cluster = setting.cluster or self._cluster()
+        cluster = self._on(setting)
         found = self.devices(setting)
         devices = tuple(d.id for d in found[: cluster.num_devices])
         asked = setting.codecs or self.planner.options
@@ -592,7 +596,7 @@ class Preparation:
             meshes = home_meshes(given, stage_meshes(given, devices))
             return creation.plan_shardings(given, meshes, len(leaves))
         if setting.devices is None:
-            devices = devices[: (setting.cluster or self._cluster()).num_devices]
+            devices = devices[: self._on(setting).num_devices]
         return creation.even_shardings(leaves, devices)
 
 

@@ -254,10 +254,7 @@ class Analysis:
     @_untimed
     def attention(self) -> tuple[Attention, ...]:
         """The attention that the step computes without a hand-written kernel."""
-        program = self.program
-        closed_over = program.body.inputs[program.num_arguments :]
-        constants = dict(zip(closed_over, program.constants, strict=True))
-        return written_attention(self.graph, constants)
+        return written_attention(self.graph, self.program.held)
 
     @_untimed
     def stacked_inputs(self) -> dict[int, int]:

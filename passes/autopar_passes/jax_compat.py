@@ -42,7 +42,6 @@ from jax.extend import core as jex_core
 from jaxlib.mlir import ir as _ir
 
 from autopar_errors import InputError
-from autopar_passes import jax_compat
 
 _OURS = str(pathlib.Path(__file__).parent)
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
@@ -583,9 +582,9 @@ def is_ordered(eqn: Any) -> bool:
 
 
 def bind_unordered(eqn: Any, *args: Any) -> list[Any]:
-    """Like `jax_compat.bind`, but without the order of callbacks."""
+    """Like `bind`, but without the order of callbacks."""
     if not is_ordered(eqn):
-        return jax_compat.bind(eqn, *args)
+        return bind(eqn, *args)
     made, _ = bind_in_turn(eqn, args, FIRST)
     return made
 

@@ -44,7 +44,7 @@ from autopar.runtime.recent import Recent
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World
 from autopar.steps.sums import worth_a_codec
-from autopar_passes.layouts import constrain, partition_spec
+from autopar_passes.layouts import constrain, mesh_sharding, partition_spec
 from autopar_passes.sums.stacked import Stacked
 
 Codecs = tuple[tuple[str, Codec], ...]
@@ -99,7 +99,7 @@ def partial_gradients(
         return {name: recorder.partials[name] for name in names}
 
     shardings = {
-        m.decision.name: NamedSharding(sums.mesh, partition_spec(sums.mesh, m.stacked))
+        m.decision.name: mesh_sharding(sums.mesh, m.stacked)
         for m in probed_members(sums)
     }
     return gradients, shardings

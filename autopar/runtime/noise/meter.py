@@ -38,7 +38,7 @@ from autopar.runtime.noise.norms import Norm, device_norms, take_with_norms
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.operators import Operator, OperatorGraph, readers
 from autopar_passes.graph.roles import InputRole, Role
-from autopar_passes.layouts import constrain, partition_spec
+from autopar_passes.layouts import constrain, mesh_sharding
 from autopar_passes.program.equations import Equation
 from autopar_passes.replay.values import Read
 from autopar_passes.sums import stacked
@@ -183,10 +183,7 @@ def whole_noise(
         sources,
         options,
         NamedSharding(mesh, PartitionSpec()),
-        {
-            name: NamedSharding(mesh, partition_spec(mesh, home(value)))
-            for name, value in alone.items()
-        },
+        {name: mesh_sharding(mesh, home(value)) for name, value in alone.items()},
         {
             name: jax.ShapeDtypeStruct(values[value].shape, values[value].dtype)
             for name, value in alone.items()

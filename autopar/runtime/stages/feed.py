@@ -47,9 +47,8 @@ class Feed:
         self.found = cut.found
         self.program: Program = cut.cut.program
         self.pipeline = pipeline
+        self.constants = self.program.held
         arguments = self.program.body.inputs
-        held = arguments[self.program.num_arguments :]
-        self.constants = dict(zip(held, self.program.constants, strict=True))
         self.values = arguments[: len(analysis.graph.inputs)]
         self.owners = pipeline.cut.owners
         shapes = [analysis.graph.values[i.value].shape for i in analysis.graph.inputs]

@@ -19,7 +19,7 @@ from autopar.runtime.gradients.state_restorer import Carried, StateRestorer, Ver
 from autopar.runtime.gradients.sums import GradientSums
 from autopar.runtime.noise.staged import TaskNoise
 from autopar_passes.jax_compat import copier, is_extended
-from autopar_passes.layouts import Layout, partition_spec
+from autopar_passes.layouts import Layout, mesh_sharding
 from autopar_passes.replay.run import PlainSums, replay_segment
 from autopar_passes.stages.cut import Phase, StageProgram, Task, equations_of
 from autopar_passes.sums import stacked
@@ -193,14 +193,12 @@ class Stage:
     def home(self, value: int) -> NamedSharding:
         """The sharding of a value on this stage after its sum over devices."""
         layout = self.assignment.home_layout(value)
-        return NamedSharding(self.mesh, partition_spec(self.mesh, layout))
+        return mesh_sharding(self.mesh, layout)
 
     @functools.cached_property
     def _shardings(self) -> Callable[[int], NamedSharding]:
         return functools.cache(
-            lambda value: NamedSharding(
-                self.mesh, partition_spec(self.mesh, self._layout(value))
-            )
+            lambda value: mesh_sharding(self.mesh, self._layout(value))
         )
 
     def _layout(self, value: int) -> Layout:
@@ -219,7 +217,7 @@ class Stage:
         theirs = kept_layout(other.assignment, value)
         sizes = self.assignment.sizes, other.assignment.sizes
         layout = wire_layout(mine, sizes[0], theirs, sizes[1])
-        return NamedSharding(self.mesh, partition_spec(self.mesh, layout))
+        return mesh_sharding(self.mesh, layout)
 
     def struct(self, value: int) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of a value on this stage."""

@@ -230,10 +230,9 @@ class _Joiner:
         """The inputs of the microbatch's program, with the values they come from."""
         own = self.whole.body.inputs
         arguments = list(own[: self.whole.num_arguments])
-        constants = list(own[self.whole.num_arguments :])
         number = [] if self.found.number is None else [-1]
         once = [-1] * len(self.found.gathered)
-        given = [*arguments, *number, *self.ahead(), *once, *constants]
+        given = [*arguments, *number, *self.ahead(), *once, *self.whole.held]
         return list(zip(self.micro.body.inputs, given, strict=True))
 
     def zero(self, crossing: Crossing) -> Atom:

@@ -121,10 +121,9 @@ class _WriterOfRows:
     def inputs(self) -> tuple[int, ...]:
         micro = self.pair.micro
         own = micro.body.inputs[: micro.num_arguments]
-        constants = micro.body.inputs[micro.num_arguments :]
         number = () if self.number is None else (self.number,)
         taken = (*self.given.values(), *self.whole.values(), *self.gathered.values())
-        return (*own, *number, *taken, *constants)
+        return (*own, *number, *taken, *micro.held)
 
     def region(self, whole: Region, micro: Region) -> Region:
         outer, self.builder.equations = self.builder.equations, []

@@ -136,7 +136,7 @@ class Known:
         self.edits = Edits()
         self.outer: dict[int, tuple[Equation, int]] = {}
         self.forced: dict[tuple[int, int], Split] = {}
-        for value in pair.micro.body.inputs[pair.micro.num_arguments :]:
+        for value in pair.micro.held:
             self.classes[value] = self.of_whole(value)
             if self.classes[value] != SAME:
                 self.edits.replaced.add(value)

@@ -127,6 +127,12 @@ class Program:
         """Number of flat arguments of the step."""
         return len(self.body.inputs) - len(self.constants)
 
+    @property
+    def held(self) -> dict[int, Any]:
+        """The arrays of ``constants``, by value."""
+        values = self.body.inputs[self.num_arguments :]
+        return dict(zip(values, self.constants, strict=True))
+
     def by_index(self) -> dict[int, Equation]:
         """Returns all equations by index, including those in regions."""
         return {eqn.index: eqn for eqn in walk(self.body)}

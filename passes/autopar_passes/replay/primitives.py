@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator
-from autopar_passes.layouts import Layout, automatic_axes, partition_spec
+from autopar_passes.layouts import Layout, on_shards, partition_spec
 from autopar_passes.program.equations import Equation
 from autopar_passes.program.flatten import INLINED, call_body
 from autopar_passes.replay.values import Values
@@ -424,16 +424,8 @@ def kernel_on_shards(
                 out[slot] = jax.lax.psum(out[slot], names)
         return tuple(out)
 
-    return list(
-        jax.shard_map(
-            run,
-            mesh=mesh,
-            in_specs=tuple(partition_spec(mesh, layout) for layout in layouts),
-            out_specs=tuple(partition_spec(mesh, layout) for layout in results),
-            axis_names=automatic_axes(mesh),
-            check_vma=False,
-        )(*operands)
-    )
+    made = tuple(partition_spec(mesh, layout) for layout in results)
+    return list(on_shards(run, operands, layouts, made, mesh))
 
 
 def _manual(

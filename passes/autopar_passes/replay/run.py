@@ -15,7 +15,6 @@ import jax
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
-from autopar_passes.layouts import Layout
 from autopar_passes.program.equations import (
     Atom,
     Equation,
@@ -27,7 +26,6 @@ from autopar_passes.replay.primitives import run_barrier, run_primitive
 from autopar_passes.replay.replicas import Replicas, side_by_side
 from autopar_passes.replay.values import (
     LayoutPlan,
-    LayoutRoute,
     Synchroniser,
     Values,
     Watch,
@@ -494,6 +492,26 @@ class PlainSums:
         return array
 
 
+class _Within:
+    """A plan for one segment, whose readers never recompute an input for themselves."""
+
+    def __init__(
+        self, plan: LayoutPlan, inputs: Collection[int], outputs: Collection[int]
+    ) -> None:
+        self._plan = plan
+        self._inputs = frozenset(inputs)
+        self._outputs = frozenset(outputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+    def floating(self, value: int) -> bool:
+        return value not in self._inputs and self._plan.floating(value)
+
+    def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
+        return self._plan.sums(value, handed=handed or value in self._outputs)
+
+
 class Later(PlainSums):
     """Leaves the sums of partial values to a later segment.
 
@@ -510,50 +528,6 @@ class Later(PlainSums):
         """Computes the sums that the segment reads."""
         self.held |= partials
         return super().take(partials)
-
-
-class _Within:
-    """A plan for one segment, whose readers never recompute an input for themselves."""
-
-    def __init__(
-        self, plan: LayoutPlan, inputs: Collection[int], outputs: Collection[int]
-    ) -> None:
-        self._plan = plan
-        self._inputs = frozenset(inputs)
-        self._outputs = frozenset(outputs)
-
-    def floating(self, value: int) -> bool:
-        return value not in self._inputs and self._plan.floating(value)
-
-    def operand(self, op: Operator, slot: int) -> Layout | None:
-        return self._plan.operand(op, slot)
-
-    def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
-        return self._plan.results(op, slot)
-
-    def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
-        return self._plan.route(value, layout, backward)
-
-    def is_backward(self, op: Operator) -> bool:
-        return self._plan.is_backward(op)
-
-    def output(self, position: int) -> Layout | None:
-        return self._plan.output(position)
-
-    def partial_layout(self, value: int) -> tuple[tuple[int, ...], Layout] | None:
-        return self._plan.partial_layout(value)
-
-    def due(self, value: int) -> tuple[Layout, ...] | None:
-        return self._plan.due(value)
-
-    def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
-        return self._plan.sums(value, handed=handed or value in self._outputs)
-
-
-def _constants(program: Program) -> dict[int, Any]:
-    """The constants of a program, by value."""
-    held = program.body.inputs[program.num_arguments :]
-    return dict(zip(held, program.constants, strict=True))
 
 
 def replay_segment(
@@ -585,8 +559,9 @@ def replay_segment(
     without it, values stay partial. For the keyword ``made`` see `replay`.
     """
     operators, made_by = operators_of(graph), producers(graph.operators)
-    sources, within = program.by_index(), _Within(plan, inputs, outputs)
-    constants = _constants(program)
+    sources = program.by_index()
+    within: Any = _Within(plan, inputs, outputs)
+    constants = program.held
 
     def run(
         *arguments: Any, synchroniser: Synchroniser | None = None, made: Made = as_it_is

@@ -16,6 +16,7 @@ dimensions are therefore never sharded, and a grouped convolution runs shard by 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -135,19 +136,13 @@ class FactorForest:
         if [self.size(f) for f in a] == [self.size(f) for f in b]:
             for x, y in zip(a, b, strict=True):
                 self._join(x, y)
-        elif len(a) == 1 and self._product(b) == self.size(a[0]):
+        elif len(a) == 1 and math.prod(map(self.size, b)) == self.size(a[0]):
             self._split(a[0], b)
-        elif len(b) == 1 and self._product(a) == self.size(b[0]):
+        elif len(b) == 1 and math.prod(map(self.size, a)) == self.size(b[0]):
             self._split(b[0], a)
         else:
             for leaf in (*a, *b):
                 self.block(leaf)
-
-    def _product(self, factors: Sequence[int]) -> int:
-        out = 1
-        for f in factors:
-            out *= self.size(f)
-        return out
 
     def _split(self, whole: int, parts: Sequence[int]) -> None:
         node = self._nodes[whole]
@@ -370,7 +365,7 @@ class _RuleReader:
                 indices = list(sdy.DimMappingAttr(dim).factor_indices)
                 real = [factors[i] for i in indices if rule.factor_sizes[i] > 1]
                 if factor is not None and real:
-                    self.unite_whole(factor, real)
+                    self.forest.unite([factor], real)
                 elif factor is not None:  # the rule forbids sharding this factor
                     self.forest.block(factor)
         kind = _combiner(op, name)
@@ -381,20 +376,6 @@ class _RuleReader:
                 self.forest.block(factors[i])
         for i in (*rule.need_replication_factors, *rule.permutation_factors):
             self.forest.block(factors[i])
-
-    def unite_whole(self, factor: int, real: list[int]) -> None:
-        """Unites factors.
-
-        Forbids sharding if the rule covers only a part of the dim.
-        """
-        sizes = 1
-        for f in real:
-            sizes *= self.forest.size(f)
-        if sizes == self.forest.size(factor):
-            self.forest.unite([factor], real)
-        else:
-            for f in (factor, *real):
-                self.forest.block(f)
 
     def rule(
         self, eqn: LoweredEquation, operands: list[Any], results: list[Any]

@@ -167,7 +167,7 @@ class _Cutter:
         self.leaving = {v for v in program.body.outputs if isinstance(v, int)}
         self.leaving.update(parts.gathered.values())
         # Every task has access to the program's constants.
-        self.constants = program.body.inputs[program.num_arguments :]
+        self.constants = tuple(program.held)
         self.order = {index: k for k, index in enumerate(self.flow.equations)}
         # Equation -> the task that runs it; free equations have no entry.
         self.owner: dict[int, TaskKey] = {}
@@ -401,25 +401,22 @@ def stage_program(found: Cut, stage: int) -> StageProgram:
     made = {v for e in equations for v in e.outputs}
     read = {v for e in equations for v in reads(e)} - made
     arguments = whole.body.inputs[: whole.num_arguments]
-    constants = whole.body.inputs[whole.num_arguments :]
     outputs = _leaving(found, stage, made)
     given = tuple(
         v
         for v in arguments
         if v in read or (v in flow.carried_values and flow.carried_values[v] in outputs)
     )
-    received = tuple(sorted(read - set(arguments) - set(constants)))
-    held = [
-        (v, x) for v, x in zip(constants, whole.constants, strict=True) if v in read
-    ]
-    body = Region((*given, *received, *(v for v, _ in held)), equations, tuple(outputs))
+    received = tuple(sorted(read - set(arguments) - whole.held.keys()))
+    held = {v: x for v, x in whole.held.items() if v in read}
+    body = Region((*given, *received, *held), equations, tuple(outputs))
     places = {v: k for k, v in enumerate(outputs)}
     carried = {
         k: places[flow.carried_values[v]]
         for k, v in enumerate(given)
         if flow.carried_values.get(v) in places and found.owners[v] == stage
     }
-    program = Program(whole.values, body, tuple(x for _, x in held))
+    program = Program(whole.values, body, tuple(held.values()))
     return StageProgram(stage, program, given, received, carried, flow.once & wanted)
 
 

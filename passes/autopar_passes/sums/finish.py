@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar_passes.layouts import Layout, partition_spec
+from autopar_passes.layouts import Layout, on_shards, partition_spec
 
 # Reduce-scatters, in the form that the compiler of each platform keeps.
 #
@@ -178,13 +178,9 @@ def run_and_sum(
             out = _run_collective(out, step, mesh)
         return out
 
-    return jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=tuple(partition_spec(mesh, layout) for layout in layouts),
-        out_specs=partition_spec(mesh, sums[-1].layout),
-        check_vma=False,
-    )(*operands)
+    return on_shards(
+        run, operands, layouts, partition_spec(mesh, sums[-1].layout), mesh
+    )
 
 
 def _run_collective(shard: Any, step: Sum, mesh: Any) -> Any:

@@ -30,7 +30,7 @@ import numpy as np
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import OperatorGraph, producers, readers
-from autopar_passes.layouts import Layout, automatic_axes, constrain, partition_spec
+from autopar_passes.layouts import Layout, constrain, on_shards, partition_spec
 from autopar_passes.program.equations import Equation
 
 # Operators whose results are partial if a factor that they reduce is sharded.
@@ -118,14 +118,10 @@ def stack_partials(
       axes: the mesh axes over which the results are stacked.
       mesh: the mesh of the layouts.
     """
-    return jax.shard_map(
-        lambda *shards: function(*shards)[None],
-        mesh=mesh,
-        in_specs=tuple(partition_spec(mesh, layout) for layout in layouts),
-        out_specs=partition_spec(mesh, (axes, *result)),
-        axis_names=automatic_axes(mesh),
-        check_vma=False,
-    )(*operands)
+    made = partition_spec(mesh, (axes, *result))
+    return on_shards(
+        lambda *shards: function(*shards)[None], operands, layouts, made, mesh
+    )
 
 
 def lift(array: Any, axes: Axes, layout: Layout, mesh: Any) -> Stacked:

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.runtime.stages import stage as sent_module
 from autopar.runtime.stages.pipeline import StageCopy
+from autopar.runtime.stages.run import Transfers
 from autopar.runtime.stages.stage import Sent, same_parts
-from autopar.runtime.stages.transfers import Transfers
 
 
 def stage_mesh(first, sizes=(2, 2), names=("a", "b")):
