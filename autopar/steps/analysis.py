@@ -254,7 +254,7 @@ class Analysis:
     @_untimed
     def attention(self) -> tuple[Attention, ...]:
         """The attention that the step computes without a hand-written kernel."""
-        return written_attention(self.graph, self.program.held)
+        return written_attention(self.graph, self.program.constant_arrays)
 
     @_untimed
     def stacked_inputs(self) -> dict[int, int]:
@@ -625,6 +625,26 @@ def analyse_again(
         graph_s=base.graph_s + time.perf_counter() - start,
         **(known | changes),
     )
+
+
+def with_program(
+    base: Analysis, program: Program, start: float, **changes: Any
+) -> Analysis:
+    """Analyses a program that takes the place of the last program of a step.
+
+    The step stays split into microbatches, and keeps what earlier rewrites changed.
+
+    Args:
+      base: the analysis of the program that was rewritten.
+      program: the other program.
+      start: when the rewriting began, by `time.perf_counter`.
+      changes: fields of the analysis with other values than in ``base``.
+    """
+    names = ("split", "written", "offload", "on_devices")
+    kept: dict[str, Any] = {name: getattr(base, name) for name in names}
+    traced = dataclasses.replace(base.pytrees, program=program)
+    whole = base.whole or base
+    return analyse_again(base, traced, start, whole=whole, **(kept | changes))
 
 
 def analyse_program(

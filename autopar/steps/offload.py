@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.steps.analysis import Analysis, analyse_program
-from autopar_passes.graph.build import step_graph
+from autopar.steps.analysis import Analysis, with_program
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.offload import offload_state
 
@@ -59,20 +57,4 @@ def _with_state_on_host(base: Analysis, paths: tuple[str, ...]) -> Analysis:
             "the step carries no state of this name. Make a new plan with autopar.plan."
         )
     program = offload_state(base.program, {place[p]: carried[place[p]] for p in paths})
-    traced = dataclasses.replace(base.pytrees, program=program)
-    made = analyse_program(
-        program, step_graph(traced, like=base.graph), output_paths=traced.output_paths
-    )
-    return dataclasses.replace(
-        base,
-        program=program,
-        graph=made.graph,
-        contraction=made.contraction,
-        sources=made.sources,
-        deferrals=made.deferrals,
-        traced=traced,
-        whole=base.whole or base,
-        offload=paths,
-        on_devices=base,
-        graph_s=base.graph_s + time.perf_counter() - start,
-    )
+    return with_program(base, program, start, offload=paths, on_devices=base)

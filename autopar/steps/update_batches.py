@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 
-from autopar.steps.analysis import Analysis, analyse_program
-from autopar_passes.graph.build import step_graph
+from autopar.steps.analysis import Analysis, with_program
 from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.update_batches import batch_updates
@@ -40,25 +38,7 @@ def _with_batches(analysis: Analysis, devices: int) -> Analysis:
     program, batches = batch_updates(analysis.program, own, devices)
     if not batches:
         return analysis
-    traced = dataclasses.replace(analysis.pytrees, program=program)
-    made = analyse_program(
-        program,
-        step_graph(traced, like=analysis.graph),
-        output_paths=traced.output_paths,
-    )
-    return dataclasses.replace(
-        analysis,
-        program=program,
-        graph=made.graph,
-        contraction=made.contraction,
-        sources=made.sources,
-        deferrals=made.deferrals,
-        traced=traced,
-        whole=analysis.whole or analysis,
-        alone=analysis,
-        batches=batches,
-        graph_s=analysis.graph_s + time.perf_counter() - start,
-    )
+    return with_program(analysis, program, start, alone=analysis, batches=batches)
 
 
 def equations_of_update(analysis: Analysis) -> frozenset[int]:

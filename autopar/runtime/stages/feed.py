@@ -47,7 +47,7 @@ class Feed:
         self.found = cut.found
         self.program: Program = cut.cut.program
         self.pipeline = pipeline
-        self.constants = self.program.held
+        self.constants = self.program.constant_arrays
         arguments = self.program.body.inputs
         self.values = arguments[: len(analysis.graph.inputs)]
         self.owners = pipeline.cut.owners

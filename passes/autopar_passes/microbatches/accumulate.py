@@ -232,7 +232,7 @@ class _Joiner:
         arguments = list(own[: self.whole.num_arguments])
         number = [] if self.found.number is None else [-1]
         once = [-1] * len(self.found.gathered)
-        given = [*arguments, *number, *self.ahead(), *once, *self.whole.held]
+        given = [*arguments, *number, *self.ahead(), *once, *self.whole.constant_arrays]
         return list(zip(self.micro.body.inputs, given, strict=True))
 
     def zero(self, crossing: Crossing) -> Atom:

@@ -502,7 +502,7 @@ def _stateless_values(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
     """The values outside of loops that depend on no array of the state."""
     body = pair.whole.body
     found = {i.value for i in graph.inputs if i.output < 0 or not _is_array(graph, i)}
-    found.update(pair.whole.held)
+    found.update(pair.whole.constant_arrays)
     for eqn in body.equations:
         told = eqn.source.effects
         if not told and all(a in found for a in eqn.arrays):

@@ -123,7 +123,7 @@ class _WriterOfRows:
         own = micro.body.inputs[: micro.num_arguments]
         number = () if self.number is None else (self.number,)
         taken = (*self.given.values(), *self.whole.values(), *self.gathered.values())
-        return (*own, *number, *taken, *micro.held)
+        return (*own, *number, *taken, *micro.constant_arrays)
 
     def region(self, whole: Region, micro: Region) -> Region:
         outer, self.builder.equations = self.builder.equations, []

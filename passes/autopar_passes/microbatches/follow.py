@@ -136,7 +136,7 @@ class Known:
         self.edits = Edits()
         self.outer: dict[int, tuple[Equation, int]] = {}
         self.forced: dict[tuple[int, int], Split] = {}
-        for value in pair.micro.held:
+        for value in pair.micro.constant_arrays:
             self.classes[value] = self.of_whole(value)
             if self.classes[value] != SAME:
                 self.edits.replaced.add(value)

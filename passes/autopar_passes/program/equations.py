@@ -128,7 +128,7 @@ class Program:
         return len(self.body.inputs) - len(self.constants)
 
     @property
-    def held(self) -> dict[int, Any]:
+    def constant_arrays(self) -> dict[int, Any]:
         """The arrays of ``constants``, by value."""
         values = self.body.inputs[self.num_arguments :]
         return dict(zip(values, self.constants, strict=True))

@@ -561,7 +561,7 @@ def replay_segment(
     operators, made_by = operators_of(graph), producers(graph.operators)
     sources = program.by_index()
     within: Any = _Within(plan, inputs, outputs)
-    constants = program.held
+    constants = program.constant_arrays
 
     def run(
         *arguments: Any, synchroniser: Synchroniser | None = None, made: Made = as_it_is

@@ -111,7 +111,7 @@ class _Kernels:
         self.read = {a for e in equations for a in e.arrays}
         for region in (program.body, *(r for e in equations for r in e.regions)):
             self.read.update(a for a in region.outputs if isinstance(a, int))
-        self.arrays = program.held
+        self.arrays = program.constant_arrays
         self.unsupported: set[str] = set()
         self.works: dict[Any, KernelWork] = {}
 

@@ -167,7 +167,7 @@ class _Cutter:
         self.leaving = {v for v in program.body.outputs if isinstance(v, int)}
         self.leaving.update(parts.gathered.values())
         # Every task has access to the program's constants.
-        self.constants = tuple(program.held)
+        self.constants = tuple(program.constant_arrays)
         self.order = {index: k for k, index in enumerate(self.flow.equations)}
         # Equation -> the task that runs it; free equations have no entry.
         self.owner: dict[int, TaskKey] = {}
@@ -407,8 +407,8 @@ def stage_program(found: Cut, stage: int) -> StageProgram:
         for v in arguments
         if v in read or (v in flow.carried_values and flow.carried_values[v] in outputs)
     )
-    received = tuple(sorted(read - set(arguments) - whole.held.keys()))
-    held = {v: x for v, x in whole.held.items() if v in read}
+    received = tuple(sorted(read - set(arguments) - whole.constant_arrays.keys()))
+    held = {v: x for v, x in whole.constant_arrays.items() if v in read}
     body = Region((*given, *received, *held), equations, tuple(outputs))
     places = {v: k for k, v in enumerate(outputs)}
     carried = {

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
+from residual_step import OPTIMIZER, update
 
 import autopar
 from autopar.errors import InfeasibleError
-
-OPTIMIZER = optax.adam(1e-2)
-
-
-def update(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    """A step of residual layers."""
-    weights, moments = state
-
-    def loss_of(weights: Any) -> jax.Array:
-        h = x
-        for w in weights:
-            h = h + jnp.tanh(h @ w)
-        return jnp.mean((h - 1.0) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_of)(weights)
-    grads, moments = OPTIMIZER.update(grads, moments, weights)
-    return (optax.apply_updates(weights, grads), moments), loss
 
 
 def test_memory_that_is_too_small_moves_optimizer_state() -> None:

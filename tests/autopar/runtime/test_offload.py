@@ -6,16 +6,14 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec
+from residual_step import OPTIMIZER, update
 
 import autopar
 from autopar.errors import PlanError
 
-OPTIMIZER = optax.adam(1e-2)
 WIDTH, ROWS, STEPS = 64, 32, 4
 # In data parallel plans, gradients are summed over devices.
 DATA: dict[str, Any] = {
@@ -26,20 +24,6 @@ DATA: dict[str, Any] = {
     },
 }
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-
-
-def update(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    weights, moments = state
-
-    def loss_of(weights: Any) -> jax.Array:
-        h = x
-        for w in weights:
-            h = h + jnp.tanh(h @ w)
-        return jnp.mean((h - 1.0) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_of)(weights)
-    grads, moments = OPTIMIZER.update(grads, moments, weights)
-    return (optax.apply_updates(weights, grads), moments), loss
 
 
 def begin() -> tuple[Any, jax.Array]:
