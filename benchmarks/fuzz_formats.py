@@ -21,6 +21,7 @@ from fuzz_mutations import Format, zip_parts
 import autopar
 from autopar.checkpoint import folders, manifest, torch_files, trees
 from autopar.cli import owning
+from autopar.cli.commands.runs import LedgerCommand
 from autopar.cli.ledgering import ledger
 from autopar.dispatch import specs
 from autopar.dispatch.store import Store
@@ -341,8 +342,8 @@ def _ledgers(place: pathlib.Path) -> Format:
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        ledger(path, as_json=True)
-        ledger(path, as_json=False)
+        for as_json in (True, False):
+            ledger(LedgerCommand(file=path, as_json=as_json))
 
     seeds = [b"\n".join(json.dumps(x).encode() for x in lines)]
     return Format([*seeds, *(json.dumps(x).encode() + b"\n{}" for x in lines)], read)
