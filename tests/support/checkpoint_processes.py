@@ -4,7 +4,8 @@ Usage: python checkpoint_processes.py PROCESS COUNT PORT DIRECTORY
 
 Saves a sharded state and one in pipeline stages, and restores each under other plans.
 No step runs, so nothing but the creation of the state is compiled. Then saves the state
-of codecs and of the noise scale in pipeline stages, after a step.
+of codecs and of the noise scale in pipeline stages, after a step. The plans are read
+from DIRECTORY: a search that ends by its time can find another plan in each process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 
 import autopar
-from autopar import Checkpoints
+from autopar import Checkpoints, Plan
 
 
 def main(process: int, count: int, port: str, directory: pathlib.Path) -> None:
@@ -30,27 +31,29 @@ def main(process: int, count: int, port: str, directory: pathlib.Path) -> None:
     batch = {
         k: x[process * rows : (process + 1) * rows] for k, x in plans.batch().items()
     }
+    made = {x.stem: Plan.load(x) for x in directory.glob("*.json")}
     for name in ("fsdp-4", "pipeline"):
-        step = autopar.parallelize(plans.step, plan=plans.plan(name))
+        step = autopar.parallelize(plans.step, plan=made[name])
         state = step.init(plans.create, others=(batch,))
-        with Checkpoints(directory / name) as made:
-            made.save(step, state, step=3, position=7)
-        assert made.steps() == [3]
+        with Checkpoints(directory / name) as saved:
+            saved.save(step, state, step=3, position=7)
+        assert saved.steps() == [3]
         for other in ("tensor", "pipeline"):
-            again = autopar.parallelize(plans.step, plan=plans.plan(other))
-            found = made.restore(again, plans.create, others=(batch,))
+            again = autopar.parallelize(plans.step, plan=made[other])
+            found = saved.restore(again, plans.create, others=(batch,))
             assert (found.step, found.position) == (3, 7)
             wanted = jax.tree.leaves(again.shardings(found.state))
             assert [x.sharding for x in jax.tree.leaves(found.state)] == wanted
-    beside_the_state(directory / "beside", batch)
+    beside_the_state(directory / "beside", batch, made["pipeline+codecs"])
     print("done")
 
 
-def beside_the_state(directory: pathlib.Path, batch: dict[str, Any]) -> None:
+def beside_the_state(
+    directory: pathlib.Path, batch: dict[str, Any], plan: Plan
+) -> None:
     """Restores what two stages with codecs have beside the state, and trains on."""
 
     def step() -> Any:
-        plan = plans.plan("pipeline+codecs")
         return autopar.parallelize(plans.step, plan=plan, noise_scale=True)
 
     before, after = step(), step()

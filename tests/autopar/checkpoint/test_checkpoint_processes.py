@@ -17,6 +17,8 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     found = tmp_path_factory.mktemp("processes")
+    for name in ("fsdp-4", "tensor", "pipeline", "pipeline+codecs"):
+        plans.plan(name).save(found / f"{name}.json")
     logs = run_processes("checkpoint_processes.py", 2, [str(found)])
     assert [log.splitlines()[-1] for log in logs] == ["done", "done"]
     return found
