@@ -15,7 +15,7 @@ from autopar.cluster.specs import ClusterError, DeviceSpec, Level
 PROFILE_VARIABLE = "AUTOPAR_PROFILE"
 
 # Pairs of a lower-case text and a preset. The first text that occurs in
-# `jax.Device.device_kind` decides the preset.
+# `jax.Device.device_kind` decides the preset; `$` is the end of `device_kind`.
 _KINDS = (
     ("h200", "h200"),
     ("gb200", "gb200"),
@@ -25,6 +25,10 @@ _KINDS = (
     ("a100", "a100"),
     ("v100", "v100"),
     ("tesla t4", "t4"),
+    ("a10g", "a10g"),
+    ("l40s", "l40s"),
+    ("nvidia l4$", "l4"),
+    ("rtx 4090$", "rtx4090"),
     ("tpu v5 lite", "v5e"),
     ("tpu v5e", "v5e"),
     ("tpu v5", "v5p"),
@@ -87,7 +91,7 @@ def take_devices(count: int | Sequence[Device] | None) -> list[Device]:
 
 def preset_name(device_kind: str) -> str | None:
     """The name of the preset for a `jax.Device.device_kind`; None if there is none."""
-    lower = device_kind.lower()
+    lower = f"{device_kind.lower()}$"
     return next((name for part, name in _KINDS if part in lower), None)
 
 

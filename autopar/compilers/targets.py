@@ -1,8 +1,10 @@
 """Describes the devices for which XLA can compile.
 
 The figures of GPUs come from openxla/xla, ``xla/backends/gpu/target_config/specs``
-(``a100_sxm_80``, ``h100_sxm``, ``h200``, ``b200``, ``v100``). The compiler identifies a
-TPU by its name. The clock of a TPU comes from
+(``a100_sxm_80``, ``h100_sxm``, ``h200``, ``b200``, ``v100``). Those of GPUs with the
+compute capabilities 8.6 and 8.9 come from NVIDIA's datasheets, and from the table of
+limits in the CUDA C++ Programming Guide. The compiler identifies a TPU by its name. The
+clock of a TPU comes from
 https://jax-ml.github.io/scaling-book/tpus/.
 """
 
@@ -16,6 +18,10 @@ from typing import Final
 from autopar.cluster import Cluster
 from autopar.cluster.presets import USABLE_MEMORY
 from autopar.errors import PlanError
+
+# The most threads of a streaming multiprocessor, where it is not 2048 (the CUDA C++
+# Programming Guide).
+_THREADS_PER_CORE: Final = {(8, 6): 1536, (8, 9): 1536}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +59,8 @@ class Gpu:
         major, minor = self.capability
         return f"""
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  threads_per_core_limit: {_THREADS_PER_CORE.get(self.capability, 2048)}
   shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_bytes}
   shared_memory_per_block_optin: {self.shared_optin_bytes}
   core_count: {self.cores} fpus_per_core: {self.fpus_per_core}
@@ -121,7 +128,48 @@ _H100: Final = Gpu(
     shared_bytes=233_472,
     shared_optin_bytes=232_448,
 )
+_L4: Final = Gpu(
+    name="NVIDIA L4",
+    capability=(8, 9),
+    cores=58,
+    fpus_per_core=128,
+    clock_ghz=2.04,
+    memory_bytes=24_152_899_584,
+    memory_bytes_per_s=300_000_000_000,
+    l2_bytes=50_331_648,
+    shared_bytes=102_400,
+    shared_optin_bytes=101_376,
+)
 _GPUS: Final = {
+    "l4": _L4,
+    "l40s": dataclasses.replace(
+        _L4,
+        name="NVIDIA L40S",
+        cores=142,
+        clock_ghz=2.52,
+        memory_bytes=48_305_799_168,
+        memory_bytes_per_s=864_000_000_000,
+        l2_bytes=100_663_296,
+    ),
+    "rtx4090": dataclasses.replace(
+        _L4,
+        name="NVIDIA GeForce RTX 4090",
+        cores=128,
+        clock_ghz=2.52,
+        memory_bytes=25_757_220_864,
+        memory_bytes_per_s=1_008_000_000_000,
+        l2_bytes=75_497_472,
+    ),
+    "a10g": dataclasses.replace(
+        _L4,
+        name="NVIDIA A10G",
+        capability=(8, 6),
+        cores=80,
+        clock_ghz=1.71,
+        memory_bytes=24_146_608_128,
+        memory_bytes_per_s=600_000_000_000,
+        l2_bytes=6_291_456,
+    ),
     "v100": Gpu(
         name="Tesla V100-SXM2-16GB",
         capability=(7, 0),

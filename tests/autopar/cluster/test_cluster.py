@@ -118,7 +118,8 @@ class TestParse:
         ("name", "card_gib"),
         [
             ("a100", 80), ("a100-40", 40), ("h100", 80), ("h200", 144), ("v100", 32),
-            ("t4", 16), ("b200", 180), ("gb200", 186),
+            ("t4", 16), ("b200", 180), ("gb200", 186), ("a10g", 24), ("l4", 24),
+            ("l40s", 48), ("rtx4090", 24),
         ],
     )  # fmt: skip
     def test_memory_is_what_a_program_may_use(self, name, card_gib):
