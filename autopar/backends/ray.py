@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from autopar.backends.ray_worker import ScriptActor
@@ -74,6 +75,7 @@ class RayLauncher:
         places: Placer | None = None,
         network: Network | None = None,
         resources: Mapping[str, float] = WORKER_RESOURCES,
+        wait_s: float = 0.0,
     ) -> None:
         """Connects to the Ray cluster.
 
@@ -87,6 +89,8 @@ class RayLauncher:
           network: how processes of the run connect over hosts; None if all workers are
             on this machine.
           resources: kind of a resource -> how much of it a worker takes.
+          wait_s: seconds to wait for nodes with room for the workers, which Ray's
+            autoscaler is asked for; 0: do not ask.
 
         Raises:
           PlanError: Ray is not installed, there is no cluster, or it is too small.
@@ -96,6 +100,7 @@ class RayLauncher:
         self._ray = connect(address)
         self._lock = threading.Lock()
         self._places: Placer = places or Places()
+        self._wait_s, self._asked = wait_s, 0
         if places is None:
             self._begin_with(processes)
         self._actors: dict[int, Any] = {}
@@ -113,6 +118,7 @@ class RayLauncher:
             node = self._places.place(worker)
         if node is None:
             print(f"autopar: no node has room for worker {worker}.", file=sys.stderr)
+            self._ask_autoscaler(len(self._actors) + 1)
             self._report(worker, None, lost=False)
             return None
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
@@ -161,6 +167,9 @@ class RayLauncher:
         """See `Launcher`."""
         if self._watched is not None:
             self._watched.ending.set()  # the thread may be waiting for Ray
+        if self._asked:
+            with contextlib.suppress(Exception):
+                self._request(0)
         self._ray.shutdown()
 
     def _name(self, worker: int) -> str:
@@ -209,28 +218,69 @@ class RayLauncher:
         self._reports.on_end(worker, code, spare=spare)
 
     def _follow(self, watched: Watched) -> None:
-        """Reports nodes that join. A lost node shows by the loss of its actors."""
+        """Reports nodes that join or are drained.
+
+        A lost node shows by the loss of its actors.
+        """
         assert self._reports is not None
         while not watched.ending.wait(_POLL_S):
             try:
-                nodes, _ = self._nodes()
+                draining = draining_nodes(self._ray)
+                nodes, _ = self._nodes(draining)
             except Exception:
                 continue  # Ray's head may be away for a while
             with self._lock:
                 new = self._places.update(nodes)
+                leaving = self._places.drain(draining)
             if new:
                 watched.call(functools.partial(self._reports.on_join, new))
+            for worker, spare in leaving:
+                leave = functools.partial(self._reports.on_leave, worker, spare=spare)
+                watched.call(leave)
 
-    def _nodes(self) -> tuple[list[LiveNode], int]:
+    def _nodes(self, draining: Collection[str]) -> tuple[list[LiveNode], int]:
         if self._network.is_local:
-            return nodes_here(self._ray, self._resources)
-        return live_nodes(self._ray.nodes(), self._resources, None)
+            return nodes_here(self._ray, self._resources, draining)
+        return live_nodes(self._ray.nodes(), self._resources, None, draining)
+
+    def _ask_autoscaler(self, workers: int) -> None:
+        """Asks Ray's autoscaler for nodes with room for this many workers in all.
+
+        Does nothing without ``wait_s``, or if so many have been asked for.
+        """
+        if self._wait_s and workers > self._asked:
+            self._request(workers)
+            self._asked = workers
+
+    def _request(self, workers: int) -> None:
+        sdk = importlib.import_module("ray.autoscaler.sdk")
+        sdk.request_resources(bundles=[self._resources] * workers)
+
+    def _wait_for_room(self, processes: int) -> tuple[list[LiveNode], int]:
+        """The present nodes, and how many nodes are on other machines.
+
+        Waits until the nodes have room for the workers, at most ``wait_s``.
+        """
+        end = time.monotonic() + self._wait_s
+        while True:
+            nodes, elsewhere = self._nodes(draining_nodes(self._ray))
+            room = sum(x.room for x in nodes)
+            if room >= processes or time.monotonic() >= end:
+                return nodes, elsewhere
+            if not self._asked:
+                print(
+                    f"autopar: the Ray cluster has room for {room} of {processes} "
+                    f"workers; waiting {self._wait_s:g} s for more nodes.",
+                    file=sys.stderr,
+                )
+            self._ask_autoscaler(processes)
+            time.sleep(_POLL_S)
 
     def _begin_with(self, processes: int) -> None:
         """Reads the present nodes; raises an error if the workers do not fit on
         them.
         """
-        nodes, elsewhere = self._nodes()
+        nodes, elsewhere = self._wait_for_room(processes)
         self._places.update(nodes)
         room = sum(x.room for x in nodes)
         far = (
@@ -243,7 +293,8 @@ class RayLauncher:
             raise PlanError(
                 f"the Ray cluster has room for {room} workers of {each} each"
                 f"{where}, and --processes asks for {processes}."
-                f"{far if elsewhere else ''} Add nodes, or ask for fewer."
+                f"{far if elsewhere else ''} Add nodes, let the run wait for them "
+                "(--wait SECONDS), or ask for fewer."
             )
 
 
@@ -267,10 +318,24 @@ def connect(address: str) -> Any:
 
 
 def nodes_here(
-    ray: Any, resources: Mapping[str, float] = WORKER_RESOURCES
+    ray: Any,
+    resources: Mapping[str, float] = WORKER_RESOURCES,
+    draining: Collection[str] = (),
 ) -> tuple[list[LiveNode], int]:
     """This machine's nodes that can run workers, and how many other machines have."""
-    return live_nodes(ray.nodes(), resources, ray.util.get_node_ip_address())
+    here = ray.util.get_node_ip_address()
+    return live_nodes(ray.nodes(), resources, here, draining)
+
+
+def draining_nodes(ray: Any) -> frozenset[str]:
+    """Ids of the nodes that Ray drains: their provider takes them away soon.
+
+    Ray has no public function for this. If it changes its private one, drained nodes
+    are first seen when they die.
+    """
+    state = getattr(getattr(ray, "_private", None), "state", None)
+    read = getattr(getattr(state, "state", None), "get_draining_nodes", None)
+    return frozenset() if read is None else frozenset(read())
 
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:

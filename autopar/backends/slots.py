@@ -12,7 +12,7 @@ import json
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from autopar.elastic.processes.launching import Launcher, Reports
@@ -42,6 +42,7 @@ def live_nodes(
     listed: Sequence[Mapping[str, Any]],
     resources: Mapping[str, float],
     address: str | None,
+    draining: Collection[str] = (),
 ) -> tuple[list[LiveNode], int]:
     """Selects the nodes that can run workers.
 
@@ -49,6 +50,7 @@ def live_nodes(
       listed: the nodes as ``ray.nodes()`` returns them.
       resources: kind of a resource -> how much of it a worker takes.
       address: address of the machine whose nodes to return; None: all machines.
+      draining: ids of the nodes that Ray drains; they take no more workers.
 
     Returns:
       The nodes of this machine that can run workers, and how many such nodes other
@@ -64,7 +66,7 @@ def live_nodes(
             ),
         )
         for x in listed
-        if x["Alive"]
+        if x["Alive"] and x["NodeID"] not in draining
     ]
     able = [x for x in nodes if x.room > 0]
     here = [x for x in able if address in (None, x.address)]
@@ -88,6 +90,15 @@ class Placer(Protocol):
         """Removes a worker that has ended; returns whether another may replace it."""
         ...
 
+    def drain(self, names: Collection[str]) -> Sequence[tuple[int, bool]]:
+        """Takes the ids of the nodes that Ray drains now.
+
+        Returns:
+          Each worker that has to leave, and whether another node has room for its
+          replacement; a worker is returned once.
+        """
+        ...
+
 
 class Places:
     """The nodes of a Ray cluster, and the workers on each node."""
@@ -100,6 +111,7 @@ class Places:
         self._used: set[str] = set()
         self._lost_s: dict[str, float] = {}
         self._of: dict[int, str] = {}
+        self._draining: set[str] = set()
 
     def update(self, nodes: Sequence[LiveNode]) -> int:
         """Takes the nodes that are alive now; returns how many of them are new."""
@@ -136,6 +148,14 @@ class Places:
         if name is not None:
             self._lost_s[name] = self._clock()
         return any(x.name not in self._used for x in self._open())
+
+    def drain(self, names: Collection[str]) -> list[tuple[int, bool]]:
+        """See `Placer`; `update` must have got the nodes without the drained ones."""
+        new, self._draining = set(names) - self._draining, set(names)
+        leaving = sorted(worker for worker, name in self._of.items() if name in new)
+        counts = self._counts()
+        room = sum(max(0, x.room - counts.get(x.name, 0)) for x in self._open())
+        return [(worker, place < room) for place, worker in enumerate(leaving)]
 
     def _open(self) -> list[LiveNode]:
         now = self._clock()
@@ -196,6 +216,11 @@ class Slots:
                 self._of[worker] = free[0]
                 self._write()
             return LiveNode(name=self._of[worker], address="", room=1)
+
+    def drain(self, names: Collection[str]) -> list[tuple[int, bool]]:
+        """Returns no worker: the scheduler moves its jobs away from draining nodes."""
+        del names
+        return []
 
     def on_end(self, worker: int, *, lost: bool = False) -> bool:
         """Removes a worker that has ended; returns False, as no other replaces it."""
@@ -302,3 +327,8 @@ class PlacedLauncher:
         """See `Reports`; does nothing, as only the scheduler gives places on new
         nodes.
         """
+
+    def on_leave(self, worker: int, *, spare: bool) -> None:
+        """See `Reports`."""
+        assert self._reports is not None
+        self._reports.on_leave(worker, spare=spare)

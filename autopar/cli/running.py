@@ -59,6 +59,8 @@ def run(asked: RunCommand) -> Result:
         raise typer.BadParameter(f"--backend {asked.backend}: there are {names}.")
     if asked.resource and not ray:
         raise typer.BadParameter("--resource is of a Ray node: add --backend ray.")
+    if asked.wait and not ray:
+        raise typer.BadParameter("--wait is for nodes of Ray: add --backend ray.")
     taken = _read("--resource", read_resources, asked.resource or ())
     if ray and asked.recovery is RecoveryName.RESPAWN:
         raise typer.BadParameter(
@@ -93,7 +95,7 @@ def run(asked: RunCommand) -> Result:
             most=most,
             restarts=asked.restarts,
             silent_s=asked.silence,
-            # # Workers that lost their supervisor continue to train for the grace
+            # Workers that lost their supervisor continue to train for the grace
             # period.
             fence_s=asked.grace + asked.silence if asked.listen else 0.0,
             prepares=asked.ahead,
@@ -110,7 +112,12 @@ def run(asked: RunCommand) -> Result:
     launcher: launching.Launcher | None = None
     if ray:
         launcher = RayLauncher(
-            asked.script, processes, asked.address, network=reached, resources=taken
+            asked.script,
+            processes,
+            asked.address,
+            network=reached,
+            resources=taken,
+            wait_s=asked.wait,
         )
     elif make is not None:
         launcher = make(asked.script, processes)

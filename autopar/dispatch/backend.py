@@ -182,7 +182,8 @@ class RayCluster:
         nodes.
         """
         try:
-            nodes, _ = ray_backend.nodes_here(self._ray)
+            draining = ray_backend.draining_nodes(self._ray)
+            nodes, _ = ray_backend.nodes_here(self._ray, draining=draining)
         except self._ray.exceptions.RayError:
             return self._last
         self._last = tuple(ClusterNode(node.name, node.room) for node in nodes)

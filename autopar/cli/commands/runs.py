@@ -136,6 +136,8 @@ class RunCommand(SecretOptions):
         this machine.
       resource: What a process takes of its Ray node, such as GPU=1; one CPU unless CPU=
         is given.
+      wait: Seconds to wait for nodes of the Ray cluster with room for processes. The
+        autoscaler is asked for them, and for nodes in place of lost ones.
       listen: Run processes on other hosts, whose `autopar worker` connects to this
         address, or whose nodes are in the Ray cluster.
       standby: With --listen: wait until the hosts of a run whose supervisor is lost
@@ -160,6 +162,7 @@ class RunCommand(SecretOptions):
     backend: str = option(BackendName.LOCAL, metavar="NAME")
     address: str = ""
     resource: list[str] | None = option(None, metavar="KIND=NUMBER")
+    wait: float = option(0.0, min=0, metavar="SECONDS")
     listen: str = option("", metavar="HOST:PORT")
     standby: bool = option(False, "--standby")
     metrics: str = option("", metavar="[HOST:]PORT")

@@ -365,6 +365,9 @@ class Agent:
     def on_join(self, machines: int) -> None:
         """See `Reports`; does nothing, because an agent has only one host."""
 
+    def on_leave(self, worker: int, *, spare: bool) -> None:
+        """See `Reports`; never called, because a local launcher has no other hosts."""
+
     def _report(self, worker: int, code: int | None, wrong: str = "") -> None:
         self._running.discard(worker)
         self._ended[worker] = code

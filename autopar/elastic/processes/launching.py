@@ -53,6 +53,10 @@ class Reports(Protocol):
         """Reports that this many machines joined, each with room for one worker."""
         ...
 
+    def on_leave(self, worker: int, *, spare: bool) -> None:
+        """Reports that a worker's host leaves; ``spare``: another host has room."""
+        ...
+
 
 @runtime_checkable
 class HostReports(Reports, Protocol):
@@ -64,10 +68,6 @@ class HostReports(Reports, Protocol):
 
     def on_start(self, worker: int) -> None:
         """Reports that a worker that waited for a host has been started."""
-        ...
-
-    def on_leave(self, worker: int, *, spare: bool) -> None:
-        """Reports that a worker's host leaves; ``spare``: another host has room."""
         ...
 
     def on_unreached(self, worker: int, *, spare: bool) -> None:

@@ -63,6 +63,11 @@ class Ray(types.ModuleType):
             NodeAffinitySchedulingStrategy=lambda name, soft: name
         )
         self.resources = {"CPU": 1.0}
+        self.draining: dict[str, int] = {}
+        state = types.SimpleNamespace(get_draining_nodes=lambda: dict(self.draining))
+        self._private = types.SimpleNamespace(state=types.SimpleNamespace(state=state))
+        # The numbers of workers that the autoscaler was asked for.
+        self.asked: list[int] = []
         self.machine, self.addresses = "10.0.0.1", ["10.0.0.1"]
         self.util = types.SimpleNamespace(
             scheduling_strategies=strategies, get_node_ip_address=lambda: self.machine
@@ -122,6 +127,9 @@ class Reports:
 
     def on_join(self, machines: int) -> None:
         self.told.put(machines)
+
+    def on_leave(self, worker: int, *, spare: bool) -> None:
+        self.told.put((worker, "leaves", spare))
 
 
 @pytest.fixture
@@ -184,6 +192,49 @@ def test_nodes_that_join_are_told(ray: Ray) -> None:
     ray.count = 4
     assert reports.told.get(timeout=60) == 2
     made.close()
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_workers_leave_a_node_that_is_drained(ray: Ray, nodes: int) -> None:
+    """Each is replaced if a node that stays has room."""
+    ray.count = nodes
+    made, reports = launcher(2)
+    for worker in range(2):
+        made.start(worker, {})
+    ray.draining = {ray.actors["autopar-run-1"].options["scheduling_strategy"]: 0}
+    assert reports.told.get(timeout=60) == (1, "leaves", nodes == 3)
+    made.start(2, {})
+    if nodes == 2:
+        assert reports.told.get(timeout=60) == (2, None, False)
+    else:
+        last = ray.actors["autopar-run-2"].options["scheduling_strategy"]
+        assert last not in ray.draining
+    made.close()
+    assert reports.told.get(timeout=60)[1] != "leaves"
+
+
+def test_a_run_waits_for_nodes_of_the_autoscaler(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def request(bundles: list[dict[str, float]]) -> None:
+        assert all(x == {"CPU": 1.0} for x in bundles)
+        ray.asked.append(len(bundles))
+        ray.count = max(ray.count, min(len(bundles), 4))
+
+    sdk = types.SimpleNamespace(request_resources=request)
+    monkeypatch.setitem(sys.modules, "ray.autoscaler.sdk", sdk)
+    made = backend.RayLauncher(["train.py"], 4, wait_s=60)
+    reports = Reports()
+    made.begin("run", reports)
+    assert ray.asked == [4]
+    for worker in range(5):
+        made.start(worker, {})
+    assert len(ray.actors) == 4
+    assert reports.told.get(timeout=60) == (4, None, False)
+    made.close()
+    assert ray.asked == [4, 5, 0]
+    with pytest.raises(PlanError, match="room for 4 workers"):
+        backend.RayLauncher(["train.py"], 6, wait_s=0.05)
 
 
 def test_kills_end_the_actor_and_other_signals_reach_the_script(ray: Ray) -> None:

@@ -49,6 +49,25 @@ def test_dead_nodes_and_those_without_cpus_take_none() -> None:
     assert found == ([LiveNode(name="large", address="10.0.0.1", room=2)], 1)
 
 
+def test_a_node_that_is_drained_takes_none() -> None:
+    both = [listed("a", True, CPU=1.0), listed("b", True, CPU=1.0)]
+    found = live_nodes(both, {"CPU": 1.0}, None, {"a"})
+    assert found == ([LiveNode(name="b", address="10.0.0.1", room=1)], 0)
+
+
+def test_workers_of_a_drained_node_leave_once() -> None:
+    places = Places()
+    places.update(nodes("a", "b", room=2))
+    of = dict(enumerate(names(places, 0, 1, 2)))
+    first = of[0]
+    assert first is not None
+    places.update([x for x in nodes("a", "b", room=2) if x.name != first])
+    leaving = places.drain({first})
+    assert [worker for worker, _ in leaving] == [w for w in of if of[w] == first]
+    assert [spare for _, spare in leaving] == [True, False]
+    assert places.drain({first}) == []
+
+
 def test_a_node_has_room_by_its_scarcest_resource() -> None:
     listed_nodes = [listed("a", True, CPU=8.0, GPU=4.0), listed("b", True, CPU=8.0)]
     found = live_nodes(listed_nodes, {"CPU": 1.0, "GPU": 2.0}, None)

@@ -69,12 +69,16 @@ class Told:
     def __init__(self) -> None:
         self.ends: list[tuple[int, int | None]] = []
         self.joins = 0
+        self.leaves: list[tuple[int, bool]] = []
 
     def on_end(self, worker: int, code: int | None, *, spare: bool = False) -> None:
         self.ends.append((worker, code))
 
     def on_join(self, machines: int) -> None:
         self.joins += machines
+
+    def on_leave(self, worker: int, *, spare: bool) -> None:
+        self.leaves.append((worker, spare))
 
 
 def placed(places: dict[str, int]) -> tuple[PlacedLauncher, Base, Told]:
