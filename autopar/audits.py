@@ -73,15 +73,16 @@ def programs(
 ) -> Iterator[AuditedProgram]:
     """Lowers the programs that communicate within a stage.
 
-    These are the tasks of the stage, the programs that finish its running sums, and the
-    programs that reshard values before they are sent. The programs that split a batch
-    into microbatches are left out.
+    The lowered programs are the tasks of the stage, the programs that finish its
+    running sums, and the programs that reshard values before they are sent. The
+    programs that split a batch into microbatches are left out.
 
     Args:
       pipeline: the tasks (`autopar.runtime.stages.planned.audited_pipeline`).
       plan: the plan of the pipeline.
-      platform: JAX's name of the platform to lower for, used without devices; None for
-        a platform that has the kernels of the stage.
+      platform: JAX's name of the platform for which to lower the programs; no device of
+        this platform is needed. None for a platform that can run the hand-written
+        kernels of the stage.
 
     Raises:
       PlanError: no platform has all kernels of a stage.
@@ -130,7 +131,9 @@ def _end_structs(pipeline: StagePipeline, stage: int) -> list[Any]:
 
 
 def _lay_copy(stage: Stage, copy: StageCopy) -> Any:
-    """Returns a program that reshards values of a stage to the layout of sending."""
+    """Returns a program that reshards values of a stage to the layout in which they are
+    sent.
+    """
     values = copy.sent.values
     return jax.jit(
         lambda *arrays: list(arrays),
@@ -217,8 +220,8 @@ _NAMES = {
     None: ONCE,
 }
 
-# Lowers the programs of all stages, on the mesh of each stage and for a platform. The
-# meshes are None for meshes without devices.
+# A function that lowers the programs of all stages. Its arguments are the mesh of each
+# stage, or None for abstract meshes without devices; and the platform to lower for.
 _Lower = Callable[[Sequence[Any] | None, str | None], Iterable[AuditedProgram]]
 
 
@@ -343,7 +346,8 @@ def _several_stages(analysis: Analysis, plan: Plan, cluster: Cluster) -> _Subjec
                 nbytes += round(held[program.stage])
             yield dataclasses.replace(program, held_bytes=nbytes)
 
-    # Stacked arrays of which the stages run copies.
+    # Bytes of copied layers on each stage: some stages run copies of layers whose
+    # stacked arrays another stage keeps.
     held: dict[int, float] = defaultdict(float)
     sent = sent_between(pipeline, _NAMES, BATCH)
     for holder, stage, value in copied_layers(bound.cut):
@@ -378,7 +382,8 @@ def _audits_of_target(
     ]
     if not wanted:
         raise _other_devices(device, "stage", (part.device.name for part in parts))
-    # A stage may have a part of a slice of TPUs, which is no slice by itself.
+    # The devices of a stage may be a part of a TPU slice that has no shape of a slice.
+    # Then the programs are compiled for the whole slice.
     where = {n: parts[n] if cluster.groups else cluster for n in wanted}
     for number in wanted:
         check_target(device, where[number])

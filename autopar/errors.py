@@ -103,11 +103,13 @@ class NotFiniteError(RunError):
     """Steps of a run are not finite; the state after the last finite step is kept.
 
     Attributes:
-      step: number of steps after which the kept state was reached.
+      step: number of steps after which the state was finite for the last time.
     """
 
     def __init__(self, message: str, *, step: int = 0) -> None:
-        """Takes the message and the number of steps of the kept state."""
+        """Stores the message and the number of steps after which the state was last
+        finite.
+        """
         super().__init__(message)
         self.step = step
 

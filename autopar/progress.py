@@ -74,7 +74,7 @@ def show_progress(first: str = "") -> Generator[None]:
 def is_shown() -> bool:
     """Whether the single line of progress is shown.
 
-    It is shown on a terminal, unless ``AUTOPAR_PROGRESS`` says otherwise.
+    The line is shown on a terminal, unless ``AUTOPAR_PROGRESS`` says otherwise.
     """
     said = os.environ.get("AUTOPAR_PROGRESS", "")
     return sys.stderr.isatty() if not said else said != "0"

@@ -128,7 +128,10 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _groups(least: Sequence[int], most: int) -> list[list[int]]:
-    """Splits a table that is wider than ``most`` into tables that are not.
+    """Splits a table that is wider than ``most`` letters into narrower tables.
+
+    Returns the columns of each narrower table. All of these tables begin with the first
+    column. ``least`` is the smallest width of each column, in letters.
 
     Returns the columns of each of these tables. All of them have the first column.
     ``least`` is the least width of each column.

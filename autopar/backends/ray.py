@@ -322,7 +322,9 @@ def nodes_here(
     resources: Mapping[str, float] = WORKER_RESOURCES,
     draining: Collection[str] = (),
 ) -> tuple[list[LiveNode], int]:
-    """This machine's nodes that can run workers, and how many other machines have."""
+    """This machine's nodes that can run workers, and the number of such nodes on other
+    machines.
+    """
     here = ray.util.get_node_ip_address()
     return live_nodes(ray.nodes(), resources, here, draining)
 

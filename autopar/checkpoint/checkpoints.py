@@ -324,7 +324,7 @@ def _refuse(directory: pathlib.Path, descriptor: int, error: OSError) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restored:
-    """A restored state, with what was saved besides it.
+    """A restored training state, and the values that were saved with it.
 
     Attributes:
       state: the training state, in the layouts of the step's plan.
@@ -423,8 +423,8 @@ class Checkpoints:
         """Saves a training state in the background, with the codecs' state and the
         averages of the noise scale.
 
-        This method copies the state before it returns, so the next step may donate the
-        state's arrays. If another save is in progress, the method first waits for it.
+        `save` copies the state before it returns, so the next step may donate the
+        state's arrays. If another save is in progress, `save` first waits for it.
 
         Args:
           train_step: the step, which must have been planned.
@@ -599,7 +599,7 @@ class Checkpoints:
         made: Callable[[list[Any]], Any],
         step: int | None,
     ) -> Restored:
-        """Restores the first undamaged one of the candidates."""
+        """Restores the first checkpoint in `_candidates` that is not damaged."""
         damaged: list[str] = []
         try:
             self.wait()
@@ -717,8 +717,9 @@ def _arrays_to_save(
 def _without_own_device(value: Any) -> Any:
     """A counter or average of which each process has a copy, as a NumPy array.
 
-    With several stages, each process has these on a device of its own. As a shard, each
-    copy would count in the checksum. As plain data, only process 0 writes it.
+    With several pipeline stages, each process has a copy of these values on its own
+    device. If the copies were saved as shards, the checksum would count each of them.
+    As plain data, only process 0 writes the value.
     """
     own = isinstance(value, jax.Array) and len(value.sharding.device_set) == 1
     return np.asarray(value) if own else value

@@ -122,7 +122,7 @@ def put(path: pathlib.Path, data: bytes) -> None:
 
 
 def flush(path: pathlib.Path) -> None:
-    """Waits until the content of a file, or of a folder's list of names, is on disk."""
+    """Waits until a file's content, or a folder's list of names, is on disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -141,8 +141,8 @@ def remove(folder: pathlib.Path) -> None:
 def prune(directory: pathlib.Path, keep: int, newest: pathlib.Path) -> None:
     """Removes folders that are not needed after a new checkpoint was saved.
 
-    These are other checkpoints of the same step, all checkpoints except the last
-    ``keep``, and unfinished saves.
+    The function removes other checkpoints of the same step, all checkpoints except the
+    last ``keep``, and unfinished saves.
     """
     whole = [x for x in complete(directory) if x != newest]
     again = [x for x in whole if step_of(x) == step_of(newest)]

@@ -144,9 +144,7 @@ def check_digests(
 
 
 def _place(bits: jax.Array, sharding: Any, dtype: Any) -> Any:
-    """Copies each shard to all devices that need it. Before, only the first of these
-    devices has it.
-    """
+    """Copies each shard from the first device that needs it to the others."""
     if not sharding.addressable_devices:
         return jax_compat.with_dtype(bits, dtype)
     return placement.place(jax_compat.with_dtype(bits, dtype), sharding)

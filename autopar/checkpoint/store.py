@@ -10,8 +10,8 @@ process is replaced.
 
 The checksum of an array does not depend on its sharding.
 
-It consists of two sums over the words ``w_i`` of the array, with one word for each
-element::
+The checksum consists of two sums over the words ``w_i`` of the array, with one word for
+each element::
 
     total    = sum_i w_i        mod 2^64
     weighted = sum_i i * w_i    mod 2^64
@@ -180,7 +180,8 @@ def file_names(paths: Iterable[str]) -> dict[str, str]:
 def write(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
     """Writes each array in a folder of its own; does not write arrays without elements.
 
-    So if a file is damaged, its path tells which array it belongs to.
+    With a folder for each array, the path of a damaged file names the array that is
+    damaged.
 
     Raises:
       CheckpointError: the arrays cannot be written, for example on a full disk.
@@ -375,8 +376,8 @@ def _reason(error: BaseException) -> str:
 
 
 _MASK = (1 << 64) - 1
-# This many elements are summed at a time. The code reads these elements twice, and they
-# stay in the processor's cache meanwhile.
+# A sum goes over this many elements at a time. The code reads these elements twice, and
+# they stay in the processor's cache between the two reads.
 _CHUNK = 1 << 18
 
 

@@ -1,6 +1,6 @@
 """Writes and reads files of ``torch.save`` without PyTorch.
 
-Such a file is a zip archive. ``archive/data.pkl`` is a pickle, and
+A file of ``torch.save`` is a zip archive. ``archive/data.pkl`` is a pickle, and
 ``archive/data/<key>`` has the elements of a storage, which tensors can share. For each
 tensor, the pickle calls ``torch._utils._rebuild_tensor_v2`` with a storage, an offset,
 a shape and strides [1]. When this module reads a file, it never calls a function that

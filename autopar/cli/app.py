@@ -201,8 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _not_raised() -> None:
     """Does nothing.
 
-    If a program calls `main`, no second thread raises interrupts. This function then
-    takes the place of the function of `failures.stoppable` that stops this thread.
+    `failures.stoppable` starts a thread that raises interrupts, and gives a function
+    that stops this thread. If a program calls `main`, there is no such thread, and this
+    function takes the place of the other.
     """
 
 

@@ -112,8 +112,8 @@ def _pipelines(
 ) -> list[HandMade]:
     """Makes pipelines as people write them, if a plan has or may have several stages.
 
-    There are many such pipelines, and each needs a search. They are therefore made only
-    if a plan has several stages or ``stages`` allows them.
+    Many pipelines are possible, and each needs a search. Therefore pipelines are made
+    only if a plan has several stages or the option ``stages`` allows several.
     """
     asked = limits.stages
     if asked in (None, 1) and all(len(plan.stages) == 1 for plan in ours.values()):

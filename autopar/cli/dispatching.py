@@ -47,7 +47,8 @@ from autopar.scheduler.simulator.traces.spot import read_events
 from autopar.scheduler.users import UserLimits, Users, parse_users
 from autopar.whole_files import FileLock, export_whole
 
-# These policies can schedule only the programs of published traces, no users' jobs.
+# Policies that can schedule only the programs of published traces, not the jobs of
+# users.
 _OF_TRACES = ("rubick",)
 # Other hosts cannot connect to these addresses.
 _ALL_ADDRESSES = ("", "0.0.0.0", "[::]")

@@ -262,7 +262,7 @@ def _bind(found: common.Subject) -> tuple[Sequence[BoundPlan], BoundStages | Non
 def _parts(
     bound: Sequence[BoundPlan], staged: BoundStages | None, by: str | None
 ) -> list[list[AttributedTime]] | None:
-    """Returns the parts of a step, by stage; None if none were asked for."""
+    """Returns the parts of a step, by stage; None if the user did not ask for parts."""
     if by is None:
         return None
     if staged is not None:

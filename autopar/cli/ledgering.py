@@ -33,7 +33,7 @@ _BATCHES = (
 def ledger(asked: LedgerCommand) -> Result:
     """Shows the ledger of an elastic run as tables.
 
-    They list the sets of processes that trained, the re-plans, and events without
+    The tables list the sets of processes that trained, the re-plans, and events without
     effect.
 
     Raises:
@@ -187,7 +187,10 @@ def _other(line: _Line) -> tuple[str, str, str] | None:
 
 
 def _cap_text(line: _Line) -> str:
-    """Describes a new limit on how many steps of the base batch one step counts as.
+    """Describes a new upper limit of a step's gain.
+
+    The gain is the number of base-batch steps that one step counts as. The limit is
+    lowered after the loss has risen.
 
     The limit is lowered after the loss has risen.
     """

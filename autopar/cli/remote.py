@@ -1,7 +1,7 @@
 """The work of ``autopar jobs``; with ``--at`` a remote scheduler does it.
 
-That scheduler runs a command as if it were called on the scheduler's own machine, and
-returns the text to print.
+The remote scheduler runs a command as if it were called on the scheduler's own machine,
+and returns the text to print.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[JobSpec, ...] = ()
 
 
-# This conversion runs at import, because msgspec crashes if two threads inspect the
-# same type for the first time at once.
+# The first conversion runs at import, because msgspec crashes if two threads inspect
+# the same type for the first time at once.
 _FIRST = msgspec.convert({"command": "jobs"}, Question)
 
 

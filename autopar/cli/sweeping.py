@@ -100,7 +100,8 @@ def _points(
 ) -> Iterator[Point]:
     """Plans all combinations of options and clusters.
 
-    Then plans the values that the search for the largest value of an option tries.
+    If ``--largest`` names an option, the function then also plans the values that the
+    search for the largest value tries.
     """
     every = common.range_combinations(given.words)
     total = len(every) * len(given.clusters)

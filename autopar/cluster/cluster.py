@@ -44,8 +44,8 @@ def _runs(positions: Sequence[int]) -> Iterator[str]:
 def _place(of: Members) -> list[str]:
     """The parts of a cluster's text that say where its devices are.
 
-    These are its group, the positions of its devices (unless all are used), and the
-    number of idle devices.
+    The parts are the name of the cluster's group, the positions of its devices (unless
+    the cluster uses all devices), and the number of idle devices.
     """
     said = [of.group] if of.group else []
     if of.positions != tuple(range(size_of(of.whole))):

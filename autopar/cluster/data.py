@@ -56,8 +56,8 @@ class _EqualOnly:
     """The descriptor of a field that a cluster of groups lacks; reading it raises an
     error.
 
-    It defines no `__set__`. So in a cluster of equal devices the field is a plain
-    attribute, which takes precedence over the descriptor.
+    The class defines no `__set__`. So in a cluster of equal devices the field is a
+    plain attribute, which takes precedence over the descriptor.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -66,7 +66,8 @@ class _EqualOnly:
     def __get__(self, cluster: ClusterFields | None, owner: type) -> None:
         if cluster is not None:
             raise unequal_error(cluster, f"cluster.{self._name}")
-        # `dataclasses` reads the default value of the field from the class.
+        # `dataclasses` reads the default value of the field from the class. For a class
+        # this method returns None, so the default is None.
 
 
 def equal_only() -> Any:
@@ -203,9 +204,7 @@ C = TypeVar("C")
 
 
 class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
-    """The table [device.calibration]; for missing values, those of the device's kind
-    hold.
-    """
+    """The table [device.calibration]; a missing value is that of the device's kind."""
 
     skew: float | None = None
     half_rate_side: float | None = None

@@ -7,7 +7,8 @@ host. Position and name stay the same when other devices leave.
 The protocol `ClusterFields` lists the fields of a cluster that the modules below
 `autopar.cluster.cluster` read.
 
-These modules take and return clusters without importing the class `Cluster`.
+The modules that use this protocol take and return clusters without importing the class
+`Cluster`.
 """
 
 from __future__ import annotations

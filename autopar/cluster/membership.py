@@ -59,7 +59,8 @@ class _Segment:
     """Levels whose sizes must be chosen together: a single level joined by a switch, or
     all levels of a torus.
 
-    ``wraps`` tells for each dimension of a torus whether it has wrap-around links.
+    ``wraps`` holds, for each dimension of a torus, whether it has wrap-around links;
+    None for a level joined by a switch.
     """
 
     axes: tuple[int, ...]
@@ -80,7 +81,7 @@ class _Segment:
             yield (size,), found >= size
 
     def good(self, cells: Cells, shape: Shape) -> Cells:
-        """Which parts can have this shape."""
+        """Marks the parts that can have this shape."""
         for sizes, good in self.options(cells):
             if sizes == shape:
                 return good
@@ -426,7 +427,7 @@ def _ratio(new: float | None, old: float) -> float:
 def groups_with_link(
     cluster: AnyCluster, level: str, bandwidth: float | None, latency: float | None
 ) -> tuple[tuple[AnyCluster, ...], LinkSpec]:
-    """The groups and the link between them, after one link got another rate."""
+    """The groups and the link between them, after one link got other figures."""
     between = cluster.between
     assert between is not None
     if level == "between":
@@ -449,9 +450,7 @@ def groups_with_link(
 
 
 def _missing(of: Members) -> dict[str, set[int]]:
-    """Host of the whole cluster -> positions of its devices that are missing, also if
-    none is.
-    """
+    """Host of the whole cluster -> positions of its missing devices, maybe none."""
     size, there = of.whole[-1].size, _there(of)
     return {
         name: set(range(i * size, (i + 1) * size)) - there

@@ -10,10 +10,10 @@ A slice is one of
 - in a torus, a block whose sides divide the sides of the torus, and whose first
   coordinates are multiples of its sides.
 
-These shapes generalise the submesh shapes of Alpa (L. Zheng et al., "Alpa: Automating
-Inter- and Intra-Operator Parallelism for Distributed Deep Learning", OSDI 2022, section
-5.2) to any number of levels. In each level, a slice has links of only one class, and
-shares no link with other slices of the same shape.
+The shapes of slices generalise the submesh shapes of Alpa (L. Zheng et al., "Alpa:
+Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", OSDI
+2022, section 5.2) to any number of levels. In each level, a slice has links of only one
+class, and shares no link with other slices of the same shape.
 """
 
 from __future__ import annotations
@@ -144,8 +144,9 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def _any_count(levels: Sequence[Level]) -> int:
-    """Index of the level of which a slice may have any number of parts: the outermost
-    one; -1 if there is none.
+    """Index of the outermost level, of which a slice may have any number of parts.
+
+    The result is -1 if this level is the innermost one, or a dimension of a torus.
     """
     first = next((i for i, level in enumerate(levels) if level.size > 1), 0)
     cuttable = first < len(levels) - 1 and not is_torus(levels[first])
@@ -161,8 +162,9 @@ def _sizes(levels: Sequence[Level], free: int) -> list[list[int]]:
 
 
 def _nests(levels: Sequence[Level], shape: Sequence[int]) -> bool:
-    """Whether a slice that has several parts of a level has them whole. In a torus this
-    is not needed.
+    """Whether a slice with several parts of a level has each of these parts whole.
+
+    In a torus, a slice may have parts that are not whole.
     """
     for i, size in enumerate(shape):
         if size == 1:
@@ -254,8 +256,8 @@ def check_offset(levels: Sequence[Level], shape: Shape, offset: int) -> int:
 def partition(levels: Sequence[Level], asked: Sequence[Sequence[int]]) -> list[int]:
     """Finds an offset for each shape, such that the slices contain each device once.
 
-    The search covers the devices in order, with the first shape that fits in each
-    place. If no shape fits, it backtracks.
+    The search visits the devices in order. At each device that no slice has yet, it
+    tries the shapes one by one. If no shape fits, the search backtracks.
     """
     checked = {shape: check_shape(levels, shape) for shape in map(tuple, asked)}
     wanted = [checked[tuple(shape)] for shape in asked]

@@ -124,8 +124,8 @@ CALIBRATIONS = {
         # Simulated devices share the processor cores. This value was chosen by hand. A
         # least-squares fit to measured steps gave 1.9 (docs/cost-model.md).
         skew=1.5,
-        # This many 32-bit numbers fit into a vector register (AVX2). The value was not
-        # fitted.
+        # A vector register (AVX2) holds 8 numbers of 32 bits. The value was not fitted
+        # to measurements.
         half_rate_side=8.0,
         # XLA's CPU code for element-wise operators and reductions takes longer than one
         # pass over memory. This value was chosen by hand. A least-squares fit to
@@ -136,9 +136,9 @@ CALIBRATIONS = {
         # The patches are written and read once, mostly in the cache. So writing and
         # reading are assumed to take half a pass over memory.
         patch_passes=0.5,
-        # This covers fragmentation of the heap, and copies for which no rule is known.
-        # In the programs of the examples, the predicted peak of buffers is up to 8 %
-        # below XLA's.
+        # The overhead covers fragmentation of the heap, and copies for which no rule is
+        # known. In the programs of the examples, the predicted peak of buffers is up to
+        # 8 % below XLA's.
         memory_overhead=1.05,
         combined_kinds=("all_reduce",),
         # XLA passes the arrays to gloo one by one. At 1 Gbit/s, 70 arrays of 4 KiB take

@@ -32,7 +32,8 @@ from autopar_passes.audit.partitioned import AuditedCollective
 # Matrix products by Triton need autotuning: without it the compiler may not find a tile
 # size.
 _GPU_FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
-# The option with which `autopar.runtime` compiles planned steps for CPUs, too.
+# This option disables a pass of XLA that removes optimization barriers early.
+# `autopar.runtime` also compiles planned steps for CPUs with it.
 _WITH_BARRIERS = "--xla_disable_hlo_passes=cse_barrier_expander"
 _MOST_LINES = 12
 
@@ -109,7 +110,8 @@ def compile_for(
       programs: JAX's ``Lowered`` of each program, for the target's platform.
       target: the kind of device to compile for.
       cluster: the devices. A slice of TPUs is given as a whole.
-      devices: the positions of those that run the programs; None: all.
+      devices: positions in the cluster of the devices that run the programs; None: all
+        devices.
 
     Raises:
       PlanError: the compiler is not installed, or the cluster does not consist of the

@@ -144,9 +144,9 @@ def added_s(cost: CostBreakdown) -> float:
 # Each term of a `CostBreakdown` has a relative error: in 90 % of the measured cases
 # that were not used to choose constants, the measured seconds differed by at most this
 # fraction. Errors of different terms are assumed to be independent, so their squares
-# add. All seconds that one term adds up are assumed to have the same error, so these
-# errors do not cancel. Communication that is predicted to be hidden may be partly
-# exposed, which makes a step longer but never shorter.
+# add. The relative error of a term is assumed to be the same for all operators or
+# messages, so their errors do not cancel. Communication that is predicted to be hidden
+# may be partly exposed, which makes a step longer but never shorter.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,16 +180,14 @@ class Certainty:
 # measurements"). They are 12 % for products, 29 % for collectives from 1 MiB on and 30
 # % for smaller collectives. In a step, a card's power limit lowers the rate of
 # products. In published measurements it multiplies the rate by .61 to .68 on a card of
-# 700 W, which adds an error of 6 %. Other operators: on models that no constant was
-# chosen on, the compiled work is .76 to 1.2 times the predicted work.
-# Kernels: where XLA's fusion differs from the prediction, the number of launches is
-# half to twice the predicted number.
-# Codecs: a codec lengthens a step by between one third and all of the seconds that
-# encoding and decoding take outside of a step.
-# Overlap: in published runs, half to all of the hideable communication is hidden.
-# Step: a sequential execution takes 10 % longer on average than an overlapped one
-# (arXiv 2507.03114). The software around the program decides whether communication
-# overlaps.
+# 700 W, which adds an error of 6 %. Other operators: on models that were not used to
+# choose constants, the compiled work is .76 to 1.2 times the predicted work. Kernels:
+# where XLA's fusion differs from the prediction, the number of launches is half to
+# twice the predicted number. Codecs: a codec lengthens a step by between one third and
+# all of the seconds that encoding and decoding take outside of a step. Overlap: in
+# published runs, half to all of the hideable communication is hidden. Step: a
+# sequential execution takes 10 % longer on average than an overlapped one (arXiv
+# 2507.03114). The software around the program decides whether communication overlaps.
 _TABLED = Certainty(
     matrix=math.hypot(0.12, 0.06),
     vector=0.24,

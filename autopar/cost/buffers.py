@@ -23,8 +23,8 @@ from autopar_passes.graph.roles import Role
 
 # Convolutions run on copies of their operands, in the dimension order of their kernels.
 _COPIES_OPERANDS = frozenset({"conv_general_dilated"})
-# A resharded array: the value's number, whether the backward pass gathers it again, and
-# its layouts on the way from the first to the last.
+# The key of an array after resharding: the number of the value, whether the backward
+# pass gathers it again, and the layouts from the value's own layout to the last one.
 _Form = tuple[int, bool, tuple[Layout, ...]]
 _Span = tuple[int, int]
 
@@ -63,8 +63,9 @@ class Brought:
     def read_all(self, among: Sequence[Operator]) -> None:
         """Records what operators read.
 
-        Most operators read values in the values' own layouts, orders and types. For
-        these reads only the last time is recorded.
+        Most operators read a value without a copy: in its own layout, order of
+        dimensions and type. For such a read, only its time is recorded if it is the
+        last one.
         """
         life, readings = self.life, self.assignment.analysis.readings
         special = _special(self.assignment, life)
@@ -87,7 +88,7 @@ class Brought:
         until, value = self.life.needs(op), reading.value
         made = self.life.copies.get((value, op.index))
         if made is not None:
-            # The copy is made from the operands of the value's own operator, in the
+            # The copy is computed from the same operands as the value, so it has the
             # value's layout.
             nbytes = self.bytes_of(value, self.assignment.home_layout(value))
             self.moved.append(Buffer(value, nbytes, made, until))
@@ -127,7 +128,8 @@ class Brought:
     def _overtaken(self, op: Operator, source: int) -> bool:
         """Whether a parameter's update may run before an operator that reads it.
 
-        The update runs only after the gradients that it needs.
+        An update is sure to run after the operator only if the update waits for a
+        gradient that depends on the operator's result.
         """
         known = self.life.replacing
         waits = known.waits_for.get(source)
@@ -205,8 +207,8 @@ def contracts_first(op: Operator) -> bool:
 def _special(assignment: Assignment, life: Lifetimes) -> np.ndarray:
     """Which operators may need a copy of an operand, bool ``[operators]``."""
     readings = assignment.analysis.readings
-    # A compiler that does none of these needs no copies of operands that are not
-    # resharded.
+    # If a compiler neither converts nor copies operands nor runs updates early, only
+    # convolutions copy an operand that is not resharded.
     wide = life.early or life.widened.operands or life.replacing.waits_for
     apart = PRODUCTS if wide else _COPIES_OPERANDS
     unlike = [
@@ -433,7 +435,9 @@ class _Homes:
 
 
 def held_until(op: Operator, life: Lifetimes) -> int:
-    """The end of the region for which an operator makes a carry or stacked result."""
+    """The end of the loop or branch for which an operator makes a carry or stacked
+    result.
+    """
     return -1 if op.kind == "slice_step" else life.until[op.index]
 
 

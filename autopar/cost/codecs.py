@@ -166,7 +166,8 @@ def _measured_s(
     number of passes is scaled in proportion to the passes.
     """
     own = codec.cost(shape)
-    # A profile may name codecs that another program has registered.
+    # Entries of other codecs are skipped before they are parsed: a profile may name
+    # codecs that this process has not registered.
     found = [(text, s) for text, s in measured if text.partition(":")[0] == codec.name]
     alike = [(parse_codec(text), seconds) for text, seconds in found]
     if not alike:
@@ -357,9 +358,10 @@ def squares_of(
 ) -> dict[Bucket[A], BucketCollective[A]]:
     """Finds the buckets whose first messages also carry their gradients' squared norms.
 
-    These are the buckets that are all-reduced over all axes of the mesh. The statistics
-    of all other buckets are summed over all devices in every step, in a separate
-    collective (`autopar.compression.synchronise.synchronise`, ``summed``).
+    These buckets are those that are all-reduced over all axes of the mesh. The
+    statistics of the gradients in all other buckets are summed over all devices in
+    every step, in a separate collective (`autopar.compression.synchronise.synchronise`,
+    ``summed``).
 
     Args:
       gradients: for each gradient, its bucket and whether its sum is scattered.
@@ -380,7 +382,8 @@ def squares_of(
 def _bucket(summation: Summation) -> Bucket[int]:
     """The bucket of a gradient as the planner forms it.
 
-    All these buckets have number 0.
+    The planner forms one bucket for each set of mesh axes, so the number of the bucket
+    is 0.
     """
     return Bucket(0, summation.axes, summation.within)
 

@@ -318,7 +318,11 @@ def _curve_as_measured(kind: str, size: int, knots: CollectiveKnots) -> TimeCurv
 
 
 def _at(kind: str, size: int, knots: CollectiveKnots, group: int) -> list[float]:
-    """Times of a measured group, for the bytes of `size` devices at each knot."""
+    """Times measured in a group of another size, converted to `size` devices.
+
+    There is one time per knot. The knot's number of bytes is scaled so that each device
+    sends as many bytes in both groups.
+    """
     of, measured = through(knots.nbytes, knots.seconds[group]), knots.group_sizes[group]
     more = sent_ratio(kind, size) / sent_ratio(kind, measured)
     if size < measured == knots.group_sizes[0]:

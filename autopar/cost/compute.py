@@ -33,8 +33,8 @@ _LEAST_DEPTH = 32.0
 def rates_of(device: DeviceSpec, itemsize: float) -> ProductRates | None:
     """The table of rates of a device; None if the device has none.
 
-    The result is also None if the device has another ``half_rate_side`` than its kind,
-    because a profile has then measured the rate of products.
+    The result is also None if the device's ``half_rate_side`` differs from that of its
+    kind: then a profile has measured the rate of products on this device.
 
     Args:
       device: the device.
@@ -212,8 +212,9 @@ def shard_s(
       device: the device.
     """
     if work.copies_memory:
-        # No overlap is assumed. XLA for GPUs copies to the host beside other work, but
-        # reads the host's memory within the kernels that need it.
+        # No overlap is assumed. XLA for GPUs copies arrays to the host while other
+        # kernels run, but a kernel that needs an array in the host's memory reads it
+        # while it runs.
         return nbytes / device.host_bytes_per_s
     if not work.is_matrix:
         return roofline_s(flops, nbytes, work.dtype, device, is_matrix=False)
@@ -288,7 +289,7 @@ def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:
 def matrix_efficiency(sides: np.ndarray, half_rate_side: float) -> np.ndarray:
     """The rate of products with these sides, divided by the rate of large products.
 
-    This is the product of ``side / (side + half_rate_side)`` over M, N and K.
+    The result is the product of ``side / (side + half_rate_side)`` over M, N and K.
 
     >>> float(matrix_efficiency(np.array([[8.0, 24.0, 8.0]]), 8.0)[0])
     0.1875

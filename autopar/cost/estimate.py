@@ -7,9 +7,10 @@ planned batch size and for any other. `StepEstimate` adds the rows up. Reports, 
 and stages read its totals.
 
 Sums over replicas run once per step, after the loop over microbatches
-(`autopar_passes.replay.replicas.Replicas.add_up`). Gradients are partial over the mesh
-axis of the replicas, and their sums are those of any deferral. Each other result of the
-loop is summed by an all-reduce over this axis.
+(`autopar_passes.replay.replicas.Replicas.add_up`). In the cost model, the replicas are
+one more mesh axis. Gradients are partial over this axis, so they are summed after the
+loop like all gradients whose sums are deferred. Every other result of the loop is
+summed by an all-reduce over this axis.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class MessagePlaces:
         or if it belongs to the update.
       inside: for each part, whether each operator runs in the part.
       needs: for each operator of the update, the largest rank of a message of sums that
-        the operator needs, or -1 if it needs none. For operators outside of the update,
-        the number of operators.
+        the operator needs, or -1 if it needs none. For an operator outside of the
+        update, the entry is the number of operators.
     """
 
     assignment: Assignment
@@ -129,7 +130,9 @@ class MessagePlaces:
         return own.astype(float)
 
     def follows(self, key: Key) -> bool:
-        """Whether the update follows the part directly."""
+        """Whether the update runs directly after the part, so that its work can hide
+        messages of the part.
+        """
         return key == (Role.BACKWARD, len(self.assignment.graph.operators))
 
 
@@ -277,8 +280,8 @@ class Work:
         """Seconds of one run of each row of the table, without the kernel's launch.
 
         Args:
-          scales: ``[scales]``, the rows of the batch in a microbatch, each divided by
-            those of the plan.
+          scales: ``[scales]``; each scale is the number of samples in a microbatch,
+            divided by that number in the plan.
 
         Returns:
           float64 ``[rows, scales]``.
@@ -376,7 +379,8 @@ class Messages:
         Collectives that share a message divide its time in proportion to their bytes.
 
         Args:
-          scales: ``[scales]``, ratios of a microbatch's rows to the planned rows.
+          scales: ``[scales]``; each scale is the number of samples in a microbatch,
+            divided by that number in the plan.
 
         Returns:
           float64 ``[rows, scales]``.
@@ -494,7 +498,7 @@ class StepEstimate:
         """Seconds of a step.
 
         Args:
-          batch: ratio of the step's rows to the planned rows.
+          batch: the number of samples in a step, divided by that number in the plan.
           accumulation: number of microbatches into which the batch is split.
         """
         scale = batch / accumulation
@@ -510,7 +514,8 @@ class StepEstimate:
         """Seconds of a microbatch if nothing overlaps, without rows that run per step.
 
         Args:
-          scale: ratio of the microbatch's rows to the planned rows.
+          scale: the number of samples in a microbatch, divided by that number in the
+            plan.
         """
         return self._paid_s(scale)[0]
 
@@ -533,7 +538,8 @@ class StepEstimate:
         """Seconds of communication that overlap with the work of a microbatch.
 
         Args:
-          scale: ratio of the microbatch's rows to the planned rows.
+          scale: the number of samples in a microbatch, divided by that number in the
+            plan.
           last: whether the microbatch is the last of its step, in which the gradients
             are summed over devices.
         """
@@ -696,7 +702,8 @@ def estimate(assignment: Assignment, pricer: Pricer) -> StepEstimate:
     return StepEstimate(assignment, pricer, work_of(assignment, pricer), sent)
 
 
-# Sums over replicas send at least 4 bytes for each element, even of narrower types.
+# Sums over replicas use a type of at least 4 bytes per element, also for arrays of
+# narrower types.
 _WIDE_BYTES = 4
 
 

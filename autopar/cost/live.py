@@ -183,7 +183,7 @@ class Live:
         split into microbatches.
 
         Args:
-          rows: ratio of the step's rows to the planned rows.
+          rows: the number of samples in a step, divided by that number in the plan.
           accumulation: number of microbatches into which the batch is split.
         """
         grown = self.nbytes * (rows / accumulation) ** self.degrees
@@ -234,8 +234,8 @@ class Live:
     def peak_bytes(self, rows: float = 1.0, accumulation: int = 1) -> float:
         """Bytes of device memory that the step needs.
 
-        This is the peak of live bytes. If the compiler frees no array early, the unused
-        bytes between arrays are added.
+        The result is the peak of live bytes, plus the unused bytes between arrays if
+        the compiler frees no array early.
         """
         nbytes = self.bytes_at(rows, accumulation)
         beside = self._beside(nbytes)
@@ -292,8 +292,8 @@ class Live:
     def _on_chip(self, nbytes: np.ndarray) -> np.ndarray:
         """Marks the arrays that the timeline of device memory leaves out, ``[arrays]``.
 
-        These are arrays in on-chip memory, and held arrays, which are counted
-        separately. Results of the step are always in the device's memory.
+        The marked arrays are arrays in on-chip memory, and held arrays, which are
+        counted separately. A result of the step is never in on-chip memory.
         """
         out = np.zeros(len(nbytes), dtype=bool)
         out[: self.held] = True

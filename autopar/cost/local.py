@@ -50,7 +50,7 @@ def local_bytes(
 ) -> float:
     """Bytes of an array's shard on one device, in a given layout.
 
-    An array in the memory of the host takes none.
+    An array in the memory of the host takes no device memory: the result is 0.
 
     Args:
       assignment: the program's assignment.

@@ -87,8 +87,8 @@ class Part:
       sums: for each rank, seconds of the messages that can start after its operator.
       update: seconds of each operator of the update, if the update follows the part.
       needs: for each operator of the update, the last rank of a message that the
-        operator needs, or -1 if it needs none. For operators outside of the update, the
-        number of operators.
+        operator needs, or -1 if it needs none. For an operator outside of the update,
+        the entry is the number of operators.
     """
 
     key: Key
@@ -142,7 +142,9 @@ class Part:
         return PartCut(False, (first, last + 1), (first + 1, len(done) - 1), last)
 
     def _update_seconds_below(self) -> np.ndarray:
-        """For each rank, seconds of the update that needs only sums of lower ranks."""
+        """For each rank, seconds of those operators of the update that need only sums
+        of lower ranks.
+        """
         count = len(self.work)
         by_need = np.bincount(self.needs + 1, self.update, minlength=count + 2)
         return np.cumsum(by_need)[:count]

@@ -367,7 +367,8 @@ def exchanges_of(
 ) -> Iterator[tuple[Exchange, ReshardStep, int, int]]:
     """Yields the exchanges of an operator.
 
-    Each comes with its message, the number of messages, and the array.
+    Each exchange comes with its collective, the number of its messages, and the number
+    of the exchanged value.
     """
     for exchange in op.rule.exchanges:
         dims, value = exchanged_array(op, exchange)
@@ -414,7 +415,7 @@ def stays_partial(assignment: Assignment, op: Operator, value: int) -> bool:
 
 
 def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
-    """The collectives of deferred sums."""
+    """The collectives that sum deferred partial values where their deferrals end."""
     out: list[Collective] = []
     for value, stacking in assignment.stackings.items():
         if value not in stacking.deferral.ends or value in assignment.codecs:

@@ -24,7 +24,7 @@ def share_of(analysis: Analysis, pricer: Pricer, class_index: int) -> float:
     """The fraction of a sum over devices that is charged to each operator of a class.
 
     If the compiler may merge the all-reduces of several operators into one, each
-    operator is charged a fraction of this one.
+    operator is charged a fraction of the merged all-reduce.
 
     Args:
       analysis: the step.
@@ -75,7 +75,9 @@ def node_seconds(
         parts = places.work_parts[member]
         covering += np.outer(parts, seconds)
         waited += (1.0 - parts.sum()) * seconds
-        # The seconds of a contraction's sum are on the edge to its result.
+        # The sum over devices of a contraction's result is not charged to the
+        # contraction's node. It is part of the cost of the edge from the contraction to
+        # its result.
         if node.kind != "contraction":
             own = analysis.sums[op.class_index]
             final = op.class_index in analysis.independent.summing

@@ -450,7 +450,7 @@ def _least(
 def _efficiency(way: Way, phi: float, base_batch: int, most_gain: float) -> float:
     """The efficiency of a way.
 
-    At least a tiny positive number, as others divide by it.
+    The result is at least a tiny positive number, because callers divide by it.
     """
     error = way.error
     if math.isinf(error.own + error.shared):

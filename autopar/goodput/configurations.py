@@ -98,7 +98,7 @@ class Batches:
         return sorted({*base, *(n for n in near if self.base <= n <= self.most)})
 
     def efficiency(self, rows: int, error: CodecError) -> float:
-        """Progress per row with this batch size, relative to the base batch."""
+        """Progress per row with this batch size, divided by that of the base batch."""
         if self.noise_scale is None:
             return 1.0
         return efficiency(self.noise_scale, rows, self.base, error)
@@ -192,14 +192,14 @@ class PlanAtBatches:
     def step_s(self, rows: int, accumulation: int) -> float:
         """Seconds of a step.
 
-        Codecs are assumed to save as many as at the planned batch.
+        Codecs are assumed to save as many seconds as at the planned batch size.
         """
         coded_s = self.plan.predicted.step_s - self.estimate.seconds()
         scaled_s = self.estimate.seconds(rows / self.rows, accumulation)
         return max(scaled_s + coded_s, 1e-12)
 
     def peak_bytes(self, factor: float, accumulation: int) -> float:
-        """Peak bytes of a device; codecs are assumed to hold as many as planned.
+        """Peak bytes of a device; codecs are assumed to hold as many bytes as planned.
 
         Args:
           factor: rows of the batch divided by rows of the planned batch.
@@ -257,7 +257,7 @@ def error_of(plan: Plan) -> CodecError:
         if getattr(codec, "rounding", "") == "stochastic":
             own = max(own, squared)
         elif getattr(codec, "unbiased", False):
-            # Such a codec scales up the elements that it sends, to be unbiased.
+            # A codec that sends random elements scales them up, to be unbiased.
             # Therefore its squared error exceeds the squared norm of the elements that
             # it does not send.
             scaled = squared / (1 - squared) if squared < 1 else math.inf
@@ -399,8 +399,8 @@ def _planned_at(
     wanted: WantedCurve, cluster: Cluster, rows: int, running: Plan | None
 ) -> PlanAtBatches:
     analysis = wanted.program.at(rows)
-    # A curve has points of its own for fewer devices and for other batch sizes, so the
-    # planner must use these.
+    # The curve has separate points for fewer devices and for other batch sizes.
+    # Therefore this plan must use all devices and this batch size.
     options = dataclasses.replace(as_written(wanted.options), may_idle=False)
     warm = (
         not wanted.anew

@@ -275,12 +275,12 @@ def correct_curve(
 
     Args:
       table: the table.
-      lines: lines of ledgers (`autopar.elastic.ledger`). Two kinds of lines are used:
-        lines of progress from runs with several processes, and step times that were
-        measured after a re-plan. A line without ``device`` belongs to the table's only
-        kind of devices; if the table has several kinds, the line is ignored. If the
-        noise scale is not known, the efficiency of other batch sizes is unknown. Then
-        only lines with the batch size of the table's point are used.
+      lines: lines of ledgers, the logs of runs (`autopar.elastic.ledger`). Two kinds of
+        lines are used: lines of progress from runs with several processes, and step
+        times that were measured after a re-plan. A line without ``device`` belongs to
+        the table's only kind of devices; if the table has several kinds, the line is
+        ignored. If the noise scale is not known, the efficiency of other batch sizes is
+        unknown. Then only lines with the batch size of the table's point are used.
       noise_scale: noise scale of the gradients, in rows; infinite if the mean gradient
         cannot be distinguished from zero. If None, the last noise scale in the lines is
         used, or else the noise scale of the table.
@@ -452,7 +452,7 @@ class _Judge:
 
 
 def _steps_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[_Steps]:
-    """Yields the measured steps in lines of a ledger."""
+    """Yields the measured steps in the lines of a ledger, the log of a run."""
     replans = {x.get("number"): x for x in lines if x.get("kind") == "replan"}
     for line in lines:
         replan = replans.get(line.get("number"), {})
@@ -472,7 +472,9 @@ def _steps_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[_Steps]:
 
 
 def _way_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a line about the plan in use; empty for lines of old releases."""
+    """The fields of a ledger's line about the plan in use; empty if an old release
+    wrote the line.
+    """
     found: dict[str, Any] = {
         "accumulation": line.get("microbatches", 1),
         "scheme": line.get("scheme", ""),

@@ -106,7 +106,7 @@ class CriticalRegimes:
         return dataclasses.asdict(self)
 
     def gone_on(self, data: Mapping[str, Any]) -> CriticalRegimes:
-        """The rule with the saved state of an earlier run."""
+        """The same rule with the state that an earlier run has saved."""
         seen = ("critical", "previous", "squares", "steps", "worth")
         return dataclasses.replace(self, **{k: data[k] for k in seen if k in data})
 
@@ -334,10 +334,10 @@ def check_rule(state: Any, base_batch: int, rule: Rule | None = None) -> None:
 #
 # The gain of a step is the number of steps with the base batch that make as much
 # progress (`autopar.goodput.gain`). The learning rate is scaled by the gain. The
-# formula of the gain uses the noise of gradients, but not the curvature of the loss.
-# An update that is too large for the curvature makes the loss rise, and may make the
+# formula of the gain uses the noise of gradients, but not the curvature of the loss. An
+# update that is too large for the curvature makes the loss rise, and may make the
 # training diverge. Therefore the guard watches the losses of steps while the gain is
-# above 1. If they rise, the guard lowers an upper limit of the gain.
+# above 1. If the losses rise, the guard lowers an upper limit of the gain.
 
 
 # The number of recent losses to keep, and the number of losses that are needed before a

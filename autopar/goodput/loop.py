@@ -538,8 +538,8 @@ class Loop:
     def _tells(self) -> bool:
         """Whether to write the gain into the state now.
 
-        Writing the gain needs the end of the step. So the loop does not write it after
-        every step.
+        To write the gain, the loop must wait for the end of the step. So the loop does
+        not write the gain after every step.
         """
         return self._since <= 1 or self._steps % self.following.every == 0
 
@@ -547,7 +547,8 @@ class Loop:
         """The running way; forgets all planned ways if other code changed the plan."""
         planned, before = self.step.running.planned, self._running
         if before is not planned:
-            # After processes restart, an equal plan may run on other devices.
+            # Plans are compared by identity: after processes have restarted, an equal
+            # plan may run on other devices.
             same = before is None or before.plan is planned.plan
             if not same or self._world is not self.step.world:
                 self._since = 0

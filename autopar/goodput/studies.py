@@ -53,7 +53,7 @@ class Said:
 def agree_on_first(world: World, own: Said) -> Said:
     """What the first process decided.
 
-    While any process is busy, the result is busy.
+    If any process is still planning or compiling, the result is busy.
 
     Processes measure different step times. Therefore the first process decides for all
     processes.

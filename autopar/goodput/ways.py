@@ -417,7 +417,7 @@ class Ways:
     ) -> tuple[PlanCurve, Terms] | None:
         """The plan from which a way is estimated, and the estimated seconds.
 
-        None without such a plan.
+        The result is None if no plan can give the seconds.
         """
         found: list[tuple[PlanCurve, Terms]] = []
         for curve in curves:
@@ -425,8 +425,8 @@ class Ways:
             if terms is None:
                 continue
             if curve.layouts == running.layouts:
-                # The anchor's codecs may have been chosen at another batch size. The
-                # seconds of work are those of the running plan.
+                # The codecs of the anchor's plan may have been chosen at another batch
+                # size. So the seconds of work are taken from the running plan.
                 own = running.terms(key.rows, key.microbatches)
                 if own is None:
                     continue

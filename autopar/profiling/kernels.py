@@ -483,8 +483,8 @@ def agree_on(value: int) -> int:
 
 
 def slowest_s(seconds: Sequence[float]) -> list[float]:
-    """Each time on the process for which it is longest; all processes must call this
-    function.
+    """For each of these times, the longest time on any process; all processes must call
+    this function.
     """
     if jax.process_count() == 1:
         return list(seconds)

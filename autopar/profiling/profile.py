@@ -295,8 +295,9 @@ def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
 
 
 def _level(times: _Times, index: int, kept: Level) -> Level:
-    """A level whose link has fits for every collective and group size. If the level has
-    only one part, its link stays as it is.
+    """A level with the link's measured fits, one for every collective and group size.
+
+    A level with only one part needs no link between parts, so its link stays as it is.
     """
     count = kept.size
     if count == 1:
@@ -388,7 +389,7 @@ def run(
     """Measures the devices, and tests predictions from the result on other programs.
 
     All processes of a `jax.distributed` job must call this function. All processes get
-    the same result. Each time is the slowest process's.
+    the same result. Each measured time is that of the slowest process.
 
     Args:
       devices: how many of the devices to measure, beginning with the first; default:

@@ -1,4 +1,4 @@
-"""Finds the best plans that have other layouts of a plan's inputs."""
+"""Finds the best plan for each other layout that an input of a plan could have."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ class Trials:
 
     Attributes:
       analysis: the program of the stage.
-      pricer: the stage's mesh and devices. Their memory is the memory that one
-        microbatch may take.
+      pricer: the stage's mesh and devices. As memory of the devices, it has the memory
+        that one microbatch may take.
       assignment: the layouts of the plan, without codecs.
       step_s: seconds of a step of the whole plan without codecs.
-      judge: layouts of the stage -> seconds of a step of the whole plan with them, and
-        the most bytes on a device; infinite if they do not fit.
-      proves: whether the fastest layouts of the stage are those of the fastest plan.
+      judge: a function of other layouts of the stage. It returns the seconds of a step
+        of the whole plan with these layouts, and the most bytes on a device. Both are
+        infinite if the layouts do not fit.
+      proves: whether the layouts that are fastest for the stage are also those of the
+        fastest whole plan.
     """
 
     analysis: Analysis
@@ -101,7 +103,7 @@ def trials_of(bound: BoundPlan, cluster: Cluster) -> Trials:
 
 
 def _replica_trials(bound: BoundPlan, cluster: Cluster) -> Trials:
-    """As `trials_of`, for one replica; other replicas would have the same layouts."""
+    """As `trials_of`, for one replica; all replicas have the same layouts."""
     plan, sites = bound.plan, sites_of(cluster)
     base = bound.analysis.counted
     assert base is not None

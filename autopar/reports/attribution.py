@@ -129,8 +129,8 @@ def layer_of(op: Operator) -> str:
 def _of_the_whole(bound: BoundPlan, cost: CostBreakdown) -> Iterator[AttributedTime]:
     """Yields the seconds that belong to no layer.
 
-    They are the seconds of codecs, the communication that overlaps with work (negative)
-    and the seconds by which this communication slows the work.
+    The seconds are those of codecs, of communication that overlaps with work
+    (negative), and of the slowdown of work by this communication.
     """
     if cost.contention_s:
         yield AttributedTime(SLOWED, (), "", cost.contention_s)

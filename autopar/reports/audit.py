@@ -39,9 +39,10 @@ class TargetAudit:
 
     Attributes:
       target: the kind of device.
-      memory: memory of one device, by the compiler. Of a stage with several programs
-        it is that of the program with the largest peak; its arguments then include the
-        other arrays that the device holds while the program runs.
+      memory: memory of one device, according to the compiler. If the stage has several
+        programs, it is the memory of the program with the largest peak, and its
+        arguments include the other arrays that the device holds while this program
+        runs.
       predicted_memory_bytes: peak memory that the plan predicts.
       bytes_by_kind: bytes that one device sends in a step, by kind of collective.
       messages: number of messages in a step, by kind of collective.

@@ -21,8 +21,8 @@ Processes that run several stages also gather a few bytes in each step (`_checks
 
 Some messages are left out because their size does not grow with the model: headers of
 TCP and of JAX's transfer servers, the messages of the coordination service,
-measurements (the noise scale, and telemetry of codecs between stages), what a check for
-numbers that are not finite gathers, and results of a step, such as the loss, that all
+measurements (the noise scale, and telemetry of codecs between stages), the flags of the
+check for numbers that are not finite, and results of a step, such as the loss, that all
 processes receive.
 """
 
@@ -133,11 +133,12 @@ def _collective(
     """Yields what the devices of a collective send: sender, receiver and bytes.
 
     Args:
-      kind: as the device's compiler runs it.
-      nbytes: its size (`autopar.cluster.specs.Kind`).
+      kind: kind of collective that the device's compiler emits.
+      nbytes: size of the collective in bytes (`autopar.cluster.specs.Kind`).
       group: its devices.
       element_bytes: bytes of an element of the array.
-      is_gloo: whether gloo runs it, whose headers count.
+      is_gloo: whether gloo runs the collective. Then the bytes of gloo's headers are
+        added.
     """
     count = len(group)
     if is_gloo and kind == "reduce_scatter" and not count & (count - 1):
@@ -155,8 +156,9 @@ def _messages(
 ) -> Iterator[tuple[int, int, float, int]]:
     """Yields sender, receiver, bytes and number of messages of ring algorithms."""
     if kind == "all_reduce":
-        # A device owns a part of the array. It first sends sums of all other parts, and
-        # then the parts that are complete, but for that of the receiver.
+        # Each device owns one part of the array. Around the ring, it first sends
+        # partial sums of all parts except its own. Then it sends all complete parts
+        # except the part that the receiver owns.
         parts = _ring_parts(nbytes, count, element_bytes)
         for k in range(count):
             data, messages = (2 * sum(x) - x[k] - x[k - 1] for x in parts)
@@ -193,8 +195,8 @@ def _ring_parts(
 ) -> tuple[Sequence[float], Sequence[float]]:
     """Bytes of each device's part of an all-reduce, and messages that send it.
 
-    The array is cut into segments of equal size, at least two a part. The last segments
-    may be shorter. Empty segments are not sent.
+    The array is cut into segments of equal size, at least two for each part. The last
+    segments may be shorter. Empty segments are not sent.
 
     >>> _ring_parts(40.0, 4, element_bytes=4)
     ([16.0, 16.0, 8.0, 0.0], [2, 2, 1, 0])
@@ -214,8 +216,9 @@ def _checks(
 ) -> Iterator[tuple[int, int, float]]:
     """Yields the messages by which processes learn whether a step goes well.
 
-    They gather 40 bytes before a step (`Links.begin`), and one after its first and its
-    last part (`Links.together`). JAX gathers on each local device.
+    The processes all-gather 40 bytes before a step (`Links.begin`), 1 byte after its
+    first part and 1 byte after its last part (`Links.together`). JAX runs this
+    all-gather on every local device.
     """
     devices: dict[int, list[int]] = defaultdict(list)
     for device, process in enumerate(process_of):

@@ -123,9 +123,9 @@ def bind_part(
     Args:
       plan: the plan, with the stage of these devices as its only stage.
       assignment: the layouts of the stage or replica.
-      pricer: its mesh and cluster.
-      step_s: predicted seconds of its work and communication in a step.
-      peak_memory_bytes: predicted bytes on one of its devices.
+      pricer: the mesh and cluster of the stage or replica.
+      step_s: predicted seconds of the part's work and communication in a step.
+      peak_memory_bytes: predicted bytes on one device of the part.
       crossing: as for `BoundPlan`.
     """
     cost = estimate(assignment, pricer).cost

@@ -41,9 +41,10 @@ def codec_rows(
 ) -> tuple[CollectiveRow, ...]:
     """The collectives of gradients with codecs, and the work of codecs on each device.
 
-    Some codecs average their residuals only in some steps. The messages for this count
-    in every step, because the planner counts all branches of a conditional. Messages of
-    fallback codecs (`autopar.compression.synchronise`) are not counted.
+    Some codecs average their residuals only in some steps. The messages that average
+    residuals are counted in every step, because the planner counts all branches of a
+    conditional. Messages of fallback codecs (`autopar.compression.synchronise`) are not
+    counted.
     """
     coded = [g for g in gradients if g.codec]
     if not coded:

@@ -128,7 +128,7 @@ def worth_it(points: Sequence[Point], share: float) -> list[WorthIt]:
 
 
 def largest(points: Iterable[Point], name: str) -> list[Point]:
-    """The points with the largest value of an option that fits.
+    """The points with the largest value of an option for which a plan was found.
 
     One point is returned for each combination of the other options and the cluster.
 

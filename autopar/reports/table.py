@@ -95,7 +95,9 @@ _COMPILERS = {"gpu": "gpu-compiler", "tpu": "tpu-compiler"}
 
 
 def compiled_text(plan: Plan) -> str:
-    """The compiled memory, or a warning for a plan near the limit of memory."""
+    """The compiled memory of a plan, or a warning if the plan is near the limit of
+    memory.
+    """
     if plan.compiled_memory_bytes:
         return f" (compiled: {bytes_text(plan.compiled_memory_bytes)})"
     cluster = plan.cluster.read()

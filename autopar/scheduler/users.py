@@ -149,7 +149,8 @@ def decide_for_users(
         told = {name: view for name, view in told.items() if view.cap != 0}
     kept = {name: held for name, held in current.items() if caps.get(name) != 0}
     decided = policy.decide(now_s, told, nodes, kept)
-    # A policy that somebody else wrote may ignore caps. So they are enforced here.
+    # A policy that somebody else wrote may ignore caps. Therefore this function
+    # enforces the caps.
     chosen = {
         name: given[: caps.get(name)] for name, given in decided.allocations.items()
     }

@@ -187,9 +187,9 @@ def _errors(
     alone: np.ndarray,
     mean: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted errors of log seconds, then prior terms.
+    """Weighted errors of log seconds, then prior terms; and their derivatives.
 
-    And their derivatives by constants.
+    The derivatives are those by each constant of the form.
     """
     n = len(samples.local)
     first, second = np.exp(theta[0]), np.exp(theta[1]) * samples.local

@@ -184,9 +184,10 @@ class _Option:
       speed: progress per second.
       worth: weighted utility, minus the cost of the move to this configuration.
       move_s: seconds of the move; 0 if the job stays where it is.
-      place_worth: loss of worth if the job keeps its number of devices but moves to
-        other nodes, because the job may end soon after the move. It is the worth of the
-        move if the job never ended, minus the worth if the job ends as predicted.
+      place_worth: the part of ``worth`` that a move to other nodes loses, if the job
+        keeps its number of devices, because the job may end soon after the move. It is
+        the worth of the move if the job never ended, minus the worth if the job ends as
+        predicted.
     """
 
     kind: int
@@ -485,10 +486,10 @@ def _single(curves: _Curves) -> float:
 def _move_s(view: JobView, old: Shape, new: Shape) -> float:
     """The seconds for which a moved job does not train, as assumed in the optimisation.
 
-    These are at least the seconds of a restart (`JobView.restart_s`), even if the move
-    takes less time. The reason: predictions of remaining work change between decisions.
-    If moves cost almost nothing, about half of them are undone within five minutes.
-    With the larger cost, a policy moves a job only if the gain lasts longer.
+    The result is at least the seconds of a restart (`JobView.restart_s`), even if the
+    move takes less time. The reason: predictions of remaining work change between
+    decisions. If moves cost almost nothing, about half of them are undone within five
+    minutes. With the larger cost, the policy moves a job only if the gain lasts longer.
     """
     return max(view.move_s(old, new), view.restart_s)
 
@@ -496,8 +497,8 @@ def _move_s(view: JobView, old: Shape, new: Shape) -> float:
 def _floor(view: JobView, curves: _Curves) -> float:
     """The guaranteed progress per second of a job; 0 if it has no guarantee.
 
-    This is the job's progress on the devices that its owner asks for, on the slowest
-    kind of devices that can run the job.
+    The guaranteed speed is the job's progress on the devices that its owner asks for,
+    on the slowest kind of devices that can run the job.
     """
     if not view.guaranteed or view.floor:
         return view.floor if view.guaranteed else 0.0

@@ -210,8 +210,8 @@ class _Search:
     def _repair(self, states: np.ndarray) -> np.ndarray:
         """Makes states feasible.
 
-        Afterwards at most one job on each node uses several nodes, no job has more
-        devices than it may use, and no device belongs to two jobs.
+        In the repaired states, at most one job on each node uses several nodes, no job
+        has more devices than it may use, and no device belongs to two jobs.
         """
         wide = np.count_nonzero(states, axis=2) > 1
         users = ((states > 0) & wide[..., None]).cumsum(axis=1)

@@ -366,7 +366,8 @@ class _Round:
     def _asked_speed(self, name: str) -> float:
         """Progress per second on the requested configuration.
 
-        Slopes are divided by it.
+        The slopes of jobs are divided by this speed, so that jobs of different programs
+        can be compared.
         """
         view = self.jobs[name]
         if view.application in PROGRAMS:
@@ -374,7 +375,9 @@ class _Round:
         return max(self._best(name, view.asked).speed, math.ulp(0.0))
 
     def slope(self, name: str, delta: int) -> float:
-        """Change of samples per second per added device, relative to `_asked_speed`."""
+        """Change of a job's speed per added device, divided by its speed on the devices
+        and plan that its owner asks for.
+        """
         view = self.jobs[name]
         if view.age_s > _OLD_S:
             return 1e9

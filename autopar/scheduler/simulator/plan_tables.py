@@ -67,8 +67,9 @@ class PlanTimes:
         """Seconds of a step.
 
         If the plan was not measured on the placement, the result is the seconds of the
-        plan `PLAIN` there. If this plan was not measured either, it is the mean over
-        all plans that were.
+        plan `PLAIN` on this placement. If `PLAIN` was not measured there either, the
+        result is the mean over all plans on as many nodes and devices, or is
+        interpolated between such means.
 
         Raises:
           ScheduleError: neither this placement nor a similar one was measured.

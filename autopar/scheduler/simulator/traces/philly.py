@@ -1,7 +1,7 @@
 """Reads traces with only submission time, number of devices and duration of each job.
 
-Such a trace has no measured step times. So a job's work is set to its duration on the
-devices that it asks for, and its speed is assumed to be a power of the number of
+A trace of this kind has no measured step times. So a job's work is set to its duration
+on the devices that it asks for, and its speed is assumed to be a power of the number of
 devices.
 """
 

@@ -1,7 +1,8 @@
 """Reads what real clusters recorded of jobs: Philly's log and table, Slurm's sacct.
 
-Such a record has no step times. So a job's work is set to its run time on the devices
-that it had. Jobs that never had a GPU are not simulated; their number is reported.
+A cluster's record of a job has no step times. So a job's work is set to its run time on
+the devices that it had. Jobs that never had a GPU are not simulated; their number is
+reported.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def read_philly_log(path: pathlib.Path) -> tuple[Rows, Left]:
     Its number of GPUs is the largest number of an attempt.
 
     Raises:
-      ScheduleError: the file or a job in it is invalid; the message names it.
+      ScheduleError: the file or a job in it is invalid; the message names the file or
+        the job.
     """
     try:
         data = json.loads(path.read_bytes())
@@ -278,7 +280,8 @@ class Trace:
 
     Attributes:
       jobs: the jobs, ready to be simulated.
-      left_out: reason -> number of jobs of the file that are not simulated for it.
+      left_out: for each reason, the number of jobs of the file that are not simulated
+        for this reason.
       alike: kinds of devices of the cluster that count as one kind, because there are
         no tables for each kind.
     """
