@@ -259,8 +259,8 @@ def telemetry_rows(
         good = jnp.all(jnp.isfinite(few[:, 0]))
         found = jax.lax.cond(measured | ~good, every, lambda: few)
         sums = [squared_norm(g.sent.total) for g in groups if not g.sound]
-    # A branch of its own checks the totals, so that the branch above need not wait for
-    # them.
+    # The totals are checked in a separate branch, because the branch above need not
+    # wait for the totals.
     norms = jnp.append(found[:, :3], jnp.array(sums))
     good = jnp.all(jnp.isfinite(norms) | (norms == NOT_MEASURED))
     over = _overflows([g.sent for g in groups], good)

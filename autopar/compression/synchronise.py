@@ -577,7 +577,7 @@ def level_gains(
     sent, wanted = judges.all_reduce(jnp.stack(rows).reshape(-1)).reshape(-1, 2).T
     some = wanted > 0
     gains = jnp.where(some, sent / jnp.where(some, wanted, 1.0), 1.0)
-    # This comparison is also false for NaN.
+    # If ``wanted`` is NaN or infinite, no level may count as good enough.
     return jnp.where(jnp.isfinite(wanted), gains, -1.0)
 
 

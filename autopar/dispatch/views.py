@@ -1,6 +1,6 @@
 """Describes jobs on a real cluster by `JobView`, which a policy reads.
 
-In a simulation a policy reads the same `JobView`s. So a policy need not know whether
+The simulator describes its jobs by the same class. So a policy need not know whether
 the cluster is real.
 """
 

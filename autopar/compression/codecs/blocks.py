@@ -51,8 +51,9 @@ _SCALE_BYTES = 2
 # time of a single product of size 256.
 _PRODUCT = 32
 _BUTTERFLY = 8
-# Up to this number of rows, one loop over the elements adds them explicitly. On a CPU
-# this is twelve times as fast as a reduction over the leading dim.
+# Up to this number of rows, `add_rows` adds the rows one by one, which compiles to a
+# single loop. On a CPU this is twelve times as fast as a reduction over the leading
+# dim.
 _UNROLLED_ROWS = 16
 # To find a block's largest element, its halves are compared with each other until this
 # width is reached.
@@ -111,7 +112,8 @@ def two_shot(
     total = rows.decode_sum(received, elements)
     if context.scatter:
         return Reduced(total, sent, state)
-    # The padding may be decoded to values other than zero, which must not count.
+    # A codec may decode padding to values other than zero. These values are set to zero
+    # here.
     length = lengths[context.worker]
     real = jnp.arange(elements) < length
     wanted = jnp.where(real, total + state["server"] if state else total, 0.0)

@@ -401,16 +401,16 @@ class Codec(abc.ABC):
         """The smallest number of elements of a chunk, at least ``elements``, that the
         codec supports.
 
-        This method is called only if the sum is not scattered. If the sum is scattered,
-        the layout of the gradient decides the chunks.
+        Callers use this method only if the sum is not scattered. If the sum is
+        scattered, the layout of the gradient decides the chunks.
         """
         return elements
 
     def extent(self, shape: tuple[int, ...]) -> float:
         """A number to which the sent bytes are proportional, apart from padding.
 
-        With it, the planner estimates the bytes for many shapes from the bytes for one
-        shape. Default: the number of elements.
+        From this number, the planner estimates the bytes for many shapes from the bytes
+        for one shape. Default: the number of elements.
 
         Args:
           shape: shape of the gradient on one device.

@@ -141,9 +141,9 @@ class PredictedTopK(Codec):
         """See `Codec`; it is the error if the same number of elements were sent without
         any prediction.
 
-        This is the true error in the first ``ceil(1 / ratio)`` steps, and later if the
-        large elements have other indices in each step. With error feedback, elements
-        that are not sent grow.
+        The result is the true error in the first ``ceil(1 / ratio)`` steps, and later
+        if the large elements have other indices in each step. With error feedback,
+        elements that are not sent grow.
         """
         share = min(1.0, self.ratio + self.explore)
         coded = _WIRES[self.values].error(shape)

@@ -423,8 +423,8 @@ class Dense(Codec):
 
     @classmethod
     def choices(cls) -> tuple[Self, ...]:
-        """See `Codec`: there are none, because gradients without another codec are sent
-        by this codec anyway.
+        """See `Codec`. The result is empty, because gradients without another codec are
+        sent by this codec anyway.
         """
         return ()
 
@@ -440,8 +440,8 @@ class Dense(Codec):
     def unit(self) -> int:
         """See `Codec`.
 
-        The unit is large: the errors of gradients that are encoded together are then
-        computed by few separate sums.
+        Gradients that are encoded together are summed in blocks of at least one unit
+        (`autopar.compression.encoding`). With small blocks these sums would be slow.
         """
         return 32
 
@@ -479,8 +479,8 @@ class Bf16(Codec):
     def unit(self) -> int:
         """See `Codec`.
 
-        The unit is large: the errors of gradients that are encoded together are then
-        computed by few separate sums.
+        Gradients that are encoded together are summed in blocks of at least one unit
+        (`autopar.compression.encoding`). With small blocks these sums would be slow.
         """
         return 32
 

@@ -198,7 +198,7 @@ def initial_states(
 
 
 def as_chunks(codec: Codec, gradients: Any, scatter: bool = False) -> np.ndarray:
-    """Arranges the workers' gradients, (n, *shape), as chunks (n, n, c)."""
+    """Arranges gradients of n workers, (n, *shape), as n chunks of each, (n, n, c)."""
     gradients = np.asarray(gradients, np.float32)
     workers = gradients.shape[0]
     flat = gradients.reshape(workers, -1)

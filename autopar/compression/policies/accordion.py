@@ -182,7 +182,7 @@ class Accordion(Remembering):
             return
         norm = _window_norm(track, self.window * self.every)
         previous = track["previous"]
-        # Before the first window there is none to compare with, so it counts as
+        # The first window has no previous window to be compared with, so it counts as
         # critical.
         critical = not previous or abs(previous - norm) / previous >= self.eta
         track["previous"] = norm

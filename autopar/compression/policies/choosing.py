@@ -65,7 +65,7 @@ ROUNDING = 1e-9
 
 @dataclasses.dataclass(slots=True)
 class ChoiceState:
-    """What these policies remember from one observation to the next.
+    """What `LGreCo` and `AcrossFamilies` remember from one observation to the next.
 
     Attributes:
       codecs: gradient -> codec of the last choice; empty before the first choice.
@@ -99,7 +99,7 @@ def with_codec(
 
 
 def error_in_use(measured: MeasuredErrors, report: GradientReport) -> float:
-    """The relative error of the codec in use: the probed one, else the reported one."""
+    """The relative error of the codec in use: the probed or else the reported error."""
     found = (c.error for c in measured.choices if c.text == report.codec)
     return next(found, report.relative_error)
 

@@ -1,6 +1,6 @@
 """DCT: sends all elements above a threshold, and lowers the threshold if need be.
 
-It is lowered for a gradient of which too little is sent.
+The policy lowers the threshold of a gradient of which too little is sent.
 
 Gupta et al., "Training recommender systems at scale: Communication-efficient model and
 data parallelism", KDD 2021 (arXiv 2010.08899). The codec

@@ -403,8 +403,8 @@ class GraVAC(Remembering):
         return Saving(wish) if wish and self._climbs(wish, seen) else wish
 
     def _climbs(self, wish: Mapping[str, str], seen: Observation) -> bool:
-        """Whether the wish is a step up: all gradients that change have the codec of
-        the level below.
+        """Whether ``wish`` is a step up: all gradients that it changes now have the
+        codec of a level below.
         """
         below = {DENSE, *self.levels[: max(0, self.state.level)]}
         return all(seen.gradients[name].codec in below for name in wish)

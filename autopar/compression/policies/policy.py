@@ -202,7 +202,7 @@ class Saving(Mapping[str, str]):
         return len(self._codecs)
 
     def __repr__(self) -> str:
-        """The text of a call that makes it."""
+        """The text of a Python call that makes this object."""
         return f"Saving({self._codecs!r})"
 
 
@@ -229,8 +229,8 @@ class ProbingPolicy(Policy, Protocol):
     """A policy that asks for the measured errors of codecs that are not in use.
 
     In the step before each observation, each of the codecs in `probes` encodes the
-    gradients, without sending anything. This runs on the devices, and only the errors
-    are copied to the host.
+    gradients, without sending anything. The devices run these codecs, and only the
+    errors are copied to the host.
     """
 
     @property
@@ -263,7 +263,7 @@ def canonical_text(text: str) -> str:
 def managed_gradients(gradients: Mapping[str, GradientReport]) -> list[str]:
     """The gradients whose codecs a policy may change: those that are not sent dense.
 
-    If all gradients are sent dense, these are the gradients with at least
+    If all gradients are sent dense, the result has the gradients with at least
     `MIN_ELEMENTS` elements.
     """
     chosen = [name for name, report in gradients.items() if report.codec != DENSE]
