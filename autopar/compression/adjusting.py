@@ -176,7 +176,7 @@ def _sums(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _rounded_up(value: float) -> Any:
-    """The smallest power of two that is at least ``value``; at most 1 for a fraction."""
+    """The smallest power of two from ``value`` on; at most 1 for a fraction."""
     if isinstance(value, int):
         return 1 << (value - 1).bit_length()
     return min(1.0, 2.0 ** math.ceil(math.log2(value) - 1e-9))

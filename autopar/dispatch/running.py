@@ -70,7 +70,7 @@ class ProcessRuns:
         threading.Thread(target=self._attend, args=(job, child), daemon=True).start()
 
     def _attend(self, job: JobRecord, child: subprocess.Popen[bytes]) -> None:
-        """Introduces a new supervisor to nodes, and waits for the end of its process."""
+        """Introduces a new supervisor to nodes; waits for the end of its process."""
         while child.poll() is None and self._introduce_job(job) != child.pid:
             time.sleep(_PAUSE_S)
         child.wait()
