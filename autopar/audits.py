@@ -231,7 +231,8 @@ class _Subject:
 
     Attributes:
       plan: the plan.
-      stages: the stages as plans; one stage for a plan with replicas.
+      stages: each stage as a plan of its own. For a plan with replicas, the only stage
+        is that of one replica.
       lower: lowers the programs.
       transfers: the communication between stages.
       replica: number of the replica whose program is audited.
@@ -311,7 +312,9 @@ def _one_stage(
 
 
 def _replica_on(plan: Plan, cluster: Cluster, device: Target | None) -> int:
-    """The slowest replica, or the slowest on the target's devices."""
+    """The slowest replica; with a target, the slowest that runs on the target's
+    devices.
+    """
     if device is None:
         return slowest_of(plan)
     names = [site.part.device.name for site in sites_of(cluster)]

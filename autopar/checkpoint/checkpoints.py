@@ -166,7 +166,7 @@ def wait_at_end(wait: Callable[[], None]) -> None:
     """Registers a function that waits for saves in progress when Python exits.
 
     Orbax writes in a thread pool. At exit Python closes thread pools before it waits
-    for other threads, such as the one of a save. So the wait must come earlier. The
+    for other threads, such as the thread of a save. So the wait must come earlier. The
     hook for this, which Python runs before it closes the pools, has no public name
     (Python 3.11).
     """

@@ -89,7 +89,7 @@ def schedule(asked: ScheduleCommand) -> Result:
             "that one."
         )
     store = Store(asked.state / STATE_FILE)
-    # # Values given now replace those that an earlier scheduler stored.
+    # Options of this command replace values that an earlier scheduler stored.
     users = _users(asked, {**store.users(), **table})
     settings = dataclasses.replace(settings, users=users)
     cluster = _cluster(asked, store)
@@ -203,7 +203,7 @@ def _add(
                 f"{asked.table}: job {job.spec.name!r} is in {asked.state} already, "
                 "and was another one; rename it, or take another --state."
             )
-    # # Curves are planned also for hosts that have not connected yet.
+    # Curves are planned also for hosts that have not connected yet.
     expects = asked.backend is ClusterName.HOSTS
     places = (LocalCluster(asked.nodes) if expects else cluster).places()
     planned = tuple(_add_curve(job, places, asked) for job in new)

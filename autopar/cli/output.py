@@ -67,7 +67,7 @@ class Stdout:
 def _flush() -> None:
     """Empties the buffers of Python and of C's standard library."""
     for stream in (sys.stdout, sys.stderr):
-        # # A stream may be closed or absent, or a pipe whose reader has ended.
+        # A stream may be closed or absent, or a pipe whose reader has ended.
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     with contextlib.suppress(OSError, TypeError, AttributeError):

@@ -195,8 +195,8 @@ def largest_cluster(
 ) -> tuple[Shape, tuple[int, ...]]:
     """The shape and the positions of the largest regular cluster.
 
-    Among clusters of the same size, ``prefer`` decides. If this leaves several, the one
-    with the lowest positions is taken.
+    Among clusters of the same size, ``prefer`` decides. If several of them are equally
+    preferred, the cluster with the lowest positions is taken.
 
     Args:
       device: figures of a device, which tell whether a torus has wrap-around links.

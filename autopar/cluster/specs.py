@@ -59,9 +59,9 @@ class Calibration:
         of gradients also overlap with the optimizer's update (`autopar.cost.overlap`).
         If False, each array of a message can overlap by itself.
       makes_room: whether the cost model assumes that the compiler saves memory if
-        memory is short (`autopar.cost.live`). Next to communication the compiler often
-        fails to do so. So the planner makes a plan that relies on this only if no other
-        plan fits, and keeps it only if it compiles.
+        memory is short (`autopar.cost.live`). While messages are sent, the compiler
+        often fails to save memory. So the planner makes a plan that relies on it only
+        if no other plan fits, and keeps such a plan only if it compiles.
     """
 
     skew: float = 1.0

@@ -107,8 +107,10 @@ def set_amounts(state: State, amounts: dict[str, Any]) -> State:
 
 
 def family_of(codec: Codec) -> Codec | None:
-    """A codec that stands for all codecs that differ only in parameters that can be
-    inputs; None if the codec has no such parameters.
+    """The family of a codec: codecs that differ only in parameters that can be inputs.
+
+    A family is represented by the codec with the default values of these parameters.
+    None: the codec has no such parameters.
     """
     if not codec.adjustable:
         return None

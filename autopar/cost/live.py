@@ -147,16 +147,16 @@ class Live:
         `autopar.cost.local.BUFFER_KINDS`.
       held: number of arrays that are live during the whole step.
       length: number of times.
-      factor: factor on the bytes of all arrays that are not held
+      factor: factor on the bytes of all arrays except the held ones
         (`Calibration.memory_overhead`).
       workspace_bytes: bytes of workspace for matrix products.
-      on_chip_bytes: bytes of on-chip memory for arrays that are not held.
+      on_chip_bytes: bytes of on-chip memory for arrays other than the held arrays.
       rest_part: fraction of the bytes of held arrays that is subtracted from
         ``room_bytes``.
       gaps: int ``[gaps, 3]``, an array and the two times between which the array is not
         live if memory is short (`autopar.steps.lifetimes.gaps`).
-      room_bytes: limit on the bytes of arrays that are not held, above which memory is
-        short; ``rest_part`` lowers it.
+      room_bytes: limit on the bytes of arrays other than the held arrays. Above the
+        limit, memory is short. ``rest_part`` lowers the limit.
       placed: whether unused bytes between arrays count (`lost_bytes`).
     """
 
@@ -179,7 +179,7 @@ class Live:
     def bytes_at(self, rows: float = 1.0, accumulation: int = 1) -> np.ndarray:
         """Bytes of each array, ``[arrays]``, at another batch or accumulation.
 
-        The layouts stay the same. An input of the batch is held as a whole, before its
+        The layouts stay the same. Memory holds a whole input of the batch, before its
         split into microbatches.
 
         Args:
@@ -200,7 +200,8 @@ class Live:
         return float(nbytes[: self.held].sum()) + self._beside(nbytes)
 
     def _beside(self, nbytes: np.ndarray) -> np.ndarray:
-        """Bytes of arrays that are not held, at each time, ``[length]``.
+        """Bytes at each time of arrays that live during a part of the step,
+        ``[length]``.
 
         If memory is short, the compiler frees arrays in their ``gaps``.
         """
@@ -215,7 +216,7 @@ class Live:
     def _room(self, nbytes: np.ndarray) -> float:
         """The limit in bytes above which the compiler frees arrays.
 
-        Only arrays that are not held count.
+        Arrays that live during the whole step do not count towards the limit.
         """
         return self.room_bytes - self.rest_part * float(nbytes[: self.held].sum())
 
@@ -259,7 +260,7 @@ class Live:
         return out
 
     def at_peak(self) -> dict[str, float]:
-        """Bytes by kind at the time of peak memory, without held arrays.
+        """Bytes by kind at peak memory, of arrays that live during a part of the step.
 
         Bytes that the compiler frees are subtracted in proportion from all arrays that
         it may free at that time.
@@ -292,8 +293,9 @@ class Live:
     def _on_chip(self, nbytes: np.ndarray) -> np.ndarray:
         """Marks the arrays that the timeline of device memory leaves out, ``[arrays]``.
 
-        The marked arrays are arrays in on-chip memory, and held arrays, which are
-        counted separately. A result of the step is never in on-chip memory.
+        The marked arrays are arrays in on-chip memory, and the arrays that live during
+        the whole step, which are counted separately. A result of the step is never in
+        on-chip memory.
         """
         out = np.zeros(len(nbytes), dtype=bool)
         out[: self.held] = True

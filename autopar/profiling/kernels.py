@@ -510,8 +510,7 @@ def gather_texts(mine: bytes, length: int) -> list[bytes]:
 
 
 def on_this_machine(devices: Sequence[Any]) -> list[Any]:
-    """Those of the given devices whose process runs on the same machine as this
-    process.
+    """The given devices whose process runs on the same machine as this process.
 
     All processes must call this function.
     """

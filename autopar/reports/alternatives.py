@@ -42,8 +42,8 @@ class Trials:
 
     Attributes:
       analysis: the program of the stage.
-      pricer: the stage's mesh and devices. As memory of the devices, it has the memory
-        that one microbatch may take.
+      pricer: the stage's mesh and devices. The memory of these devices is set to the
+        memory that one microbatch may take.
       assignment: the layouts of the plan, without codecs.
       step_s: seconds of a step of the whole plan without codecs.
       judge: a function of other layouts of the stage. It returns the seconds of a step

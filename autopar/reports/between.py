@@ -52,9 +52,10 @@ from autopar_passes.stages.cut import Phase
 # (sending process, receiving process) -> bytes in a step.
 BytesBetween = Mapping[tuple[int, int], float]
 
-# Of gloo: the preamble of a message (six words, ``gloo/transport/tcp/pair.h``), the
-# content of a notice (an int, ``gloo/reduce_scatter.h``), and the largest segment of an
-# all-reduce (``gloo/allreduce.h``).
+# Sizes in gloo, in bytes: the preamble of a message (six words,
+# ``gloo/transport/tcp/pair.h``), the content of a notice (an int,
+# ``gloo/reduce_scatter.h``), and the largest segment of an all-reduce
+# (``gloo/allreduce.h``).
 _HEADER_BYTES, _NOTICE_BYTES, _SEGMENT_BYTES = 48, 4, 2**20
 
 

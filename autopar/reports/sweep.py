@@ -80,8 +80,8 @@ class WorthIt:
     Attributes:
       options: the options that vary.
       device: name of the devices.
-      best: of the points whose efficiency is high enough, the one with the most
-        devices; None if no point's efficiency is.
+      best: the point with the most devices, among the points whose efficiency is high
+        enough; None if there is no such point.
       beyond: the point with the next larger number of devices than ``best``; None if no
         such point has a plan.
     """

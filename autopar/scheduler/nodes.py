@@ -137,9 +137,9 @@ def pack(
         the place.
       nodes: the cluster.
       costs: the cost to move each job that could stay; 0 for jobs without an entry. If
-        nodes must be cleared for a job on whole nodes, the nodes whose jobs have the
-        least total cost are cleared first; of equal ones, the node with the fewest used
-        devices.
+        a job needs whole nodes, the nodes whose jobs have the least total cost are
+        cleared for it. Of nodes with equal cost, the node with the fewest used devices
+        is cleared first.
 
     Returns:
       The allocations, without the jobs for which no place was found.

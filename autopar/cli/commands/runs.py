@@ -16,7 +16,7 @@ from autopar.cli.options import (
     record,
 )
 
-# # The default folder of a run's state.
+# The default folder of a run's state.
 RUN_FOLDER = pathlib.Path("autopar-run")
 
 

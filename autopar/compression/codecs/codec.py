@@ -204,7 +204,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecContext:
-    """What a codec is told about the step and the gradient.
+    """The facts about the step and the gradient that a codec gets.
 
     Attributes:
       workers: number of workers, n.

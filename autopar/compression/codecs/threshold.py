@@ -190,8 +190,9 @@ class Threshold(Codec):
     A message has room for the fraction ``ratio`` of the elements. Elements above the
     threshold that do not fit stay in the residual for the next step. In the other steps
     the threshold is corrected by the number of elements that exceed it: ``threshold *=
-    (count / room) ** 0.1``. The codec sends as many bytes as `TopK`. Each worker has
-    its own threshold.
+    (count / room) ** 0.1``, where ``count`` elements exceed it and ``room`` elements
+    fit into the message. The codec sends as many bytes as `TopK`. Each worker has its
+    own threshold.
 
     Attributes:
       ratio: fraction of the elements that is sent.

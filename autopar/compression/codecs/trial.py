@@ -132,7 +132,7 @@ def try_codec(
 
 
 # A total that is rounded again after the sum differs from the sum of the sent values.
-# Relative to the latter, the difference may be at most `_ROUNDED_AGAIN` times the
+# Relative to this sum, the difference may be at most `_ROUNDED_AGAIN` times the
 # relative error of a worker's gradient, plus `_LEAST`.
 _ROUNDED_AGAIN, _LEAST = 2.0, 0.01
 

@@ -331,7 +331,7 @@ class Application:
 
     @property
     def most_devices(self) -> int:
-        """The most devices with which each still gets ``least_local`` samples."""
+        """The most devices of which each gets at least ``least_local`` samples."""
         return 1 if self.single else self.largest_batch // self.least_local
 
     def progress_after(self, epochs: int) -> float:

@@ -253,7 +253,7 @@ def _elapsed_s(row: Row) -> float:
 
 
 def _gpus(row: Row) -> int:
-    """The number of GPUs that a job had, or else the number that it asked for."""
+    """The number of GPUs of a job; if it is not recorded, the number requested."""
     for column in ("AllocTRES", "ReqTRES"):
         text = row.cells.get(column, "")
         found = _GPU.findall(text)
