@@ -217,9 +217,9 @@ def _checks(
 ) -> Iterator[tuple[int, int, float]]:
     """Yields the messages by which processes learn whether a step goes well.
 
-    The processes all-gather 40 bytes before a step (`Links.begin`), 1 byte after its
-    first part and 1 byte after its last part (`Links.together`). JAX runs this
-    all-gather on every local device.
+    The processes all-gather 40 bytes before a step (`Links.begin`), 1 byte after the
+    first part of the step and 1 byte after the last part (`Links.together`). JAX runs
+    this all-gather on every local device.
     """
     devices: dict[int, list[int]] = defaultdict(list)
     for device, process in enumerate(process_of):

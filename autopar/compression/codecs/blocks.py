@@ -241,8 +241,8 @@ class Format:
     Attributes:
       block: elements of a block.
       bits: bits of one element.
-      width: gives the width of the last block, which may be shorter, for the number of
-        elements in it.
+      width: maps the number of elements in the last block, which may be shorter, to the
+        width with which this block is written.
       encode: maps blocks (m, k, w), the number of elements without padding in each
         block (m, k), and a salt to codes, uint8 (m, k, w * bits / 8), and scales,
         float32 (m, k), whose values are exact in bfloat16.

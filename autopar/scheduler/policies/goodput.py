@@ -56,8 +56,8 @@ def sureness(wholes: Sequence[float]) -> float:
     """How well completed jobs predict the work of another job, from 0 to 1.
 
     The result is ``1 / (1 + v)``, where ``v`` is the squared coefficient of variation
-    of the jobs' work. This is the squared mean divided by the mean square. The result
-    is 1 if all jobs have the same work.
+    of the jobs' work. The result equals the squared mean divided by the mean square.
+    The result is 1 if all jobs have the same work.
 
     Args:
       wholes: the total work of each completed job. For fewer than two jobs the

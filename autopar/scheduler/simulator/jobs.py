@@ -414,7 +414,7 @@ class EpochJob:
 def _epoch_step_seconds(
     app: Application, batch: int, nodes: Nodes
 ) -> tuple[float, ...]:
-    """True seconds of a step on 1, 2, ... devices, up to the most that a job can use."""
+    """Seconds of a step on 1, 2, ... devices, up to the most that the job can use."""
     found: list[float] = []
     most = 1 if app.single else max(1, batch // app.least_local)
     for devices in range(1, min(most, _MOST_DEVICES, nodes.total) + 1):
