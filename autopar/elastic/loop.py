@@ -362,8 +362,8 @@ class ElasticRun:
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Shapes of the step's arguments after the state, in order and by name.
 
-        The shapes are those of the last step; before the first step, those that it will
-        have.
+        The shapes are those of the last step. Before the first step, they are the
+        shapes that the first step will get.
         """
         return self._last
 
@@ -575,7 +575,8 @@ class ElasticRun:
     def _take_seconds(self, seconds: float) -> None:
         """Records the seconds of a step.
 
-        Some steps after a re-plan, it writes their median to the ledger.
+        Once `_AFTER` steps have run after a re-plan, the method writes their median
+        seconds to the ledger.
         """
         self._seconds.append(seconds)
         if self.ahead is not None and len(self._seconds) == _SETTLED:
@@ -592,7 +593,7 @@ class ElasticRun:
     def _median(self) -> float | None:
         """Median seconds of a step.
 
-        None before 3 steps have run, because the first one compiles.
+        The result is None before 3 steps have run, because the first step compiles.
         """
         enough = len(self._seconds) >= _SETTLED
         return statistics.median(self._seconds) if enough else None

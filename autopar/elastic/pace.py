@@ -54,8 +54,8 @@ class Pace:
         self.loss: float | None = None
         self._done_s: float | None = None
         self._seconds: list[float] = []
-        # Devices, batch size and plan of the last step. Its seconds are comparable only
-        # with those of steps with the same values.
+        # Devices, batch size and plan of the last step. The seconds of two steps are
+        # compared only if these values are equal.
         self._way: tuple[Any, ...] = ()
 
     def take(

@@ -203,7 +203,9 @@ class TrainRun:
         return self.run.horizon_s(rest_s)
 
     def _rest_s(self) -> float:
-        """Estimated seconds until the run reaches ``samples``; infinite without it."""
+        """Estimated seconds until the progress reaches ``samples``; infinite for no
+        limit.
+        """
         if self._samples is None:
             return math.inf
         each = float(self.loop.following.base_batch)

@@ -213,7 +213,7 @@ def _compiles(frame: FrameType) -> bool:
 def _user_frame(ident: int) -> str:
     """The innermost frame of a thread in the user's code.
 
-    Without one, the innermost frame.
+    If no frame of the thread is in the user's code, the result is its innermost frame.
     """
     frames = list(_outwards(_frames().get(ident)))
     own = [x for x in frames if not x.f_code.co_filename.startswith(_OTHERS)]

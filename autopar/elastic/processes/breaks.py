@@ -54,7 +54,7 @@ class Breaks:
     def aftermath(self) -> bool:
         """Whether a process was lost within the last `_AFTERMATH_S` seconds.
 
-        Errors of other processes may follow from it.
+        Such a loss may cause errors in the other processes.
         """
         return self._clock() - self._lost_s < _AFTERMATH_S
 

@@ -164,7 +164,7 @@ class HostLauncher:
         return True
 
     def _await_claimed(self) -> None:
-        """Gives up workers that no agent has reported: they waited for a host."""
+        """Gives up workers that waited for a host, so that no agent has reported them."""
         while True:
             time.sleep(_RETRY_S)
             late_s = time.monotonic() - self._silent_s
@@ -248,11 +248,11 @@ class HostLauncher:
 
         Args:
           record: the state, or None if `make_record` could not make it.
-          waits: whether to wait until enough hosts have recorded it.
-          takes_over: whether it is the first record of a standby.
+          waits: whether to wait until enough hosts have recorded the state.
+          takes_over: whether this record is the first one of a standby.
 
         Returns:
-          False if it had to be awaited and too few hosts have recorded it.
+          False if ``waits`` is true and too few hosts have recorded the state.
         """
         with self._lock:
             if not (self._has_standby or takes_over):
@@ -398,7 +398,8 @@ class HostLauncher:
         worker, wrong = int(message["worker"]), message.get("wrong")
         placed = self._places is not None
         if wrong:
-            # A scheduler gives the last line that does not begin so as the reason.
+            # A scheduler takes the last output line that does not begin with "autopar
+            # run: " as the reason of a failure.
             begin = "" if placed else "autopar run: "
             said = f"{begin}host {host.name}: {wrong}"
             print(said, file=sys.stderr, flush=True)

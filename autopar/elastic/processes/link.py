@@ -47,8 +47,8 @@ _BEAT_S = 0.5
 # of another worker caused the error.
 _ASK_S = 5.0
 _RETRY_S = 0.2
-# Over hosts the supervisor answers each heartbeat. Without an answer for `_SILENT_S`
-# seconds, its host counts as lost.
+# In a run over several hosts, the supervisor answers each heartbeat. If no answer comes
+# for `_SILENT_S` seconds, the supervisor's host counts as lost.
 _SILENT_S = 5.0
 # Seconds in which a supervisor must accept a connection; they are shared by all
 # addresses.

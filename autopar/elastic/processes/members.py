@@ -626,8 +626,8 @@ def side_by_side(
 ) -> tuple[int, ...]:
     """Orders workers such that those on the same host have successive ranks.
 
-    Then the devices along one mesh axis communicate either within hosts or between
-    hosts.
+    With this order, devices along one mesh axis communicate either within hosts or
+    between hosts.
 
     Args:
       ready: the ``ready`` message of each worker.

@@ -128,8 +128,8 @@ class TlsSocket:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = server if called else client
         self._tls = context.wrap_bio(self._in, self._out, server_side=called)
-        # One lock protects the TLS object. The other keeps the bytes that it produces
-        # in order when several threads send.
+        # One lock protects the TLS object. If several threads send, the other lock
+        # keeps the encrypted bytes in the order in which the TLS object made them.
         self._using, self._sending = threading.Lock(), threading.Lock()
         try:
             self._greet()

@@ -40,7 +40,8 @@ from autopar_passes import jax_processes
 # into an error (Linux only).
 
 _ESTABLISHED, _LISTENING = "01", "0A"
-# gloo numbers the connections that it waits for. The numbers are below this one.
+# gloo numbers the connections that it waits for. `knock` does not know which numbers
+# are missing, so it tries all numbers below this one.
 _NUMBERS = 64
 
 

@@ -41,9 +41,10 @@ class Record:
     """A supervisor's state, as agents record it.
 
     Attributes:
-      by: random name of the supervisor; one that is restarted in its folder keeps it.
-      epoch: how many supervisors there were before.
-      number: number of the record; the supervisors of a run count on.
+      by: random name of the supervisor. A supervisor that is restarted in the same
+        folder keeps its name.
+      epoch: how many supervisors the run had before this one.
+      number: number of the record; a later supervisor of the run continues to count.
       base: epoch and number of the record that this supervisor took over.
       agreed: number of the last world on whose record enough hosts agreed.
       voters: names of the agents of that world, which vote.

@@ -107,8 +107,8 @@ class Supervisor:
     def continue_from(self, generation: int, numbers: int, reached: int) -> None:
         """Continues to count worlds and workers where an earlier run ended.
 
-        So in all logs of a run, the number of a world (``generation``) names one world,
-        and the number of a worker one worker.
+        Because the counts continue, the number of a world (``generation``) names the
+        same world in all logs of a run, and the number of a worker the same worker.
         """
         self.generation, self.numbers, self.reached = generation, numbers, reached
 
@@ -144,7 +144,9 @@ class Supervisor:
         return True
 
     def may_return(self, worker: int) -> bool:
-        """Whether a worker that counted as gone may return: no world formed since."""
+        """Whether a lost worker may return: only until a new world forms or the run
+        ends.
+        """
         formed = members.all_formed(self.members, self.world)
         return worker in self.world and not formed and self.result is None
 

@@ -339,7 +339,8 @@ class Team:
     def _watch(self) -> None:
         """Makes all processes stop at the same step if the supervisor is gone for good.
 
-        In a run without checkpoints they do not stop, because the state would be lost.
+        In a run without checkpoints the processes do not stop, because the state would
+        be lost.
         """
         while self._saves:
             time.sleep(_WATCH_S)

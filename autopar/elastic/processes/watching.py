@@ -130,7 +130,10 @@ class Seen:
         return self.doing.get("steps", 0) > FIRST_STEPS
 
     def stalled_s(self, now: float) -> float:
-        """Seconds without progress: the smaller count of the worker and the watch."""
+        """Seconds without progress, counted by the worker or by the watch.
+
+        The smaller of the two counts is returned.
+        """
         said = self.doing["for_s"] + max(0.0, now - self.heard_s)
         return min(said, now - self.since_s)
 
@@ -237,7 +240,7 @@ class HangWatch:
         return [finding.data["text"] for finding in self._open.values()]
 
     def named_workers(self) -> frozenset[int]:
-        """The workers that present findings other than ``slow`` name."""
+        """The workers that are named by present findings of any kind except ``slow``."""
         found = self._open.values()
         return frozenset(f.worker for f in found if f.worker is not None and _hangs(f))
 

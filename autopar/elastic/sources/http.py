@@ -72,7 +72,7 @@ class _Allowance:
 class _Strangers:
     """Counts requests without the token.
 
-    Records only some, to keep the ledger short.
+    At most one record is written every `_NOTE_S` seconds, to keep the ledger short.
     """
 
     def __init__(self) -> None:
