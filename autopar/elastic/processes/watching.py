@@ -240,7 +240,7 @@ class HangWatch:
         return [finding.data["text"] for finding in self._open.values()]
 
     def named_workers(self) -> frozenset[int]:
-        """The workers that are named by present findings of any kind except ``slow``."""
+        """The workers that are named by open findings of any kind except ``slow``."""
         found = self._open.values()
         return frozenset(f.worker for f in found if f.worker is not None and _hangs(f))
 
