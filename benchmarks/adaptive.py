@@ -1,25 +1,26 @@
-"""Time to a loss of a training whose batch, plan and codecs follow its noise.
+"""Seconds until a training with adaptive batch, plan and codecs reaches a loss.
 
     python benchmarks/adaptive.py --rates 100 1000 --seeds 0 1 2 --out adaptive.json
     python benchmarks/adaptive.py --rates 10000 --seconds 20 \\
         --ways fixed forced naive ours --out fast.json
 
-A character model with a table of pairs of characters is trained on four simulated
-devices of one process, each of which stands for a host with one core. A step takes a
-quarter of the CPU seconds that all four need, and as long as its plan's bytes take on
-a link of the rate given (Mbit/s): a clock that other programs on the machine do not
-change. The ways of training:
+The benchmark trains a character model with a table of pairs of characters on four
+simulated devices of one process. Each device stands for a host with one core. The clock
+is computed, so other programs on the machine do not change it: a step takes a quarter
+of the CPU seconds that all four devices need, plus the seconds that the plan's bytes
+need on a link of the given rate (Mbit/s). The ways of training are:
 
 * ``fixed``: the base batch, dense gradients;
-* ``codecs``: the base batch, codecs follow;
-* ``forced``: the base batch, the codec with the fewest bytes of those that err little;
-* ``batch``: the batch follows, dense gradients;
-* ``naive``: the codec that is fastest for the base batch, and a batch that follows the
-  noise scale of compressed gradients, as Pollux would measure it;
-* ``mild``: the same with the fastest of the codecs that err little;
-* ``accordion``: Accordion's rule: the base batch in critical regimes, else 8 of them,
-  with windows of a thirtieth of the job; dense gradients;
-* ``ours``: all follow.
+* ``codecs``: the base batch, and codecs that follow the gradient noise;
+* ``forced``: the base batch, and the codec with the fewest bytes among codecs with a
+  small error;
+* ``batch``: a batch size that follows the gradient noise, and dense gradients;
+* ``naive``: the codec that is fastest for the base batch, and a batch size that follows
+  the noise scale of compressed gradients, as Pollux would measure it;
+* ``mild``: as ``naive``, with the fastest codec among codecs with a small error;
+* ``accordion``: Accordion's rule with dense gradients: the base batch in critical
+  regimes, and 8 times the base batch otherwise. A window is a thirtieth of the job;
+* ``ours``: batch, plan and codecs all follow the gradient noise.
 
 Planning and compiling another program is done beside the steps, as `autopar.train` does
 it: by a host's one core, while steps wait for the link. What is planned is there once
@@ -71,9 +72,9 @@ from autopar.goodput import NoiseOptions, progress
 from autopar.goodput.following import Following, codecs_of
 
 LATENCY_S = 1e-4
-# Steps between evaluations, of small batches and of others.
+# Steps between two evaluations: for the base batch, and for larger batches.
 EVERY = (50, 10)
-# Seconds of `fixed` after which a way is given up, as a multiple.
+# A training is given up after this multiple of the seconds of `fixed`.
 PATIENCE = 1.5
 
 
@@ -93,7 +94,7 @@ def cluster(rate_mbit: float) -> autopar.Cluster:
 
 
 class Training:
-    """One way of training at one rate, from one seed."""
+    """One training: a way, a link rate and a seed."""
 
     def __init__(
         self,
@@ -109,14 +110,14 @@ class Training:
 
         Args:
           way: of training.
-          rate_mbit: of the links, in Mbit/s.
-          seed: of the model and the data.
+          rate_mbit: link rate in Mbit/s.
+          seed: seed of the model and the data.
           lr: the learning rate of the base batch.
-          job: rows of the base batch that the job is long; infinite: not known.
-          waiting: whether steps wait for what is planned and compiled.
+          job: length of the job in rows of the base batch; infinite if it is unknown.
+          waiting: whether steps wait until planning and compiling have ended.
         """
-        # CPU seconds of planning that are not done yet, and of those that steps do not
-        # wait for.
+        # CPU seconds of planning that are not done yet, and CPU seconds of planning for
+        # which steps do not wait.
         self.left_s, self.beside_s = 0.0, 0.0
         self.waiting = waiting
         self.way, self.rate, self.seed, self.job = way, rate_mbit, seed, job
@@ -134,7 +135,7 @@ class Training:
             noise_scale=NoiseOptions(base_batch=BASE, decay=0.99),
             programs=16,
         )
-        # Seconds of compiling are on the clock of the steps, too.
+        # The clock of the steps also counts the seconds of compiling.
         self.step.preparation._store._clock = time.process_time
         self.lines: list[dict[str, Any]] = []
         self.loop = self._loop()
@@ -156,7 +157,9 @@ class Training:
         )
 
     def _beside(self, work: Any) -> None:
-        """Does some work at once, which is not there before a core has idled for it."""
+        """Runs work at once; its result may be used only after a core has idled as
+        long.
+        """
         begin = time.process_time()
         work()
         self.left_s = time.process_time() - begin
@@ -164,7 +167,7 @@ class Training:
         self.loop._busy.set()
 
     def _idle(self, seconds: float) -> None:
-        """A core works at what is planned."""
+        """Subtracts idle seconds of a core from the planning that is not done yet."""
         if self.left_s > 0.0:
             self.left_s -= seconds
             if self.left_s <= 0.0:
@@ -175,8 +178,8 @@ class Training:
 
         Args:
           level: the loss.
-          most_s: seconds after which it is given up.
-          until_s: seconds after which it ends, too.
+          most_s: seconds after which the training is given up.
+          until_s: seconds after which the training ends, even without the loss.
         """
         first = rows(BASE, self.seed, 0)
         state = self.step.init(lambda: model(self.seed, self.tx), others=(first,))
@@ -198,7 +201,7 @@ class Training:
             state = self.loop.observe(state, batch, seconds=seconds, loss=loss)
             beside = time.process_time() - ended
             waited = beside - (self.beside_s - hidden)
-            # The first step compiles, in each way of training.
+            # In every way of training, the first step compiles, so it is not counted.
             clock += seconds + waited if k else 0.0
             planning += beside if k else 0.0
             steps_s.append(seconds)
@@ -216,7 +219,7 @@ class Training:
                     }
 
     def _look_ahead(self, state: Any, rows_per_s: float) -> None:
-        """Seconds until the job ends, as it goes on now."""
+        """Estimates the seconds until the job ends at the present speed."""
         if math.isfinite(self.job):
             opt = state["opt"]
             worth = float(opt.gain) * BASE / self.loop.batch_size
@@ -247,7 +250,7 @@ class Training:
 
 
 def known(path: pathlib.Path | None) -> list[dict[str, Any]]:
-    """What was finished before."""
+    """Reads the records of trainings that an earlier run has finished."""
     return json.loads(path.read_text()) if path is not None and path.exists() else []
 
 

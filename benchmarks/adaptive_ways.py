@@ -1,7 +1,7 @@
 """The ways of training that `adaptive.py` and `network/adaptive.py` compare.
 
-A character model with a table of pairs of characters is data parallel over four
-workers. What each way is, `adaptive.py` says.
+A character model with a table of pairs of characters is trained with data parallelism
+over four workers. `adaptive.py` describes the ways of training.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ CODECS = (
     "randk:unbiased=true,ratio=0.25",
     "randk:unbiased=true,ratio=0.1",
 )
-# A squared error, as a part of the squared norm, up to which a codec errs little.
+# A codec counts as a codec with a small error up to this squared error, as a fraction
+# of the squared norm.
 LITTLE = 0.1
 MOST, WIDTH = 2048, 96
 
 
 def model(seed: int, tx: Any) -> Any:
-    """The first state of a seed."""
+    """The initial state of a seed."""
     keys = jax.random.split(jax.random.key(seed), 3)
     inputs = 16 * goodput_samples.CONTEXT
     w = {
@@ -48,7 +49,9 @@ def model(seed: int, tx: Any) -> Any:
 
 
 def loss_of(w: Any, batch: Any) -> Any:
-    """The loss of the next character, after characters and pairs of them."""
+    """The loss of the next character, predicted from characters and pairs of
+    characters.
+    """
     now = batch["x"]
     before = jax.numpy.pad(now, ((0, 0), (1, 0)))[:, :-1]
     x = w["embed"][now] + w["pairs"][before * VOCAB + now]
@@ -58,7 +61,7 @@ def loss_of(w: Any, batch: Any) -> Any:
 
 
 def optimizer(rate: float) -> Any:
-    """Gradient descent whose steps follow the batch."""
+    """Gradient descent whose learning rate follows the batch size."""
     return scale_updates(optax.sgd(rate), "adascale", base_batch=BASE)
 
 
@@ -74,7 +77,7 @@ def step_of(tx: Any) -> Any:
 
 
 def layouts() -> autopar.Plan:
-    """Data parallelism, as one plans who has not looked at the links."""
+    """A plan with data parallelism, made without regard to the links."""
     tx = optimizer(0.1)
     return autopar.plan(
         step_of(tx),
@@ -88,7 +91,7 @@ def layouts() -> autopar.Plan:
 
 
 def first_codec(way: str, cluster: autopar.Cluster, kept: autopar.Plan) -> str:
-    """The codec that a way begins with: ``none`` where it has no choice of its own."""
+    """The first codec of a way; ``none`` if the way chooses codecs later or never."""
     if way not in ("forced", "naive", "mild"):
         return "none"
     tx, found = optimizer(0.1), dict[str, float]()
@@ -106,12 +109,12 @@ def first_codec(way: str, cluster: autopar.Cluster, kept: autopar.Plan) -> str:
 
 
 def options_of(way: str, codec: str, job: float) -> dict[str, Any]:
-    """What `autopar.train` is told of a way.
+    """The arguments of `autopar.train` for a way.
 
     Args:
       way: of training.
       codec: of `first_codec`.
-      job: rows of the base batch that the job is long.
+      job: length of the job in rows of the base batch.
     """
     naive = way in ("naive", "mild")
     follows = naive or way in ("batch", "ours")
@@ -128,26 +131,28 @@ def options_of(way: str, codec: str, job: float) -> dict[str, Any]:
 
 
 class Naive(Loop):
-    """Reads the noise scale of compressed gradients, and knows no error of codecs."""
+    """A loop that reads the noise scale of compressed gradients, without correction."""
 
     def phi(self) -> PhiRange | None:
-        """(1 + w) phi + w M / K, as an estimator finds that is fed with them."""
+        """The biased noise scale ``(1 + w) phi + w M / K`` that compressed gradients
+        show.
+        """
         found = super().phi()
         if found is None:
             return None
         w, part = expected_error(self.step.plan).own, self.batch_size / WORKERS
-        # Where all draw the same elements, w is a factor of both norms.
+        # If all workers send the same elements, w multiplies both norms.
         ends = (found.phi, found.low, found.high)
         return PhiRange(*((1 + w) * x + w * part for x in ends))
 
 
 def loop_of(way: str) -> type[Loop]:
-    """What chooses the batch of a way."""
+    """The class that chooses the batch size of a way."""
     return Naive if way in ("naive", "mild") else Loop
 
 
 def seconds_to(curve: Any, level: float) -> float | None:
-    """Seconds until a loss is reached, between evaluations linearly; None: never."""
+    """Seconds until a loss is reached, interpolated linearly; None: never reached."""
     for (before_s, before), (after_s, after) in itertools.pairwise(curve):
         if after <= level:
             part = (before - level) / (before - after) if math.isfinite(before) else 1.0

@@ -2,10 +2,10 @@
 
     python benchmarks/allocation.py [--seeds 5]
 
-The instances are made here, from a seed: each job has a goodput that grows less and
-less with its devices, with a speed of its own on each of three kinds, in configurations
-of powers of two inside a node of 8 and of whole nodes. Seconds are the median and the
-largest over the seeds, the gap is the largest.
+The problems are random, drawn by seed. The goodput of each job is a concave function of
+its devices, with a different speed on each of three kinds of devices. A configuration
+is a power of two of devices inside a node of 8, or a number of whole nodes. Seconds are
+the median and the maximum over the seeds; the gap is the maximum.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from autopar_solver import AllocationProblem, check_allocation, solve_allocation
 
 PER_NODE = 8
 KINDS = 3
-# Devices, jobs and the seconds of CPU that a solve may take.
+# Number of devices, number of jobs, and limit of CPU seconds for a solve.
 SIZES = ((64, 32, 0.1), (1024, 512, 0.3), (4096, 2048, 2.0))
 
 
 def instance(devices: int, jobs: int, seed: int) -> AllocationProblem:
-    """One problem; a third of the devices is of each kind."""
+    """One problem; each kind has a third of the devices."""
     random = np.random.default_rng(seed)
     budget = devices // KINDS // PER_NODE * PER_NODE
     budgets = [budget, budget, devices - 2 * budget]
-    # A job asks for no more than 8 nodes of a kind.
+    # A job gets at most 8 nodes of a kind.
     counts = np.array([1, 2, 4, *range(PER_NODE, 9 * PER_NODE, PER_NODE)])
     counts = counts[counts <= max(budgets)]
     rows: list[list[tuple[float, int, int]]] = []

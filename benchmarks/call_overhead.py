@@ -1,15 +1,15 @@
-"""What a call of a planned step takes beyond `jax.jit` with the same shardings.
+"""CPU time of a call of a planned step, beyond that of `jax.jit`.
 
     python benchmarks/call_overhead.py [--rounds 60] [--leaves 1 20 200 2000] [--write]
 
-A step of one stage and one microbatch runs beside ``jax.jit`` of the same function with
-the plan's shardings, which donates the same arguments. They take turns, call by call,
-each on its own state. A round's overhead is the difference of the medians of some
-calls of each, in CPU microseconds of the calling thread; the table has the median over
-rounds, and the 95 % interval of 2,000 resamples. Arrays are small, so that a call is
-hardly more than its issue. The state is a dictionary, a Flax `TrainState` or an
-`nnx.State`, a batch a JAX array in its place or one of NumPy.
-``--write`` writes docs/data/call_overhead.json.
+A planned step of one stage and one microbatch is compared with ``jax.jit`` of the same
+function, with the same shardings and the same donated arguments. The two are called in
+turns, each on its own state. The overhead of a round is the difference between the two
+medians of some calls, in CPU microseconds of the calling thread. The table has the
+median over rounds, and its 95 % interval from 2,000 resamples. The arrays are small, so
+that a call does little more than issue the program. The state is a dictionary, a Flax
+`TrainState` or an `nnx.State`. The batch is a JAX array on the right devices, or a
+NumPy array. ``--write`` writes docs/data/call_overhead.json.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ Step = Callable[[Any, Any], Any]
 
 
 def made(kind: str, count: int) -> tuple[Any, Step]:
-    """A state of so many arrays, and a step that changes all of them.
+    """A state with this number of arrays, and a step that changes all of them.
 
     Args:
-      kind: of the state.
+      kind: kind of the state.
       count: arrays.
     """
     arrays = {f"w{k}": jnp.full((8,), 1.0 + k) for k in range(count)}
     if kind == "nnx":
         state: Any = nnx.State({k: nnx.Param(x) for k, x in arrays.items()})
     elif kind == "TrainState":
-        # The number of the step is an array, too.
+        # The step counter is also an array.
         arrays.popitem()
         state = TrainState.create(
             apply_fn=None, params=arrays or {"w": jnp.ones(8)}, tx=optax.sgd(1e-3)
@@ -78,7 +78,7 @@ def interval(found: list[float]) -> tuple[float, float]:
 
 
 def measured(kind: str, count: int, batch_of: str, rounds: int) -> dict[str, Any]:
-    """One row: a kind of state, its arrays, and where the batch lies."""
+    """One row of the table: kind of state, number of arrays, and kind of batch."""
     state, step = made(kind, count)
     batch = np.ones((8, 4), np.float32)
     planned = autopar.parallelize(step, cluster=f"{DEVICES}:cpu", microbatches=1)
@@ -124,9 +124,10 @@ def measured(kind: str, count: int, batch_of: str, rounds: int) -> dict[str, Any
 
 
 def called(function: Step, held: list[Any], batch: Any) -> float:
-    """The CPU microseconds of this thread that the issue of a call takes.
+    """CPU microseconds of this thread to issue a call.
 
-    The call is waited for before the next. What else runs on the machine is left out.
+    The function waits for the end of the call before the next call. Time of other
+    programs does not count.
     """
     begin = time.thread_time()
     held[0] = function(held[0], batch)
@@ -136,7 +137,7 @@ def called(function: Step, held: list[Any], batch: Any) -> float:
 
 
 def cases(leaves: list[int]) -> Iterator[tuple[str, int, str]]:
-    """The rows: kind of state, arrays, and where the batch lies."""
+    """The rows of the table: kind of state, number of arrays, and kind of batch."""
     for count in leaves:
         yield "dict", count, "in place"
     for kind in ("TrainState", "nnx"):
@@ -145,7 +146,7 @@ def cases(leaves: list[int]) -> Iterator[tuple[str, int, str]]:
 
 
 def written(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rows with what docs/results.md shows of them."""
+    """The rows, with the figures that docs/results.md shows."""
     summary = {
         f"us beyond jax.jit, {row['state']} of {row['leaves']}, batch {row['batch']}": (
             round(row["overhead_us"], 1)
@@ -157,7 +158,7 @@ def written(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prints the table; returns 1 where a row misses its bar."""
+    """Prints the table; returns 1 if a row misses its bar."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--leaves", type=int, nargs="+", default=[1, 20, 200, 2000])

@@ -1,11 +1,12 @@
-"""Runs a folder of small programs that once failed, and judges each.
+"""Runs a folder of small programs that failed in earlier releases, and judges each.
 
     python benchmarks/cases.py FOLDER [--only TEXT] [--json FILE]
     AUTOPAR_CASES=FOLDER python benchmarks/cases.py
 
-Each program runs from a copy of the folder, in processes of its own. Steps are compared
-with `jax.jit` (`cases_probe.py`); of runs, what they print and leave behind is read.
-Without a folder the command exits with 2, and with 1 where a case is wrong.
+Each program runs from a copy of the folder, in separate processes. For programs of
+steps, `cases_probe.py` compares the step with `jax.jit`. For programs of runs, a judge
+reads the output and the files that the run has left. The exit code is 2 without a
+folder, and 1 if a case is wrong.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ import feature_steps
 HERE = pathlib.Path(__file__).resolve().parent
 DATA = HERE.parent / "docs" / "data" / "cases.json"
 LIMIT_S = 2400.0
-# Scripts limit each run for an idle machine; this is how many times as long it gets.
+# The limits of the scripts are for an idle machine; they are multiplied by this factor.
 SLOWER = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program of the folder, how it is run, and who judges what it printed."""
+    """A program of the folder, its arguments, and the judge of its output."""
 
     path: str
     judge: Callable[[str, int], str]
@@ -45,11 +46,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Its file, its arguments and how it is looked at."""
+        """The name of the program's file, with its arguments and its probe."""
         return " ".join((self.path, *self.arguments[-1:], self.probe)).strip()
 
     def command(self) -> list[str]:
-        """What is run in the folder of the program."""
+        """The command to run in the program's folder."""
         file = pathlib.Path(self.path)
         if self.probe:
             return [sys.executable, str(HERE / "cases_probe.py"), self.probe, file.name]
@@ -120,7 +121,9 @@ CASES = (
 
 
 def patient(folder: pathlib.Path) -> pathlib.Path:
-    """A folder with commands that let scripts be slow, and none be nice."""
+    """A folder with commands that give scripts more time, and that do not change nice
+    values.
+    """
     found = folder.parent / "bin"
     if not found.exists():
         found.mkdir()
@@ -206,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write(path: pathlib.Path, row: dict[str, Any]) -> None:
-    """Puts the row of a case into the data file; rows of other cases stay."""
+    """Writes the row of a case to the data file; the rows of other cases stay."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     known = {x["case"]: x for x in (*rows, row)}
     rows = [known[case.name] for case in CASES if case.name in known]

@@ -1,6 +1,6 @@
-"""Judges what the programs of `cases.py` printed and left behind.
+"""Judges the output and the files of the programs that `cases.py` runs.
 
-Each judge gets the output and the exit code, and returns a line of what was seen, or
+Each judge takes the output and the exit code. It returns a line about the result, or
 raises `Wrong`.
 """
 
@@ -13,22 +13,22 @@ from typing import Any
 
 import autopar
 
-# Largest difference from `jax.jit`, relative to an array's largest element.
+# Largest allowed difference from `jax.jit`, relative to an array's largest element.
 LIMIT = 2e-3
 
 
 class Wrong(Exception):
-    """What is not as it must be."""
+    """A case has not the expected result; the message says why."""
 
 
 def need(good: object, text: str) -> None:
-    """Says that a case is wrong where something is missing."""
+    """Raises `Wrong` with this text if a condition is false."""
     if not good:
         raise Wrong(" ".join(text.split())[:400])
 
 
 def own_error(name: str) -> bool:
-    """Whether a class of errors is autopar's."""
+    """Whether autopar defines the error class of this name."""
     kind = getattr(autopar, name.rsplit(".", 1)[-1], None)
     return isinstance(kind, type) and issubclass(kind, autopar.AutoparError)
 
@@ -36,11 +36,11 @@ def own_error(name: str) -> bool:
 def same_as_jit(
     forms: int, refused: Callable[[dict[str, Any]], bool] = lambda _: False
 ) -> Callable[[str, int], str]:
-    """Judges the records of a probe.
+    """Makes a judge for the records of a probe.
 
     Args:
-      forms: how many comparisons there must be.
-      refused: which of them may end with an error of autopar.
+      forms: number of comparisons that the probe must print.
+      refused: tells which comparisons may end with an error of autopar.
     """
 
     def judge(out: str, code: int) -> str:
@@ -66,19 +66,19 @@ def same_as_jit(
 
 
 def ffi_names_option(row: dict[str, Any]) -> bool:
-    """A foreign call in microbatches is refused, and the option it names plans it."""
+    """Whether a foreign call in microbatches is refused with an option that helps."""
     return "ffi_call" in row["line"] and row.get("remedy") == "coupled=microbatch"
 
 
 def rows_of_others(row: dict[str, Any]) -> bool:
-    """Numbers that point into rows of other microbatches are refused, with a line."""
+    """Whether an index into rows of other microbatches is refused with a message."""
     return "microbatches" in row["options"] and bool(
         re.search(r"\w+\.py:\d+.* takes rows by numbers .*microbatches=1", row["line"])
     )
 
 
 def last_batches(out: str, code: int) -> str:
-    """All batches, whatever their order, run and are equal to `jax.jit`."""
+    """All batches run, whatever their order, and give the results of `jax.jit`."""
     need(code == 0, out[-400:])
     seen = re.findall(r"\[lastb\] \(([\d, ]+)\) \[(.*)\]$", out, re.M)
     need(len(seen) == 5, out[-400:])
@@ -89,7 +89,7 @@ def last_batches(out: str, code: int) -> str:
 
 
 def graph(out: str, code: int) -> str:
-    """Each form is refused, or has the loss of `jax.jit`."""
+    """Each form of the step is refused, or has the loss of `jax.jit`."""
     lines = re.findall(r"^64 \d+ \{.*?\} (.*)$", out, re.M)
     need(code == 0 and len(lines) == 4, out[-400:])
     for line in lines:
@@ -100,7 +100,7 @@ def graph(out: str, code: int) -> str:
 
 
 def curve(out: str, code: int) -> str:
-    """A curve with rows and positive speeds."""
+    """The output is a curve with rows and positive speeds."""
     need(code == 0 and "Error" not in out, out[-400:])
     rows = re.findall(r"8:h100[^\d]+(\d+)\D.*?(\d+(?:\.\d+)?)", out)
     need(rows and all(float(x[1]) > 0 for x in rows), out[-400:])
@@ -108,7 +108,7 @@ def curve(out: str, code: int) -> str:
 
 
 def lost_state(out: str, code: int) -> str:
-    """The run ends with the error, at no step anew."""
+    """The run ends with the error for lost state, and no step runs again."""
     need(code == 0 and re.search(r"^rc [1-9]\d*$", out, re.M), out[-400:])
     need("where they go back: [] last" in out, out[-400:])
     said = re.search(r"^.*was lost with the processes that held it.*$", out, re.M)
@@ -117,14 +117,14 @@ def lost_state(out: str, code: int) -> str:
 
 
 def stranger_lives(out: str, code: int) -> str:
-    """The process of others lives, and the script was started."""
+    """The process of another user is still alive, and the script was started."""
     need(code == 0 and "victim lives" in out, out[-400:])
     need("script runs" in out and "Traceback" not in out, out[-400:])
     return "the unrelated process lives; the script was started"
 
 
 def damaged_programs(out: str, code: int) -> str:
-    """Each damaged folder trains on, and no pickle of others is run."""
+    """Training goes on with each damaged folder, and no foreign pickle is loaded."""
     need(code == 0 and "uid=" not in out and "PWNED" not in out, out[-400:])
     need(re.search(r"first run rc 0 programs: [1-9]", out), out[:300])
     for kind in ("truncated", "empty", "garbage", "evil", "innercut"):
@@ -138,7 +138,7 @@ def damaged_programs(out: str, code: int) -> str:
 
 
 def flipped_programs(out: str, code: int) -> str:
-    """Losses after each flipped byte are those of the run before it."""
+    """After each flipped byte, the losses equal those of the run before the flip."""
     first = re.search(r"^\[39, ([\d.e+-]+),", out, re.M)
     rows = re.findall(r"flip at .*rc (\d+) \[39, ([^,]+), ", out)
     need(code == 0 and first and len(rows) == 8, out[-600:])
@@ -149,7 +149,7 @@ def flipped_programs(out: str, code: int) -> str:
 
 
 def full_disk(out: str, code: int) -> str:
-    """Steps go on while the disk is full, also after a worker's death."""
+    """Steps continue while the disk is full, even after a worker has died."""
     lines = re.findall(r"^(steps before|4 s after|12 s after).*?: (.*)$", out, re.M)
     steps = [max(map(int, re.findall(r"\[(\d+)", x[1])), default=-1) for x in lines]
     need(code == 0 and len(steps) == 3, out[-500:])
@@ -159,11 +159,12 @@ def full_disk(out: str, code: int) -> str:
 
 
 def huge_cluster(out: str, code: int) -> str:
-    """Refused in one short line, while steps go on without a gap."""
+    """The event is refused in one short line, and steps continue without a pause."""
     error = re.search(r"^autopar\.errors\.(\w+): (.*)$", out, re.M)
     returned = re.search(r"^\S+ change returned (.*) [\d.]+ s$", out, re.M)
     need(error or returned, out[-400:])
-    if error:  # the script's thread ends of it, and the script gives up after 40 s
+    # The script's thread ends with this error, and the script gives up after 40 s.
+    if error:
         need(own_error(error[1]), error[0])
     line = (error or returned or [""])[0]
     need(len(line) < 300 and "ok=True" not in line, line)
@@ -173,7 +174,7 @@ def huge_cluster(out: str, code: int) -> str:
 
 
 def hears_on(out: str, code: int) -> str:
-    """The event behind the wrong one is heard."""
+    """The event after the invalid event is processed."""
     del code  # the script looks into the source in the end
     wrong, after = out.find("\nwrong "), out.rfind("\nheard ")
     need(0 < wrong < after and out.count("heard ") == 3, out[-400:])
@@ -181,7 +182,7 @@ def hears_on(out: str, code: int) -> str:
 
 
 def endpoint(out: str, code: int) -> str:
-    """Valid requests are served beside floods and slow sockets, no others."""
+    """During floods and slow connections, only valid requests are served."""
     need(code == 0 and re.search(r"^after: \(200", out, re.M), out[-400:])
     need(re.search(r"^no token: \(401", out, re.M), out[:400])
     flood = re.search(r"10 good requests meanwhile: \[(.*)\]", out)
@@ -194,13 +195,13 @@ def endpoint(out: str, code: int) -> str:
 
 
 def out_of_bounds(row: dict[str, Any]) -> bool:
-    """A file is refused because it reads outside of its storage."""
+    """Whether a file is refused because it reads outside of its storage."""
     said = re.search("storage|a size, an offset or a stride is negative", row["line"])
     return row["error"] == "CheckpointError" and said is not None
 
 
 def train_edge(ends: str, said: str) -> Callable[[str, int], str]:
-    """Judges an end of `autopar.train`, and what was said of it."""
+    """Makes a judge for the end of `autopar.train` and its message."""
 
     def judge(out: str, code: int) -> str:
         found = re.search(rf"^\w+ {ends}.*$", out, re.M)

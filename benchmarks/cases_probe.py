@@ -1,9 +1,10 @@
-"""Runs one step program of `cases.py`, and compares what it makes with `jax.jit`.
+"""Runs one step program of `cases.py`, and compares its results with `jax.jit`.
 
 Usage: python benchmarks/cases_probe.py plans|roles|mesh|effects|files PROGRAM
 
-Prints a line `RECORD {...}` for each comparison: how far planned steps are from plain
-ones, or the error, whether it is autopar's, and whether the option that it names helps.
+For each comparison, the probe prints a line `RECORD {...}`. The record has the
+difference between planned and plain steps; or else the error, whether autopar raised
+it, and whether the option that its message names helps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MODES: tuple[dict[str, Any], ...] = (
 
 
 def cheap() -> autopar.Cluster:
-    """Devices whose links cost next to nothing: plans split even small arrays."""
+    """A cluster with very fast links, on which plans split even small arrays."""
     found = autopar.Cluster.parse(f"{DEVICES}:cpu")
     free = {"latency_s": 1e-12, "bandwidth_bytes_per_s": 1e15}
     levels = tuple(
@@ -45,12 +46,12 @@ def cheap() -> autopar.Cluster:
 
 
 def record(**facts: Any) -> None:
-    """Prints what was seen of one form of a step."""
+    """Prints the record of one form of a step."""
     print("RECORD", json.dumps(facts), flush=True)
 
 
 def failed(error: Exception) -> dict[str, Any]:
-    """What there is to say of an error."""
+    """The fields of a record that describe an error."""
     return {
         "error": type(error).__name__,
         "own": isinstance(error, autopar.AutoparError),
@@ -59,7 +60,7 @@ def failed(error: Exception) -> dict[str, Any]:
 
 
 def arrays(tree: Any) -> list[Any]:
-    """All arrays of a tree, keys as their words."""
+    """All arrays of a tree; random keys as integers."""
 
     def words(x: Any) -> Any:
         key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
@@ -69,7 +70,7 @@ def arrays(tree: Any) -> list[Any]:
 
 
 def made(shape: Any) -> Any:
-    """An array of a shape: numbers of rows where it is of whole numbers."""
+    """An array of a shape; an array of integers holds row numbers."""
     if jnp.issubdtype(shape.dtype, jax.dtypes.extended):
         return jax.random.key(0)
     draw = np.random.default_rng(0)
@@ -81,7 +82,7 @@ def made(shape: Any) -> Any:
 
 
 def plans(path: str) -> None:
-    """Lets each call of `autopar.plan` in a program run what it plans, too."""
+    """Makes each call of `autopar.plan` in a program also run its plan."""
     plan = autopar.plan
 
     def run(step: Any, *shapes: Any, cluster: Any, **options: Any) -> Any:
@@ -127,7 +128,7 @@ def plans(path: str) -> None:
 
 
 def effects(path: str) -> None:
-    """Compares what ordered calls of the host get, step by step, with one device."""
+    """Compares the values that ordered host callbacks get with those on one device."""
     from jax.experimental import io_callback
 
     with contextlib.redirect_stdout(sys.stderr):
@@ -153,7 +154,7 @@ def effects(path: str) -> None:
 
 
 def mesh(path: str) -> None:
-    """Compares a step that a program plans under its own mesh with the plain one."""
+    """Compares a step that a program plans under its own mesh with the plain step."""
     step = runpy.run_path(path)["step"]
     given = (0.3 * jnp.eye(64), jnp.full((64, 64), 0.5))
     found = arrays(step(*given))
@@ -163,7 +164,7 @@ def mesh(path: str) -> None:
 
 
 def files(path: str) -> None:
-    """Records how each file that a program reads is refused."""
+    """Records the error for each file that a program reads."""
     from autopar.checkpoint import torch_files
 
     load = torch_files.load
@@ -182,7 +183,7 @@ def files(path: str) -> None:
 
 
 def roles(path: str) -> None:
-    """Plans a program of real sizes for its rows, and runs it small in all modes."""
+    """Plans a program at its real size, and runs a small version in all modes."""
 
     def load() -> Any:
         spec = importlib.util.spec_from_file_location("program", path)

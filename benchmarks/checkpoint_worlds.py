@@ -1,12 +1,12 @@
-"""Checkpoints of stages over several processes, restored under other plans.
+"""Saves checkpoints of pipelines over processes, and restores them under other plans.
 
     python benchmarks/checkpoints.py plans
 
-Each layout of `LAYOUTS` trains some steps of a small network in its own processes, and
-saves a checkpoint. Each process also writes the shards that it holds to files of NumPy.
-Then each layout restores every checkpoint in its own processes. Each shard of a
-restored state, and of the codecs' restored state, must have the bits of those files.
-The loss of the next step is compared with its loss under the layout that saved.
+Each layout of `LAYOUTS` trains a small network for some steps in its own processes, and
+saves a checkpoint. Each process also writes its shards to NumPy files. Then each layout
+restores every checkpoint in its own processes. Each restored shard of the state and of
+the codecs' state must be bit-identical to the files. The loss of the next step is
+compared with the loss under the layout that saved the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import numpy as np
 import optax
 import workloads
 
-# Between the path of an array and the bounds of a shard.
+# Separates the path of an array from the bounds of a shard.
 _AT = " at "
 STEPS, ROWS, DEVICES, LIMIT_S = 2, 16, 4, 900.0
 LOSS_BAR = 1e-5
 WIDTH, LAYERS = 64, 4
 TX = optax.adam(1e-2)
-# Compiles in a third of the time; the programs are small.
+# With these flags, compilation takes a third of the time; the programs are small.
 FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -42,12 +42,12 @@ FLAGS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Stages on the devices of some processes.
+    """The devices of each pipeline stage, over some processes.
 
     Attributes:
       stages: how many.
       processes: how many.
-      order: the devices of the first stage, of the second and so on, by number.
+      order: numbers of the devices of the first stage, of the second stage and so on.
       codec: of gradients.
       noise: whether the noise scale is measured.
     """
@@ -59,7 +59,7 @@ class Layout:
     noise: bool = False
 
     def asked(self) -> dict[str, Any]:
-        """Options of `autopar.parallelize`."""
+        """The options of `autopar.parallelize` for the layout."""
         from jax.sharding import PartitionSpec
 
         made: dict[str, Any] = {
@@ -114,10 +114,10 @@ def run(folder: pathlib.Path) -> int:
 
 
 def _start(folder: pathlib.Path, part: str, number: int) -> None:
-    """Runs the processes of a layout.
+    """Runs the processes of a layout, and waits for them.
 
     Raises:
-      RuntimeError: one of them fails.
+      RuntimeError: a process fails.
     """
     count = list(LAYOUTS.values())[number].processes
     with socket.socket() as one:
@@ -132,7 +132,8 @@ def _start(folder: pathlib.Path, part: str, number: int) -> None:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, __file__, str(rank), *words],
-                    # A collective blocks a thread of XLA's pool, which NPROC sizes.
+                    # A collective blocks a thread of XLA's pool. NPROC sets the size of
+                    # the pool.
                     env={**os.environ, "NPROC": "4", "XLA_FLAGS": FLAGS},
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -151,7 +152,7 @@ def _start(folder: pathlib.Path, part: str, number: int) -> None:
 
 
 def create_state(key: jax.Array) -> Any:
-    """Weights and moments."""
+    """The weights and the optimizer's moments."""
     params = [
         {"w": jax.random.normal(own, (WIDTH, WIDTH)) / 8.0, "b": jnp.zeros(WIDTH)}
         for own in jax.random.split(key, LAYERS)
@@ -177,7 +178,7 @@ class World:
     """The step of a layout in one of its processes."""
 
     def __init__(self, number: int) -> None:
-        """Takes the devices of the layout; nothing is planned yet."""
+        """Selects the devices of the layout; does not plan yet."""
         import autopar
 
         self.layout = list(LAYOUTS.values())[number]
@@ -193,12 +194,12 @@ class World:
         return {"x": x[first : first + count], "y": y[first : first + count]}
 
     def next_loss(self, state: Any) -> float:
-        """The loss of the step after those that were saved."""
+        """The loss of the step after the saved steps."""
         *_, loss = self.step(state, self.rows(STEPS))
         return float(loss)
 
     def save(self, folder: pathlib.Path) -> None:
-        """Trains, saves, and writes down what the checkpoint has to hold."""
+        """Trains, saves a checkpoint, and writes the shards that it must contain."""
         import autopar
 
         state = self.step.init(*self.create, batch=self.rows(0))
@@ -213,7 +214,7 @@ class World:
             (folder / "loss.json").write_text(json.dumps(loss))
 
     def restore(self, folder: pathlib.Path) -> dict[str, Any]:
-        """How much of a restored state differs from what was saved."""
+        """Restores a checkpoint, and counts the differences from the saved shards."""
         import autopar
 
         made = autopar.Checkpoints(folder / "checkpoint")
@@ -236,13 +237,13 @@ class World:
         }
 
     def codecs(self) -> Any:
-        """Residuals and other arrays of codecs; None if there are none."""
+        """The residuals and other arrays of codecs; None if there are none."""
         held = self.step.compression_state
         return held and held["gradients"]
 
 
 def _shards(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Path and bounds, and data, of each shard of this process."""
+    """Yields path and bounds, and the data, of each shard of this process."""
     for path, array in jax.tree_util.tree_leaves_with_path(tree):
         for shard in array.addressable_shards:
             bounds = zip(shard.index, array.shape, strict=True)
@@ -254,7 +255,7 @@ def _shards(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _whole(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    """Path -> the saved array, from the shards that the processes wrote down."""
+    """Path -> the saved array, assembled from the files of all processes."""
     made: dict[str, np.ndarray] = {}
     held: dict[str, np.ndarray] = {}
     for file in folder.glob("shards-*.npz"):
@@ -269,7 +270,7 @@ def _whole(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """One process of a layout: saves, or restores every checkpoint."""
+    """Runs one process of a layout: saves a checkpoint, or restores all checkpoints."""
     rank, count, port, folder, part, number = sys.argv[1:]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES // int(count))

@@ -1,14 +1,14 @@
-"""What checkpoints and moves of 256 MiB take, beside Orbax and beside training.
+"""Time and memory to save, restore and move a state of 256 MiB.
 
     python benchmarks/checkpoints.py move|save|kill|disk|plans [--folder FOLDER]
 
-``move``: a state in memory between layouts of eight simulated devices, against saving
-and restoring it with Orbax; seconds, and the most memory over what lay there before.
-``save``: 50 steps with one save in the background against 50 without.
-``kill``: 50 processes are killed while they save; what is left must be whole.
-``disk``: a save on a file system that is full, and then one that has room again.
-``plans``: stages over several processes to other stages and processes, bit by bit
-(`checkpoint_worlds.py`).
+``move``: moves a state in memory between layouts of eight simulated devices, compared
+  with saving and restoring it by Orbax: seconds, and the most additional memory.
+``save``: compares 50 steps with one save in the background with 50 steps without.
+``kill``: kills 50 processes while they save; the remaining checkpoints must be whole.
+``disk``: saves to a full file system, and again after it has free space.
+``plans``: restores checkpoints of pipelines under other stages and processes, and
+  compares bits (`checkpoint_worlds.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WORKER = pathlib.Path(__file__).parents[1] / "tests/support/checkpoint_worker.py
 
 
 def main() -> int:
-    """Runs one of the parts; returns 1 where a bar is missed."""
+    """Runs one of the parts; returns 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=("move", "save", "kill", "disk", "plans"))
     parser.add_argument("--folder", type=pathlib.Path)
@@ -60,10 +60,10 @@ def main() -> int:
 
 
 class Peak:
-    """The most memory of the process inside a block, over what it began with."""
+    """Measures the most memory of this process in a block, minus that at its start."""
 
     def __enter__(self) -> Peak:
-        """Starts to look, every millisecond, with no memory that is merely kept."""
+        """Starts to read the memory every millisecond, after freeing cached memory."""
         state_mover.return_memory(0)
         self.begin = self.most = state_mover.resident_bytes()
         self._ends = threading.Event()
@@ -76,7 +76,7 @@ class Peak:
             self.most = max(self.most, state_mover.resident_bytes())
 
     def __exit__(self, *_: object) -> None:
-        """Stops to look."""
+        """Stops reading the memory."""
         self._ends.set()
         self._thread.join()
         self.most = max(self.most, state_mover.resident_bytes())
@@ -110,7 +110,7 @@ def _numbers() -> list[np.ndarray]:
 def _state(sharding: Any) -> dict[str, jax.Array]:
     arrays = _numbers()
     made = {f"w{k}": jax.device_put(x, sharding) for k, x in enumerate(arrays)}
-    # The devices' own memory, not that of NumPy.
+    # The copies are in the devices' own memory, not in that of NumPy arrays.
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), made)
 
 
@@ -175,7 +175,7 @@ def _by_orbax(state: Any, sharding: Any, folder: pathlib.Path) -> float:
 
 
 def _saves(folder: pathlib.Path) -> int:
-    """Steps of an MLP whose parameters and Adam's moments are 256 MiB."""
+    """Times the steps of an MLP with 256 MiB of parameters and Adam's moments."""
     import optax
 
     import autopar
@@ -247,7 +247,9 @@ def _kills(folder: pathlib.Path) -> int:
 
 
 def _array_problems(held: Any, folder: pathlib.Path) -> list[str]:
-    """What is wrong with the arrays; the worker's plan is none."""
+    """The damaged arrays of a checkpoint. The worker has no real plan, so it is not
+    read.
+    """
     from autopar.checkpoint import restoring
 
     return [x for x in restoring.find_problems(folder, held) if "plan" not in x]
@@ -265,13 +267,13 @@ def _small_disk(folder: pathlib.Path) -> Generator[None]:
 
 
 def _fill(path: pathlib.Path) -> None:
-    """Takes all room but for half a MiB."""
+    """Fills the disk except for half a MiB."""
     left = shutil.disk_usage(path.parent).free - MIB // 2
     path.write_bytes(b"x" * max(0, left))
 
 
 def _disk(folder: pathlib.Path) -> int:
-    """Saves on a disk of 4 MiB; needs the right to mount one."""
+    """Saves to a disk of 4 MiB; needs the permission to mount a file system."""
     import autopar
 
     place = folder / "small"

@@ -1,11 +1,11 @@
-"""CPU seconds until a step with codecs can run: traced and lowered, compiled.
+"""CPU seconds to trace, lower and compile a step with codecs.
 
     python benchmarks/codec_compile.py --examples gpt resnet --codecs none int8 int4
     python benchmarks/codec_compile.py --repeat 3
 
-The examples by data parallelism over four simulated devices. "none" leaves the sums to
-the compiler. Each line is a step of its own in this process; nothing runs, and nothing
-is read from a cache. ``--repeat`` goes through all of them several times and prints
+The steps are those of the examples, with data parallelism over four simulated devices.
+With "none" the compiler sums the gradients. Each line is a separate step in this
+process. No step runs, and no cache is read. ``--repeat`` repeats all lines and prints
 medians. Instructions are those of the compiled program.
 """
 
@@ -26,7 +26,9 @@ HEADING = ("example", "codec", "lower s", "compile s", "instructions")
 
 
 def seconds(name: str, codec: str, rows: int) -> tuple[float, float, int]:
-    """CPU seconds of lowering (tracing included) and compiling, and instructions."""
+    """CPU seconds of lowering (tracing included) and of compiling, and the number of
+    instructions.
+    """
     import autopar
 
     step, (*state, batch) = workloads.arguments(name, batch=rows)

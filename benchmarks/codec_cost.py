@@ -1,11 +1,11 @@
-"""Time that codecs take on one device, in passes over the gradient.
+"""Time of codecs on one device, in passes over the gradient.
 
     python benchmarks/codec_cost.py [--elements 1000000] [codec ...]
 
-A pass reads and writes every element once. Each codec does all that one of four
-workers does for one gradient (encode, decode what the others sent, error
-feedback, what a step reports of it) with the links left out, compiled as a planned
-step is. Codec and pass alternate; medians.
+A pass reads and writes every element once. Each codec does all work of one of four
+workers for one gradient: it encodes, decodes the other workers' messages, applies error
+feedback and computes the report. Nothing is sent. The program is compiled like a
+planned step. Codec and pass run in turns; the figures are medians.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ CODECS = (
 
 
 class Loopback:
-    """Links on which everybody sends what this worker sends."""
+    """Links on which all workers send the same messages as this worker."""
 
     workers = WORKERS
 
     def all_to_all(self, payload):
-        """Each row comes back."""
+        """Returns each row to this worker."""
         return payload
 
     def all_gather(self, payload):
-        """Everybody sends the same."""
+        """Returns the message once for each worker."""
         return jnp.broadcast_to(payload, (WORKERS, *payload.shape))
 
     def all_reduce(self, values):
-        """The sum of equal parts."""
+        """Returns the sum over workers with equal values."""
         return WORKERS * values
 
     def reduce_scatter(self, values):
-        """This worker's row of the sum."""
+        """Returns this worker's row of the sum."""
         return WORKERS * values[0]
 
 
@@ -82,7 +82,8 @@ def main() -> None:
 
         @functools.partial(jax.jit, donate_argnums=1, compiler_options=WITH_BARRIERS)
         def run(x, state, step, how=how):
-            # As in most steps: never, which the compiler does not know.
+            # The condition is never true, as in most steps, but the compiler does not
+            # know this.
             measured = None if options.telemetry else step < 0
             totals, after, sums = synchronise(
                 [how], [x], [state], Loopback(), jnp.int32(0), step, measured=measured

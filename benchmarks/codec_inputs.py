@@ -1,11 +1,12 @@
-"""Programs that policies need whose changes are inputs, and the bytes that it takes.
+"""Number of programs if changes of codecs are inputs, and the bytes that this costs.
 
     python benchmarks/codec_inputs.py
 
-The matrices of a small GPT, summed over four workers. Changes are simulated: `Dct`
-doubles the shares of gradients in a random order until all are at most a quarter, and
-`LGreCo` draws ranks around four. Nothing runs and nothing is compiled: a program is
-counted for each limit and room. Bytes are beside those of messages without room.
+The gradients are the matrices of a small GPT, summed over four workers. The changes of
+codecs are simulated: `Dct` doubles the fractions of gradients in a random order until
+every fraction is at most a quarter, and `LGreCo` draws ranks around four. Nothing runs,
+and nothing is compiled: the benchmark counts one program for each limit and room
+(`autopar.compression.adjusting`). Bytes are relative to messages without unused room.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HEADING = ("policy", "rooms apart", "sets", "programs", "mean bytes", "most byte
 
 
 def dct() -> list[list[str]]:
-    """Sets of codecs, one after the other."""
+    """The sets of codecs that `Dct` uses, in order of time."""
     shares = [0.01] * len(SHAPES)
     found = [list(shares)]
     while open_ := [k for k, share in enumerate(shares) if share < 0.25]:
@@ -37,13 +38,15 @@ def dct() -> list[list[str]]:
 
 
 def lgreco() -> list[list[str]]:
-    """Sets of codecs, one after the other."""
+    """The sets of codecs that `LGreCo` uses, in order of time."""
     ranks = [[round(random.gauss(4, 1.5)) for _ in SHAPES] for _ in range(30)]
     return [[f"powersgd:rank={max(2, min(8, r))}" for r in row] for row in ranks]
 
 
 def programs(sets: Sequence[Sequence[str]]) -> tuple[int, int, float, float]:
-    """Different sets, programs, and bytes beside exact ones: their mean and most."""
+    """Numbers of different sets and of programs; mean and maximum of bytes over exact
+    bytes.
+    """
     found: set[object] = set()
     ratios: list[float] = []
     for texts in sets:

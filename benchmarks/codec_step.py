@@ -1,15 +1,15 @@
-"""Time of a whole step with codecs on simulated devices, and what it is spent on.
+"""Time of a whole step with codecs on simulated devices, by operator.
 
     python benchmarks/codec_step.py dense int8 int4:hadamard=false
     python benchmarks/codec_step.py int8 --operations 12
 
-The character GPT of `benchmarks/network` by data parallelism over four simulated
-devices of this machine's cores: links cost next to nothing, so that what remains of a
-codec is its local work, inside of a step as XLA compiles it, where `codec_cost.py`
-times one codec alone. "none" leaves the sums to the compiler, and "hand:int8" is
-`benchmarks/network/handwritten.py`. Configurations alternate; medians.
-``--operations`` profiles a few steps more and prints the operators that take most, in
-thread time of all devices.
+The character GPT of `benchmarks/network` is trained with data parallelism over four
+simulated devices that share this machine's cores. Their links cost almost nothing, so
+the time of a codec is its local work, compiled by XLA as a part of the step.
+(`codec_cost.py` times a codec alone.) With "none" the compiler sums the gradients;
+"hand:int8" is `benchmarks/network/handwritten.py`. The configurations run in turns; the
+figures are medians. ``--operations`` profiles some more steps and prints the operators
+with the most thread time, summed over all devices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROFILED = 4
 
 
 def planned(workload: Any, codec: str) -> Any:
-    """The step with one codec for all gradients, in the layouts of data parallelism."""
+    """The step with one codec for all gradients, in data-parallel layouts."""
     import handwritten
     import time_to_loss
 

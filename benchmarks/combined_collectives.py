@@ -1,11 +1,12 @@
-"""Messages that a plan counts on, against the collectives that XLA compiles.
+"""Number of messages in a plan, compared with the collectives that XLA compiles.
 
     python benchmarks/combined_collectives.py [example ...]
 
-First how far the CPU compiler joins all-reduces: the gradients of a chain of layers,
-by their number and size. Then, for plans of the examples on 8 simulated devices, the
-all-reduces and all-gathers of the plan, the messages it takes them for
-(`autopar.cost.combining`), and the operations of the compiled program.
+The first table shows how the CPU compiler joins all-reduces, for the gradients of a
+chain of layers, by number and size of the gradients. The second table is for plans of
+the examples on 8 simulated devices. It has the plan's all-reduces and all-gathers, the
+number of messages that the plan predicts for them (`autopar.cost.combining`), and the
+collectives of the compiled program.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import analyse
 
 DEVICES = 8
-# Layers and width of the chains.
+# Number of layers and width of each chain.
 CHAINS = ((4, 64), (12, 8192), (200, 16))
 _OPERATION = re.compile(r" = (.*?) (all-reduce|all-gather)(?:-start)?\(")
 _ARRAY = re.compile(r"\w+\[")
@@ -66,7 +67,9 @@ def chain(layers: int, width: int) -> list[tuple[str, int]]:
 
 
 def counts(found: Candidate, kind: str) -> tuple[int, float]:
-    """Collectives that run as a kind, each of a loop once, and their messages."""
+    """Number of collectives of a kind (a loop's collectives count once), and of
+    messages.
+    """
     same = [c for c in found.collectives if found.pricer.runs_as(c.step.kind) == kind]
     sent = messages(found.pricer, found.collectives, found.assignment)
     return len(same), sent.get(kind, 0.0)

@@ -1,4 +1,4 @@
-"""Predictions against XLA's compilers for CPU, GPU and TPU, which need no devices.
+"""Compares predictions with XLA's compilers for CPU, GPU and TPU, without devices.
 
     python benchmarks/compiled.py --out results.jsonl [--cases 'gpt*h100*' ...]
     python benchmarks/compiled.py --out results.jsonl --table
@@ -6,12 +6,12 @@
     python benchmarks/compiled.py --out results.jsonl --limit 0.8 [--cases ...]
 
 Needs the extras ``gpu-compiler`` and ``tpu-compiler`` for the cases that name a GPU or
-a TPU. Each case is one line of JSON: memory, bytes, messages and compute, predicted and
-compiled, with the ratio of the two. Cases that the file holds already are left out, so
-that a run can be stopped. ``--again`` predicts again for the plans of the file, which
-keeps what the compilers said; ``--table`` prints the file as a table. ``--limit`` plans
-again with a part of the memory that the file predicts, and says whether the compiler
-keeps to that limit: such a plan trades time for memory.
+a TPU. Each case is one line of JSON. It has memory, bytes, messages and compute time,
+predicted and compiled, and the ratio of the two. Cases that are already in the file are
+skipped, so that a run can be stopped and continued. ``--again`` only renews the
+predictions for the plans in the file. ``--table`` prints the file as a table.
+``--limit`` plans again with a fraction of the memory that the file predicts, and
+reports whether the compiled program stays within this limit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ MOST_CPUS = 32
 GPT = {"layers": 6, "d_model": 1024, "heads": 16, "seq": 512, "vocab": 32000}
 LLAMA = {**GPT, "kv_heads": 8, "ffn": 2816}
 LARGE = {"layers": 8, "d_model": 4096, "heads": 32, "seq": 2048, "vocab": 32000}
-# Name -> (example, options): the examples as they are, and models of real size.
+# Name -> (example, options): the examples with their own sizes, and models of realistic
+# size.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in workloads.EXAMPLES},
     "vit-1024": ("vit", {"d_model": 1024, "heads": 16, "size": 224, "patch": 16}),
@@ -66,13 +67,13 @@ for _name, _options in (("gpt", GPT), ("llama", LLAMA)):
                 _name,
                 {**_options, "dtype": _dtype, "remat": _remat},
             )
-# Few layers, for compilers that take minutes.
+# Models with few layers, for compilers that take minutes.
 SMALL = {**GPT, "layers": 2, "vocab": 8192, "dtype": "bfloat16"}
 MODELS["gpt-small-b16"] = ("gpt", SMALL)
 MODELS["gpt-small-b16-remat"] = ("gpt", {**SMALL, "layers": 3, "remat": True})
 MODELS["llama-small-b16"] = ("llama", {**SMALL, "kv_heads": 8, "ffn": 2816})
 MODELS["vit-small"] = MODELS["vit-1024"]
-# Many layers, to see what grows with their number.
+# Models with many layers, which show errors that grow with the number of layers.
 MODELS["gpt-deep-b16-remat"] = (
     "gpt",
     {**GPT, "layers": 16, "d_model": 512, "dtype": "bfloat16", "remat": True},
@@ -81,7 +82,8 @@ _LLAMA_LARGE = {**LARGE, "kv_heads": 8, "ffn": 14336, "dtype": "bfloat16"}
 MODELS["gpt-4096-b16-remat"] = ("gpt", {**LARGE, "dtype": "bfloat16", "remat": True})
 MODELS["llama-4096-b16-remat"] = ("llama", {**_LLAMA_LARGE, "remat": True})
 MODELS["llama-4096-b16"] = ("llama", _LLAMA_LARGE)
-# Fused attention, by the device that has the kernel; Pallas's takes no groups of heads.
+# Models with fused attention, by the kind of device that has the kernel. Pallas's
+# kernel does not support grouped heads.
 for _family, _kv in (("gpt", 16), ("llama", 8)):
     for _kernel in ("cudnn", "pallas"):
         MODELS[f"{_family}-{_kernel}-b16"] = (
@@ -106,13 +108,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as ``gpt@8:h100``; ``|limit`` with memory of its own."""
+        """Such as ``gpt@8:h100``; ``|limit`` is added if the case has its own memory
+        limit.
+        """
         limit = "|limit" * bool(self.memory_bytes)
         return f"{self.model}@{self.cluster.split(',')[0]}{limit}"
 
     @property
     def machine(self) -> Cluster:
-        """The cluster, with the memory of the case."""
+        """The cluster, with the memory limit of the case."""
         own = f",memory={self.memory_bytes}B" * bool(self.memory_bytes)
         return Cluster.parse(self.cluster + own)
 
@@ -172,7 +176,7 @@ def cases(patterns: list[str]) -> Iterator[Case]:
 def limited(
     chosen: Iterable[Case], known: dict[str, dict[str, Any]], part: float
 ) -> Iterator[Case]:
-    """The cases with a part of the memory that the plan of the file is to take."""
+    """The cases, limited to a fraction of the memory of the plan in the file."""
     for case in chosen:
         row = known.get(case.name)
         if row is not None and "predicted" in row:
@@ -188,7 +192,7 @@ def measured(case: Case, seconds: float) -> dict[str, Any]:
 
 
 def compiled(case: Case, analysis: Analysis, plan: Plan) -> dict[str, Any]:
-    """Compiles a plan of a case, and says what was predicted of it."""
+    """Compiles the plan of a case, and adds the predictions for it."""
     start = time.perf_counter()
     found = audit_analysis(
         analysis, plan, case.machine, compiled=case.target is None, target=case.target
@@ -229,17 +233,19 @@ def compiled(case: Case, analysis: Analysis, plan: Plan) -> dict[str, Any]:
 def predicted(
     case: Case, analysis: Analysis, plan: Plan, compiled: dict[str, Any]
 ) -> dict[str, Any]:
-    """The predictions for a plan, and their ratios to what was compiled."""
+    """The predictions for a plan, and their ratios to the compiled figures."""
     cluster = case.machine
     bound = bind_plan(analysis, plan, cluster)
     memory = live(restore(analysis, plan), cluster.device).peak_bytes()
     sent = sum(c.sent_bytes(bound.pricer) for c in bound.collectives)
     messages = predicted_messages(bound)
     out: dict[str, Any] = {"memory": memory, "bytes": sent, "messages": messages}
-    # Priced anew: the plan's own seconds are those of when it was made.
+    # The cost is computed anew, because the plan's own seconds may come from an older
+    # cost model.
     cost = estimate(bound.assignment, bound.pricer).cost
     out["compute_s"] = cost.work_s
-    # By how much hidden messages slow work is in no schedule, so it is left out here.
+    # A compiled schedule does not show how much hidden messages slow the work, so this
+    # slowdown is left out here.
     out["exposed_s"] = exposed_s(cost)
     out["ratio"] = {
         "memory": memory / compiled["memory"]["peak_bytes"],
@@ -250,7 +256,8 @@ def predicted(
         out["ratio"]["messages"] = _ratio(sum(messages.values()), total)
         out["ratio"]["compute"] = _ratio(out["compute_s"], compiled["compute_s"])
         if compiled.get("exposed_s") is not None:
-            # Of the whole step: where nearly all is hidden, a ratio says nothing.
+            # The difference is relative to the whole step, because a ratio of exposed
+            # seconds means nothing if nearly all communication is hidden.
             exposed = out["exposed_s"] - compiled["exposed_s"]
             out["exposed_apart"] = exposed / step_s(cost)
             out["ratio"]["exposed"] = _ratio(out["exposed_s"], compiled["exposed_s"])
@@ -262,7 +269,7 @@ def _ratio(expected: float, found: float) -> float:
 
 
 def held(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The lines of a file by case; the last of each counts."""
+    """Case -> its last line in a file."""
     if not path.is_file():
         return {}
     rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -288,7 +295,7 @@ def table(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Runs the cases that the file lacks."""
+    """Runs the cases that are not in the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--cases", nargs="*", default=["*"])

@@ -1,21 +1,21 @@
-"""Final loss with each codec against dense gradients, at equal numbers of steps.
+"""Final loss with each codec, compared with dense gradients after as many steps.
 
     python benchmarks/compression_quality.py                  # the whole table
     python benchmarks/compression_quality.py dense sign@25    # some rows
     python benchmarks/compression_quality.py --optimizer sgd --steps 1000
 
-A small GPT on text that comes with Python, by data parallelism over four simulated
-devices (see `data_parallel`). ``sign@25`` means 25 steps with dense gradients, then
-sign. Learning rates are the best of dense gradients: of Adam's 0.7, 1, 1.5, 3 and 5e-3
-and of SGD's 0.1, 0.3 and 1, one seed each. The seed changes the initialisation and
-the batches.
+A small GPT is trained on text that comes with Python, with data parallelism over four
+simulated devices (see `data_parallel`). ``sign@25`` means 25 steps with dense
+gradients, and then the codec sign. The learning rates are those that are best for dense
+gradients with one seed: of 0.7, 1, 1.5, 3 and 5e-3 for Adam, and of 0.1, 0.3 and 1 for
+SGD. The seed determines the initialisation and the batches.
 
-Losses are of the held-out text after the last step, in nats a character; "sd" is the
-sample standard deviation over the seeds. A codec's distance is that of the means in
-units of dense's sd, and it is within one where it is at most 1. The differences of
-the seeds, each to dense with the same seed, show how much of that is chance. Bytes
-are what one worker sends in the last step, those of the small gradients that are
-always dense included; a warm-up comes on top.
+Losses are those of the held-out text after the last step, in nats per character; "sd"
+is the sample standard deviation over the seeds. A codec's distance is the difference
+between its mean and that of dense gradients, in units of the latter's sd. The
+differences per seed show how much of the distance is chance. Bytes are those that one
+worker sends in the last step, including the small gradients that are always dense. The
+bytes of a warm-up are not included.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SETTINGS = (
 
 
 def losses_of(trainer: Trainer, setting: str, seeds: Sequence[int]) -> list[Run]:
-    """The runs of a codec with or without a warm-up."""
+    """The runs of a codec, with or without a warm-up."""
     codec, _, warm_up = setting.partition("@")
     return [trainer.run(codec, seed, warm_up=int(warm_up or 0)) for seed in seeds]
 

@@ -1,11 +1,11 @@
 """Trains a small language model by data parallelism, with gradients sent by codecs.
 
-Four devices are simulated in one process. The model is that of the network
-benchmark (`benchmarks/network/language_model.py`) in a smaller size, the step is
-`autopar.parallelize`'s own under a plan that is pinned to data parallelism, and so
-losses and bytes are those of four machines; seconds are not.
+Four devices are simulated in one process. The model is a smaller version of that of the
+network benchmark (`benchmarks/network/language_model.py`). The step is one of
+`autopar.parallelize` under a plan that is pinned to data parallelism. Therefore losses
+and bytes are those of four machines, but seconds are not.
 
-Import this before JAX looks for devices.
+This module must be imported before JAX looks for devices.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "network"))
 import language_model
 
 DEVICES = 4
-# Programs of several simulated devices share the cores; more threads only wait. JAX
-# reads this when it first looks for devices.
+# The simulated devices share the cores, so more threads would only wait. JAX reads this
+# variable when it first looks for devices.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
@@ -51,7 +51,7 @@ CLUSTER = f"{DEVICES}x1:cpu,network=100Gb/s"
 
 State = Any
 Optimizer = Literal["adam", "sgd"]
-# Called with the number of the step that comes next, and the state.
+# Called with the number of the next step, and the state.
 Hook = Callable[[int, State], None]
 
 
@@ -60,9 +60,9 @@ class Run:
     """One training run.
 
     Attributes:
-      loss: on the held-out text after the last step, nats a character.
-      nbytes: that one worker sends in a step, averaged over the steps.
-      last_nbytes: that it sends in the last step.
+      loss: loss on the held-out text after the last step, in nats per character.
+      nbytes: bytes that one worker sends in a step, averaged over the steps.
+      last_nbytes: bytes that one worker sends in the last step.
     """
 
     loss: float
@@ -79,11 +79,11 @@ class Trainer:
         sizes: language_model.Sizes = SIZES,
         optimizer: Optimizer = "adam",
     ) -> None:
-        """Plans; steps are compiled when they first run.
+        """Plans the step; programs are compiled when they first run.
 
         Args:
-          steps: of each run; the learning rate has decayed by then.
-          sizes: of the model.
+          steps: number of steps of each run, over which the learning rate decays.
+          sizes: sizes of the model.
           optimizer: AdamW, or SGD with momentum, which is linear in the gradients.
         """
         self.steps = steps
@@ -107,10 +107,11 @@ class Trainer:
         return self.workload.step, self.create(0), self.workload.batch(0)
 
     def create(self, seed: int) -> State:
-        """The state of step 0, of the functions that are compiled."""
+        """The initial state, with the functions of the compiled step."""
         state = self.workload.create()
         params = language_model.build(seed, self.sizes).create().params
-        # A number of Flax is a Python int at first: it would be compiled for twice.
+        # Flax's step counter is a Python int at first. Without this line, the step
+        # would be compiled twice.
         return state.replace(params=params, step=jnp.int32(0))
 
     def plan(self, codec: str) -> autopar.Plan:
@@ -138,14 +139,14 @@ class Trainer:
         return plan
 
     def compiled(self, codec: str) -> Any:
-        """The parallel step that starts with a codec, the same in all runs."""
+        """The parallel step that starts with a codec; all runs share it."""
         if codec not in self._steps:
             plan = self.plan(codec)
             self._steps[codec] = autopar.parallelize(self.workload.step, plan=plan)
         return self._steps[codec]
 
     def codecs(self, codec: str) -> dict[str, str]:
-        """What the plan of a codec says of each gradient."""
+        """Gradient -> the codec in the plan of a codec."""
         return {g.name: g.codec for g in self.plan(codec).gradients}
 
     def run(
@@ -159,9 +160,9 @@ class Trainer:
         """Trains from the start.
 
         Args:
-          codec: of all gradients large enough, after the warm-up.
-          seed: of the initialisation and of the batches.
-          warm_up: steps at the start with dense gradients.
+          codec: codec of all gradients that are large enough, after the warm-up.
+          seed: seed of the initialisation and the batches.
+          warm_up: number of steps at the start with dense gradients.
           hook: called before each step; may recode ``compiled(codec)``.
         """
         step = self.compiled(codec)
@@ -177,14 +178,14 @@ class Trainer:
             if hook is not None:
                 hook(k, state)
             state, metrics = step(state, batch(k))
-            # Collectives of one process can wait for each other's threads if the
-            # programs of many steps are under way.
+            # If the programs of many steps run at once, collectives of this process can
+            # wait for each other's threads.
             jax.block_until_ready(metrics)
             sent += sent_bytes(step.plan)
         return Run(self.loss(state), sent / self.steps, sent_bytes(step.plan))
 
     def _recode(self, step: Any, codecs: Mapping[str, str], seed: int) -> None:
-        """Changes codecs, of a step that has to be planned first."""
+        """Changes the codecs of a step, after planning it if needed."""
         step.prepare(self.create(seed), self._batches(seed)(0))
         step.recode(codecs)
 
@@ -192,19 +193,20 @@ class Trainer:
         return functools.partial(language_model.batch, self.sizes, seed)
 
     def batch(self, seed: int, k: int) -> Any:
-        """The batch of a step, all workers together."""
+        """The batch of a step, for all workers together."""
         return self._batches(seed)(k)
 
     def loss(self, state: State) -> float:
-        """Held-out loss, nats a character."""
+        """The held-out loss, in nats per character."""
         params = jax.tree.map(np.asarray, state.params)
         return float(self._evaluate(params, self._held_out))
 
     @functools.cached_property
     def partial_gradients(self) -> Callable[[State, Any], dict[str, np.ndarray]]:
-        """``f(state, batch)``: each worker's part of the gradients, (n, *shape).
+        """Returns ``f(state, batch)``: each worker's partial gradients, (n, *shape).
 
-        Parts are of the loss's mean over all rows, as the plan sums them.
+        The partial gradients are those of the mean loss over all rows, as the plan sums
+        them.
         """
 
         def one(params: Any, rows: Any) -> Any:
@@ -223,7 +225,7 @@ class Trainer:
 
 
 def with_momentum(workload: language_model.Workload) -> language_model.Workload:
-    """The same with SGD of momentum 0.9, at the same schedule of learning rates."""
+    """The same workload with SGD of momentum 0.9 and the same learning rates."""
     sizes = workload.sizes
     rate = optax.warmup_cosine_decay_schedule(
         0.0,
@@ -243,7 +245,7 @@ def with_momentum(workload: language_model.Workload) -> language_model.Workload:
 
 
 def parameters(trainer: Trainer) -> int:
-    """Number of the model's parameters."""
+    """The number of the model's parameters."""
     return language_model.parameters(trainer.workload)
 
 

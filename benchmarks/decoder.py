@@ -1,9 +1,10 @@
-"""Decoder-only models of published runs, as train steps on abstract arrays.
+"""Decoder-only models from published training runs, as steps on abstract arrays.
 
-Two families: ``gpt`` (layer normalisation, an MLP with GELU, learned positions, output
-weights tied to the embedding) and ``llama`` (RMS normalisation, a gated MLP, rotary
-positions, grouped keys and values, output weights of its own). Parameters are float32
-and are cast where they are used; the optimizer is AdamW, or Muon for layers' matrices.
+There are two families. ``gpt`` has layer normalisation, an MLP with GELU, learned
+positions, and output weights that are tied to the embedding. ``llama`` has RMS
+normalisation, a gated MLP, rotary positions, grouped keys and values, and separate
+output weights. Parameters are float32 and are cast where they are used. The optimizer
+is AdamW, or Muon for the matrices of layers.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Decoder:
       family: ``gpt`` or ``llama``.
       layers: number of layers.
       d_model: width.
-      heads: of the queries.
-      kv_heads: of the keys and values.
-      head_dim: of each head.
+      heads: number of query heads.
+      kv_heads: number of key and value heads.
+      head_dim: width of each head.
       ffn: width of the MLP.
       vocab: number of tokens.
     """
@@ -52,11 +53,11 @@ class Run:
 
     Attributes:
       sequence: tokens of a row.
-      batch: rows of a step.
-      dtype: in which it computes.
-      remat: ``none``, ``dots`` (results of products without batch dimensions are
-        kept), ``full``, or ``whole``: ``full``, and the last product of each layer is
-        computed again with the others, though nothing needs it.
+      batch: rows of a batch.
+      dtype: dtype of the computation.
+      remat: ``none``; ``dots``: results of products without batch dimensions are kept;
+        ``full``; or ``whole``: as ``full``, and the last product of each layer is
+        computed again, too, although the backward pass does not need it.
       attention: implementation of ``jax.nn.dot_product_attention``, ``pallas`` for
         JAX's flash attention on TPUs, or ``plain``.
       optimizer: ``adamw`` or ``muon``.
@@ -164,7 +165,7 @@ def block(p: Tree, x: jax.Array, *, family: str, how: str) -> jax.Array:
 
 @jax.custom_vjp
 def needed(x: jax.Array) -> jax.Array:
-    """An array that the backward pass waits for."""
+    """Returns the array unchanged, and makes the backward pass depend on it."""
     return x
 
 
@@ -179,14 +180,14 @@ def _waits(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
 needed.defvjp(_needed, _waits)
 
 
-# The dimensions that matrices of layers take products over, and those that they make.
+# For each matrix of a layer: the contracted dimensions, and the output dimensions.
 _DIMENSIONS = {"query": ((0,), (1, 2)), "out": ((0, 1), (2,))}
 _DIMENSIONS |= {"key": _DIMENSIONS["query"], "value": _DIMENSIONS["query"]}
 _DIMENSIONS |= dict.fromkeys(("up", "gate", "down"), ((0,), (1,)))
 
 
 def matrices(params: Tree) -> Any:
-    """The matrices of layers, as Muon takes them; None for other parameters."""
+    """The matrices of layers in the form that Muon needs; None for other parameters."""
     return {
         name: {
             part: optax.contrib.MuonDimensionNumbers(*_DIMENSIONS[part])

@@ -1,12 +1,13 @@
-"""Predicted seconds of a step on 1 to 16 devices, one by one.
+"""Predicted seconds of a step on each number of devices from 1 to 16.
 
     python benchmarks/device_counts.py [--most 16] [--only NAME ...] [--out FILE]
 
-Plans each example for every number of H100s in one host. A step must not become slower
-by over 1 % with a device more: devices that do not divide the batch may stay idle. A
-row has the seconds of each number of devices, the devices that the plan uses, and the
-largest ratio of a step to the fastest step with fewer devices. The examples have 32
-rows a batch, which few numbers divide; those named ``48`` have 48.
+Plans each example for every number of H100s in one host. With one more device, a step
+must not become slower by more than 1 %; devices that do not divide the batch may stay
+idle. A row has the seconds for each number of devices, the number of devices that the
+plan uses, and the largest ratio of a step to the fastest step with fewer devices. The
+examples have a batch of 32 rows, which few numbers of devices divide. Examples named
+``48`` have 48 rows.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def measure(name: str, most: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures each case, and writes the rows as they come."""
+    """Measures each case, and writes each row as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, default=16)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))

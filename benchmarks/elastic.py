@@ -1,14 +1,17 @@
-"""Changes of the devices in a running loop, in one process of 8 simulated ones.
+"""Changes the devices of a running loop, in one process with 8 simulated devices.
 
     python benchmarks/elastic.py losses [gpt lstm gpt-nnx gpt-int8]
     python benchmarks/elastic.py warm [gpt llama lstm gpt-nnx]
     python benchmarks/elastic.py memory
     python benchmarks/elastic.py ahead [gpt 6:cpu 4:cpu 2:cpu]
 
-``losses``: 8 -> 6 -> 4 -> 8 devices against the uninterrupted run, beside what one
-nudged unit in the last place does to that. ``warm``: a warm plan against a cold one.
-``memory``: live bytes on devices and the size of the process over 50 changes.
-``ahead``: the time of a step while others are prepared, in turns with it alone.
+``losses``: compares the losses of 8 -> 6 -> 4 -> 8 devices with those of an
+  uninterrupted run. For scale, the table also has the losses of a run whose parameters
+  are changed by one unit in the last place. ``warm``: compares a plan that starts from
+  the last one with a plan from scratch.
+``memory``: live bytes on devices and the size of the process, over 50 changes.
+``ahead``: the time of a step while other clusters are prepared, in turns with the time
+  of a step alone.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def main(words: list[str]) -> int:
-    """Prints a table; returns 1 where a bar is missed."""
+    """Prints a table; returns 1 if a bar is missed."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     modes = {"losses": losses, "warm": warm, "memory": memory, "ahead": ahead}
@@ -50,7 +53,9 @@ def main(words: list[str]) -> int:
 
 
 def started(name: str, steps: int, cluster: str = "8:cpu", **options: Any) -> Any:
-    """A run of an example; ``-int8`` behind its name sends gradients as int8."""
+    """Starts a run of an example; with ``-int8`` after its name, gradients are sent as
+    int8.
+    """
     import autopar
 
     base, _, codec = name.partition("-int")
@@ -72,7 +77,7 @@ def started(name: str, steps: int, cluster: str = "8:cpu", **options: Any) -> An
 
 
 def trained(run: Any, changes: dict[int, str]) -> list[float]:
-    """The losses of a run with changes before these steps."""
+    """The losses of a run whose cluster changes before the given steps."""
     found: list[float] = []
     for done in run:
         found.append(float(done.result))
@@ -87,10 +92,11 @@ def difference(one: list[float], other: list[float]) -> float:
 
 
 def losses(names: list[str]) -> bool:
-    """Whether losses under changes are those of the uninterrupted run.
+    """Whether losses under changes equal those of the uninterrupted run.
 
-    A codec of fewer workers rounds other parts, so another number of devices has other
-    losses without any change, too: those of uninterrupted runs stand beside.
+    With another number of workers, a codec rounds other parts of the gradients, so
+    losses differ even without a change. Therefore the table also has the losses of
+    uninterrupted runs on each number of devices.
     """
     workloads.row(
         "example", "difference", "one nudged ulp", "pauses s (plan, move)",
@@ -143,7 +149,7 @@ def nudged(create_state: Any, key: Any) -> Any:
 
 
 def warm(names: list[str]) -> bool:
-    """Whether warm plans take under 2 s and cost at most 1.01 of cold ones."""
+    """Whether warm plans take less than 2 s and cost at most 1.01 times a cold plan."""
     import autopar
     from autopar.planner.options import PlanOptions
     from autopar.planner.plan import plan_analysis
@@ -175,7 +181,9 @@ def warm(names: list[str]) -> bool:
 
 
 def memory(names: list[str]) -> bool:
-    """Whether 50 changes leave live bytes equal, and at most 6 MB of memory each."""
+    """Whether live bytes stay equal over 50 changes, and memory grows by at most 6 MB
+    each.
+    """
     del names
     sizes = itertools.cycle((6, 4, 8, 2, 3))
     run = started("gpt", 10**6)
@@ -189,7 +197,8 @@ def memory(names: list[str]) -> bool:
         if number % 10 == 0:
             print(number, run.plan.cluster.text, *seen[-1], flush=True)
     run.close()
-    # The same size comes back every five changes; the first rounds compile and load.
+    # Every fifth change returns to the same size. The first rounds compile and load
+    # programs.
     first, last = seen[5], seen[55]
     grown = (last[1] - first[1]) / 50
     workloads.row("live bytes", "arrays", "MB a change")
@@ -201,9 +210,9 @@ def memory(names: list[str]) -> bool:
 
 
 def ahead(names: list[str]) -> bool:
-    """Whether preparing others slows a step by at most 5 %.
+    """Whether preparing other clusters slows a step by at most 5 %.
 
-    Turns of steps with the background thread at work and without; medians of each.
+    Steps run in turns with and without the background thread; both times are medians.
     """
     run = started((names or ["gpt"])[0], 10**6)
     from autopar.elastic.replanning import Ahead
@@ -236,7 +245,7 @@ def ahead(names: list[str]) -> bool:
 
 
 def cluster_of(text: str) -> Any:
-    """A cluster by its text."""
+    """The cluster that a text describes."""
     import autopar
 
     return autopar.Cluster.parse(text)

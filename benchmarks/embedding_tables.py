@@ -1,19 +1,21 @@
-"""A recommendation model: where its tables lie, and what DCT's messages cost it.
+"""Layouts of the tables of a recommendation model, and the cost of DCT's messages.
 
     python benchmarks/embedding_tables.py                  # all rows
     python benchmarks/embedding_tables.py --only plans
 
-Rows: ``plans`` (the plan of `examples/recommendation.py` on some clusters, beside the
-best ones with all tables whole, and with all tables split by rows), ``dct`` (training
-on 8 simulated hosts with the policy `Dct`, and with dense gradients: bytes and held-out
-loss), ``batch`` (the batch follows the noise, and so does the choice between dense
-gradients and a codec, with the layouts that suit them, on paced links; beside it one
-device, dense, with the same batches).
+Rows: ``plans`` prints the plan of `examples/recommendation.py` on some clusters,
+  compared with the best plans in which all tables are whole, and in which all tables
+  are split by rows. ``dct`` trains on 8 simulated hosts with the policy `Dct`, and with
+  dense gradients, and prints bytes and held-out loss. ``batch`` trains with a batch
+  size that follows the gradient noise, on simulated links; the loop also chooses
+  between dense gradients and a codec, with suitable layouts. For comparison, one device
+  trains with dense gradients on the same batches.
 
-``dct`` has two layouts. In ``planned`` the planner splits the tables, and the towers'
-gradients are what is sent. In ``whole`` every device has all tables, so that the
-gradient of a table, of which a batch touches few rows, is sent, too. Bytes are those
-that one host sends for gradients in a step, the small ones that go densely among them.
+``dct`` has two layouts. In ``planned`` the planner splits the tables, so only the
+gradients of the towers are sent. In ``whole`` every device has all tables, so the
+gradient of a table is sent, too, although a batch changes few of its rows. Bytes are
+those that one host sends for gradients in a step, including small gradients that are
+sent dense.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from autopar.goodput.rates import scaled_states
 
 HOSTS = "8x1:cpu,network=1Gb/s"
 WORKERS, LATENCY_S = 8, 5e-5
-# Cluster -> options of the model; the last one does not fit a device.
+# Cluster -> options of the model; the model of the last one does not fit one device.
 PLANNED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("8:cpu", {}),
     (HOSTS, {}),
@@ -69,7 +71,7 @@ def kind_of(spec: Any) -> str:
 
 
 def tables_of(plan: Any) -> dict[str, int]:
-    """Parameters of the tables by the way they are split."""
+    """Split of a table (`kind_of`) -> number of parameters in such tables."""
     found: dict[str, int] = {}
     for name, spec in plan.inputs.items():
         if "params/table_" in name:
@@ -79,7 +81,7 @@ def tables_of(plan: Any) -> dict[str, int]:
 
 
 def towers_of(plan: Any) -> set[str]:
-    """The ways in which the towers' weights are split."""
+    """The splits of the towers' weights."""
     return {
         kind_of(spec) for name, spec in plan.inputs.items()
         if name.endswith("kernel") and "/params/" in name
@@ -87,7 +89,7 @@ def towers_of(plan: Any) -> set[str]:
 
 
 def plan_of(options: dict[str, Any], cluster: str, **limits: Any) -> Any:
-    """A plan of the example, or None where none fits."""
+    """A plan of the example; None if no plan fits."""
     step, args = workloads.arguments("recommendation", **options)
     try:
         return autopar.plan(step, *args, cluster=cluster, seconds=SECONDS, **limits)
@@ -96,7 +98,7 @@ def plan_of(options: dict[str, Any], cluster: str, **limits: Any) -> Any:
 
 
 def plans_table() -> None:
-    """Prints where tables and towers lie, and what other layouts would take."""
+    """Prints the layouts of tables and towers, and the seconds of other layouts."""
     workloads.row(
         "cluster", "options", "step", "tables", "towers", "memory a device",
         "all tables whole", "all split by rows",
@@ -131,7 +133,7 @@ def plans_table() -> None:
 
 
 def auc(scores: np.ndarray, clicks: np.ndarray) -> float:
-    """The share of pairs of a click and no click that the scores put in order."""
+    """Area under the ROC curve: how often a click scores higher than a non-click."""
     ranks = np.empty(len(scores))
     ranks[np.argsort(scores, kind="stable")] = np.arange(1, len(scores) + 1)
     ones = clicks > 0
@@ -141,7 +143,7 @@ def auc(scores: np.ndarray, clicks: np.ndarray) -> float:
 
 
 def held_out(run: Any, state: Any) -> tuple[float, float]:
-    """Loss and area under the curve on batches that no training has seen."""
+    """Loss and area under the ROC curve on held-out batches."""
     state = jax.device_get(state)
     apply = jax.jit(lambda p, b: state.apply_fn({"params": p}, b["dense"], b["ids"]))
     found = list(itertools.islice(run.batches(seed=1 << 20), HELD_OUT))
@@ -154,7 +156,7 @@ def held_out(run: Any, state: Any) -> tuple[float, float]:
 def trained(
     run: Any, steps: int, seed: int, pins: dict[str, Any], coded: dict[str, Any]
 ) -> tuple[Any, list[tuple[float, float]], Any]:
-    """The last state, bytes sent and dense bytes of each step, and the plan."""
+    """The last state; for each step, bytes sent and dense bytes; and the plan."""
     step = autopar.parallelize(
         run.step, cluster=HOSTS, pins=pins, axis_names=("data",), seconds=SECONDS,
         **coded,
@@ -162,7 +164,8 @@ def trained(
     state = step.init(run.create_state, jax.random.key(seed))
     sent: list[tuple[float, float]] = []
     for batch in itertools.islice(run.batches(seed=seed), steps):
-        # Simulated devices can wait for each other for ever where steps pile up.
+        # If the programs of many steps run at once, simulated devices can wait for each
+        # other for ever.
         state, _ = jax.block_until_ready(step(state, batch))
         reports = step.telemetry.values() if coded else ()
         sent.append(
@@ -172,7 +175,7 @@ def trained(
 
 
 def dct_table(steps: int, seeds: int, ratio: float, every: int) -> None:
-    """Prints the policy `Dct` beside dense gradients."""
+    """Prints a training with the policy `Dct` and one with dense gradients."""
     from autopar.compression.policies import Dct
 
     whole = jax.sharding.PartitionSpec()
@@ -216,7 +219,7 @@ def dct_table(steps: int, seeds: int, ratio: float, every: int) -> None:
 
 
 def drawn(run: Any, position: int, rows: int) -> dict[str, np.ndarray]:
-    """So many rows from a position of an endless stream."""
+    """Draws samples from a position of an endless stream."""
     _, *others = run.batches.args
     return next(run.batches.func(rows, *others, seed=position))
 
@@ -224,7 +227,7 @@ def drawn(run: Any, position: int, rows: int) -> dict[str, np.ndarray]:
 def batch_table(
     steps: int, codec: str, mbit: float, options: dict[str, int], *, biased: bool
 ) -> None:
-    """Prints a training whose batch and codecs follow the noise of its gradients."""
+    """Prints a training whose batch size and codecs follow the gradient noise."""
     run = workloads.training("recommendation", **options)
     base = run.batch["clicks"].shape[0]
     tx = scale_updates(optax.adam(1e-2), "adascale-root", base_batch=base)
@@ -288,10 +291,10 @@ def _adapted_row(
 def adapted(
     run: Any, step: Any, state: Any, following: Following, samples: int, mbit: float
 ) -> tuple[Any, float, list[float], list[tuple[int, float]]]:
-    """Trains for so many rows of the base batch.
+    """Trains for a given number of base-batch rows.
 
-    A step takes an eighth of the CPU seconds of all hosts, and what its plan's bytes
-    take on the link. What is planned and compiled costs all of its CPU seconds.
+    A step takes an eighth of the CPU seconds of all hosts, plus the seconds of the
+    plan's bytes on the link. Planning and compiling cost all of their CPU seconds.
 
     Returns:
       The last state, seconds, losses, and rows and gain of each step.
@@ -313,19 +316,19 @@ def adapted(
         worth = max(told[-1][1], 1e-9) * following.base_batch
         rest_s[0] = (samples - progress(state)) / worth * seconds
         state = loop.observe(state, batch, seconds=seconds, loss=loss)
-        # The first step compiles however one trains.
+        # The first step compiles in every kind of training, so it is not counted.
         clock += seconds + time.process_time() - ended if losses else 0.0
         losses.append(float(loss["loss"] if isinstance(loss, dict) else loss))
     return state, clock, losses, told
 
 
 def hosts(mbit: float) -> str:
-    """Eight hosts on links of a rate."""
+    """Eight hosts joined by links of a given rate."""
     return f"{WORKERS}x1:cpu,network={mbit:g}Mb/s"
 
 
 def link_s(plan: autopar.Plan, mbit: float) -> float:
-    """Seconds that a plan's messages take on a link."""
+    """Seconds that a plan's messages need on a link."""
     buckets = {g.bucket for g in plan.gradients if g.codec}
     messages = 2 * max(1, len(buckets)) * (WORKERS - 1)
     return messages * LATENCY_S + 8e-6 * plan.predicted.communication_bytes / mbit
@@ -334,7 +337,9 @@ def link_s(plan: autopar.Plan, mbit: float) -> float:
 def replayed(
     run: Any, state: Any, told: list[tuple[int, float]]
 ) -> tuple[Any, list[float]]:
-    """The last state and the losses on one device, dense, with the same batches."""
+    """The last state and losses on one device with dense gradients and the same
+    batches.
+    """
     step, position, losses = jax.jit(run.step), 0, list[float]()
 
     def gained(node: Any, rows: int, gain: float) -> Any:
@@ -355,7 +360,7 @@ def replayed(
 
 
 def measured_ratio(run: Any, codec: str, steps: int = 100) -> float:
-    """Rows sent densely that a row sent by a codec is worth, on other seeds."""
+    """Measures the progress ratio of a codec, on other seeds (`progress_ratio`)."""
     curves: list[list[list[float]]] = []
     for compression in ("none", codec):
         step = autopar.parallelize(

@@ -1,13 +1,14 @@
-"""Our plan beside the plans experts write, under the same cost model.
+"""Compares our plan with plans that experts write, under the same cost model.
 
     python benchmarks/experts.py [--device h100] [--seconds 10] [example ...]
     python benchmarks/experts.py --large [--clusters 8x8:h100 ...] [model ...]
 
-For every example and cluster: predicted step time of our plan, of a search that no
-expert plan starts (``cold``) and of the best expert plan, how many expert plans do not
-fit, and what our plan resembles. ``--large`` takes models of real sizes
-(`benchmarks/large.py`). Seconds are of CPU time: tracing aside, our search and the
-experts' plans each. Each row is a process of its own.
+For every example and cluster, the table has the predicted step time of our plan, of a
+search that does not start from an expert's plan (``cold``), and of the best expert
+plan. It also has the number of expert plans that do not fit, and the known scheme that
+our plan resembles. ``--large`` plans models of realistic size (`benchmarks/large.py`).
+Seconds are CPU seconds, without tracing, of our search and of the experts' plans. Each
+row is a separate process.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main() -> int:
 
 
 def pairs(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """The names and clusters of the rows."""
+    """Yields the name and cluster of each row."""
     if options.large:
         for name in options.examples or large.CASES:
             for cluster in options.clusters or large.CLUSTERS:
@@ -115,14 +116,14 @@ def measured(row: str, real: bool, options: argparse.Namespace) -> dict[str, Any
 
 
 def said(best: Candidate) -> dict[str, Any]:
-    """What is printed of our plan beside its time."""
+    """The printed fields of our plan besides its time."""
     worth = worth_of(best.assignment, best.pricer, best.items, best.step_s)
     report = best.report
     return {"gap": report.gap, "status": report.status.value, "scheme": worth.scheme}
 
 
 def against(found: dict[str, Any], experts: list[Expert]) -> dict[str, Any]:
-    """Our times over those of the best expert."""
+    """The ratio of our times to the time of the best expert plan."""
     times = {
         f"{e.name} on {e.mesh}": e.candidate.step_s
         for e in experts
@@ -140,7 +141,7 @@ def against(found: dict[str, Any], experts: list[Expert]) -> dict[str, Any]:
 
 
 def cells(found: dict[str, Any]) -> list[str]:
-    """The cells of a row after the model and the cluster."""
+    """The cells of a row after its model and cluster."""
     times = (f"{found[k] * 1e3:.4f}" for k in ("ours_s", "cold_s", "best_s"))
     ours, cold, best = times
     spent = [f"{found[f'{k}_cpu_s']:.0f}" for k in ("ours", "cold", "experts")]

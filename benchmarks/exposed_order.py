@@ -1,13 +1,13 @@
-"""The order of experts' plans by exposed communication, against XLA's GPU schedules.
+"""Order of experts' plans by exposed communication, predicted and in XLA's schedules.
 
     python benchmarks/exposed_order.py --out exposed.jsonl [--cases 'gpt*8:h100' ...]
 
-Needs the extra ``gpu-compiler``. Cases are those of `benchmarks/compiled.py` on GPUs.
-Every expert plan that fits is compiled without devices. Two plans of a case are a pair
-if their exposed seconds by the compiler's schedule differ by a tenth of the slower
-step, or more. It is in order if the predicted exposed seconds differ in the same way.
-Each plan is a line of JSON in the file; plans that it holds already are left out, so
-that a run can be stopped. The table is of the whole file.
+Needs the extra ``gpu-compiler``. The cases are those of `benchmarks/compiled.py` on
+GPUs. Every expert plan that fits is compiled without devices. Two plans of a case are a
+pair if their exposed seconds by the compiler's schedule differ by a tenth of the slower
+step, or more. The pair is in order if the predicted exposed seconds have the same
+order. Each plan is a line of JSON in the file; plans that are already in the file are
+skipped, so that a run can be stopped and continued. The table shows the whole file.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 
 CASES = ("gpt-1024-b16@8:h100", "llama-1024-b16@8:h100", "moe-1024@2x4:h100")
-# Least difference of a pair, of the slower step.
+# Least difference of a pair, as a fraction of the slower step.
 APART = 0.1
 
 
 def plans(
     case: compiled.Case, analysis: Analysis, seconds: float
 ) -> Iterator[tuple[str, Plan]]:
-    """Expert plans that fit, each once: rules may have the same best plan."""
+    """Expert plans that fit, each once; several rules may have the same best plan."""
     seen: set[str] = set()
     for expert in expert_plans(analysis, case.machine, seconds=seconds):
         if expert.candidate is None:
@@ -54,7 +54,7 @@ def plans(
 
 
 def pairs(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, bool]]:
-    """Plans of a case that are apart, and whether the prediction says which is less."""
+    """Yields pairs of plans of a case, and whether the predicted order is right."""
     for one, other in itertools.combinations(rows, 2):
         seen = [row["compiled"]["exposed_s"] for row in (one, other)]
         said = [row["predicted"]["exposed_s"] for row in (one, other)]
@@ -68,7 +68,7 @@ def pairs(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, bool]]:
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Prints all plans, the pairs in the wrong order, and how many there are."""
+    """Prints all plans, the pairs in wrong order, and their number."""
     workloads.row("case", "plan", "predicted ms", "compiled ms", "ratio")
     workloads.row(*["---"] * 5)
     for row in rows:
@@ -85,7 +85,7 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Compiles the plans that the file lacks, and prints the table."""
+    """Compiles the plans that are not in the file, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--cases", nargs="*", default=CASES)

@@ -1,16 +1,18 @@
-"""Runs small steps, each with a feature of JAX or its libraries, under many plans.
+"""Runs small steps, each with one feature of JAX or its libraries, under many plans.
 
     python benchmarks/feature_steps.py [--only TEXT] [--modes stages,mesh] [--list]
 
-Each step runs twice under ``jax.jit``, and planned for 4 simulated devices: in one
-program, in 2 microbatches, in 2 stages, and all three again under an explicit mesh
-with a batch that is split over it. Losses, metrics and final states are compared.
+Each step runs twice under ``jax.jit``. It also runs planned for 4 simulated devices in
+three modes: as one program, in 2 microbatches, and in 2 pipeline stages. All three
+modes run again under an explicit mesh, with a batch that is split over it. Losses,
+metrics and final states are compared.
 
-``equal``: all are the same to rounding. ``own numbers``: random numbers or batch
-statistics are of each microbatch alone, as the plan says. ``refused``: by an error of
-autopar, whose line follows. ``as jit``: refused under the mesh by ``jax.jit``, too, and
-equal where the batch is not split over it. ``WRONG`` and ``CRASH`` end the command with
-exit code 1. The figures are written as JSON (``--json FILE``).
+``equal``: Outcomes: ``equal``: all results are equal up to rounding. ``own numbers``:
+  random numbers or batch statistics are those of each microbatch alone, as the plan
+  says. ``refused``: autopar raises an error, which is printed in the next line. ``as
+  jit``: ``jax.jit`` also refuses the step under the mesh, and the results are equal if
+  the batch is not split over it. ``WRONG`` and ``CRASH`` give exit code 1. The figures
+  are written as JSON (``--json FILE``).
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ BAD = ("WRONG", "CRASH")
 
 
 def features(only: str = "") -> list[Any]:
-    """The features whose names hold a text."""
+    """The features whose names contain a text."""
     if str(FOLDER / "features") not in sys.path:
         sys.path.insert(0, str(FOLDER / "features"))
     found = [f for m in MODULES for f in importlib.import_module(m).features()]
@@ -65,7 +67,7 @@ def features(only: str = "") -> list[Any]:
 
 
 def train(feature: Any, step: Any, batch: Sequence[Any]) -> list[Any]:
-    """The arrays that a feature's steps return and leave behind."""
+    """The arrays that a feature's steps return, and those that they change in place."""
     import jax
     import numpy as np
     from flax import nnx
@@ -130,7 +132,7 @@ def plain(feature: Any) -> Any:
 def tried(
     feature: Any, wanted: Sequence[Any], mode: str, *, mesh: bool, limit: float
 ) -> dict[str, Any]:
-    """What a feature does under a plan, and how far it is from what is wanted."""
+    """Runs a feature under a plan, and compares it with the plain results."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -172,10 +174,11 @@ def tried(
                 return refused(error)
             said = error
         except autopar.StageError:
-            raise  # it wraps what a task of a stage has raised
+            raise  # see the error of the task in a stage
         except autopar.AutoparError as error:
             return refused(error)
-        # JAX asks the step to say how its results lie, where the batch is split.
+        # If the batch is split, JAX may require the step to state the sharding of its
+        # results.
         try:
             found = run(feature.batch)
         except autopar.AutoparError as error:
@@ -185,7 +188,7 @@ def tried(
 
 
 def _runs(feature: Any, batch: Sequence[Any]) -> bool:
-    """Whether ``jax.jit`` takes these arguments."""
+    """Whether ``jax.jit`` accepts these arguments."""
     with contextlib.suppress(Exception):
         train(feature, plain(feature), batch)
         return True
@@ -249,14 +252,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(rows: Sequence[dict[str, Any]]) -> int:
-    """Says how many rows came out how; returns the exit code."""
+    """Prints the number of rows of each outcome; returns the exit code."""
     counts = Counter(row["outcome"] for row in rows)
     print(", ".join(f"{n} {name}" for name, n in counts.most_common()))
     return int(any(counts[name] for name in BAD))
 
 
 def _shared(given: Sequence[str], path: pathlib.Path, jobs: int) -> int:
-    """Runs the command in several processes, each for its share of the features."""
+    """Runs the command in several processes, each with a share of the features."""
     with tempfile.TemporaryDirectory() as folder:
         files = [pathlib.Path(folder, f"{k}.json") for k in range(jobs)]
         children = [
@@ -277,7 +280,7 @@ def _shared(given: Sequence[str], path: pathlib.Path, jobs: int) -> int:
 def _write(
     path: pathlib.Path, given: Sequence[str], rows: Sequence[dict[str, Any]]
 ) -> None:
-    """Writes what was found so far, so that a run that is cut short leaves it."""
+    """Writes the results so far, so that an interrupted run leaves them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
         "command": " ".join(["python benchmarks/feature_steps.py", *given]),

@@ -1,15 +1,15 @@
-"""Feeds damaged files to readers of each format: only the package's errors come out.
+"""Fuzzes the readers of each file format: they may raise only the package's errors.
 
     python benchmarks/fuzz.py --format all --minutes 20 [--jobs 2] [--seed 0] [--out F]
 
-Valid files are mutated, as bytes, as words and as trees of JSON. A mutant that runs a
-line of the package that no other ran is kept, and mutated further. A case fails where
-another error than `autopar.AutoparError` comes out, where it takes more than 5 s of
-CPU, or where the process dies. ``--minutes`` is the time of each format on the clock;
-``cpu_minutes`` in the figures is what it had of a CPU.
+Valid files are mutated as bytes, as words and as trees of JSON. If a mutant runs a line
+of the package that no earlier mutant ran, it is kept and mutated further. A case fails
+if the reader raises an error other than `autopar.AutoparError`, needs more than 5 s of
+CPU time, or ends its process. ``--minutes`` is the wall-clock time for each format;
+``cpu_minutes`` in the figures is the CPU time used.
 
-The figures go to ``docs/data/fuzz.json``, those of one format, such as ``--format
-plans``, to standard output and to ``--out`` alone.
+The figures of all formats are written to ``docs/data/fuzz.json``. The figures of a
+single format, such as ``--format plans``, go only to standard output and to ``--out``.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ import autopar
 
 ROOT = pathlib.Path(__file__).parents[1]
 SLOW_S, MEMORY_BYTES, MOST_CORPUS, MOST_FAILURES = 5.0, 4 << 30, 400, 40
-TRACED = 0.3  # share of the cases whose lines are followed, which is slow
+# The fraction of the cases whose lines are traced. Tracing is slow.
+TRACED = 0.3
 PACKAGE = str(ROOT / "autopar")
 
 
 class Coverage:
-    """The lines of the package that ran."""
+    """The lines of the package that have run."""
 
     def __init__(self) -> None:
-        """Has seen none."""
+        """Starts without lines."""
         self.seen: set[tuple[int, int]] = set()
         self.new = False
 
@@ -66,10 +67,10 @@ class Coverage:
 
 
 class Result:
-    """What came of the cases of one format."""
+    """The results of the cases of one format."""
 
     def __init__(self) -> None:
-        """Has run none."""
+        """Starts without cases."""
         self.cases = self.accepted = 0
         self.errors: collections.Counter[str] = collections.Counter()
         self.failures: dict[str, dict[str, Any]] = {}
@@ -113,7 +114,7 @@ class Result:
 
 
 def _kind(error: BaseException | None) -> str:
-    """An error without the numbers and names that it quotes."""
+    """The text of an error, without the numbers and names in it."""
     words: list[str] = []
     while error is not None and len(words) < 4:
         tb = traceback.extract_tb(error.__traceback__)
@@ -132,15 +133,16 @@ def run(
     traced: bool = True,
     last: Any = None,
 ) -> Result:
-    """Runs cases of a format until they are so many, or time is up.
+    """Runs cases of a format, up to a number of cases or a time.
 
     Args:
-      name: of the format.
-      seed: of the mutations.
-      cases: at most so many; None: until time is up.
-      seconds: at most so long.
-      traced: whether mutants that run new lines are kept; it takes most of the time.
-      last: file to which each case is written before it runs; None: nowhere.
+      name: name of the format.
+      seed: seed of the mutations.
+      cases: largest number of cases; None: no limit.
+      seconds: longest time.
+      traced: whether mutants that run new lines are kept; tracing takes most of the
+        time.
+      last: file to which each case is written before it runs; None: no file.
     """
     draw = random.Random(seed)
     with (
@@ -177,7 +179,7 @@ def run(
 
 
 def alone(name: str, seed: int, minutes: float) -> dict[str, Any]:
-    """Runs a format in processes of their own, which may die; the figures."""
+    """Runs a format in separate processes, which may die; returns the figures."""
     end, total, died = time.monotonic() + 60 * minutes, Result(), []
     with tempfile.NamedTemporaryFile() as last:
         while (left := end - time.monotonic()) > 1:

@@ -1,4 +1,4 @@
-"""The formats that `fuzz.py` damages: valid files, and how they are read."""
+"""The formats that `fuzz.py` fuzzes: valid files, and functions that read them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _step(state: Any, batch: Any) -> Any:
 
 
 def _plans(place: pathlib.Path) -> Format:
-    """Plans as files, and as the plan cache keeps them: sealed."""
+    """Plan files, and the sealed files of the plan cache."""
     w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (32, 64)))
     whole = autopar.Cluster.parse("1x2:h100")
     made = PlanOptions(compression="int8", max_axes=1, seconds=1)
@@ -83,7 +83,7 @@ def _plans(place: pathlib.Path) -> Format:
 
 
 def _events(place: pathlib.Path) -> Format:
-    """Messages as text, and as requests to the server of `autopar.elastic`."""
+    """Events as text, and as requests to the server of `autopar.elastic`."""
     del place
     whole = autopar.Cluster.parse("4x2:h100")
     bodies: list[Any] = [
@@ -126,7 +126,7 @@ _REQUEST = (
 
 
 class _Sink:
-    """Takes events as a run does, and keeps what is said of bugs."""
+    """Receives events like a run, and records messages about bugs."""
 
     def __init__(self, whole: autopar.Cluster) -> None:
         self._whole = whole
@@ -144,19 +144,21 @@ class _Sink:
         return found
 
     def wrong(self, source: str, reason: str) -> None:
-        bug = "a bug in autopar" in reason or source == "http"  # its thread has ended
+        # The source "http" reports when its thread has ended by an error.
+        bug = "a bug in autopar" in reason or source == "http"
         self.bugs += [reason] if bug else []
 
 
 def _post(data: bytes, address: tuple[str, int]) -> None:
-    """Sends a request; an answer that is not 200 or 409 raises `EventError`."""
+    """Sends a request; raises `EventError` for an answer other than 200 and 409."""
     answer = b""
     try:
         with socket.create_connection(address, timeout=0.1) as connection:
             connection.sendall(data)
             try:
                 answer = connection.recv(1 << 16)
-            except TimeoutError:  # it waits for more
+            # The server waits for the rest of an incomplete request.
+            except TimeoutError:
                 connection.settimeout(20)
                 connection.shutdown(socket.SHUT_WR)
                 answer = connection.recv(1 << 16)
@@ -172,7 +174,9 @@ def _post(data: bytes, address: tuple[str, int]) -> None:
 
 
 def _whole_request(data: bytes) -> bytes:
-    """A request with its token and the length of its body; others as they are."""
+    """A request completed by its token and the length of its body; other data
+    unchanged.
+    """
     head, blank, body = data.partition(b"\r\n\r\n")
     return _REQUEST % (len(body), body) if blank and b"HTTP/1." in head else data
 
@@ -292,7 +296,7 @@ def _curves(place: pathlib.Path) -> Format:
 
 
 def _stores(place: pathlib.Path) -> Format:
-    """The state of a scheduler, as ``autopar jobs list DIR`` reads it."""
+    """The state of a scheduler, as read by ``autopar jobs list DIR``."""
     (place / "train.py").write_text("")
     (place / "jobs.toml").write_bytes(_JOBS)
     path = place / owning.STATE_FILE

@@ -1,4 +1,4 @@
-"""What a format is to `fuzz.py`, and how files are changed: bytes, words, JSON."""
+"""The interface of a format of `fuzz.py`, and mutations of bytes, words and JSON."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How files of a format are read.
+    """A file format, with functions to read and repair its files.
 
     Attributes:
       seeds: valid files.
-      read: reads one; raises the package's errors alone.
-      mended: makes a mutant pass checks that keep accidents out; None: there are none.
-      parts: takes a file apart and returns its parts, and a function that joins them.
-      close: ends what reading has begun.
+      read: reads a file; may raise only the package's errors.
+      mended: repairs the checksum of a mutant, so that it is read further; None: no
+        repair is needed.
+      parts: splits a file into parts; returns them and a function that joins them.
+      close: ends threads and servers that reading has started.
     """
 
     seeds: Sequence[bytes]
@@ -34,7 +35,7 @@ class Format:
 
 
 def zip_parts(data: bytes) -> tuple[dict[str, bytes], Callable[..., bytes]]:
-    """The files of a ZIP archive, and a function that makes one of them again."""
+    """The files in a ZIP archive, and a function that packs them again."""
     with zipfile.ZipFile(io.BytesIO(data)) as file:
         parts = {name: file.read(name) for name in file.namelist()}
     return parts, zip_of
@@ -70,7 +71,7 @@ def mutated(
     if of.parts is not None and draw.random() < 0.85:
         try:
             parts, joined = of.parts(data)
-        except Exception:  # a mutant that is no archive any more
+        except Exception:  # The mutant may no longer be an archive.
             parts = {}
         if parts:
             name = draw.choice(list(parts))
@@ -118,7 +119,8 @@ def _json(draw: random.Random, tree: Any) -> bytes:
         other, name = draw.choice(places)
         node[key] = other[name] if name in other or isinstance(other, list) else None
     elif kind == 2 and isinstance(node[key], (int, float)):
-        with contextlib.suppress(OverflowError):  # of a number too large for a float
+        # A number may be too large for a float.
+        with contextlib.suppress(OverflowError):
             node[key] *= draw.choice((-1, 2, 1000, 1e20, 0.5))
     elif kind == 3 and isinstance(node, dict):
         node[draw.choice(("", "x", "kind", "schema"))] = draw.choice(_VALUES)

@@ -1,4 +1,4 @@
-"""Traces of clusters that `fuzz.py` damages, and the tables that belong to them."""
+"""Cluster traces that `fuzz.py` mutates, with their tables."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _simulated(
     policy: str,
     events: Sequence[NodeEvent] = (),
 ) -> None:
-    """What ``autopar simulate`` does with a trace, for its first half hour."""
+    """Simulates the first half hour of a trace, like ``autopar simulate``."""
     made = policy_of(policy)
     jobs = read_trace(trace, tables, _NODES, made).jobs
     options = Options(most_s=1800.0, events=tuple(events))
@@ -88,7 +88,7 @@ def _simulated(
 
 
 def traces(place: pathlib.Path) -> Format:
-    """Files for ``autopar simulate FILE`` and ``--away``."""
+    """Files for ``autopar simulate FILE`` and for ``--away``."""
     path, plain = place / "trace", place / "plain.csv"
     plain.write_text(_PLAIN)
     _write(place, {f"tables/tiny/{k}": x.encode() for k, x in _TINY.items()})
@@ -120,7 +120,8 @@ def tables(place: pathlib.Path) -> Format:
     def read(data: bytes) -> None:
         try:
             parts, _ = zip_parts(data)
-        except Exception as error:  # the archive is only how the files travel
+        # The archive only transports the files, so its own errors do not count.
+        except Exception as error:
             raise ScheduleError("the archive is damaged") from error
         here = place / "case"
         shutil.rmtree(here, ignore_errors=True)

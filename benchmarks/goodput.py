@@ -1,22 +1,24 @@
-"""The noise scale against single rows, what it costs, and the rows that it predicts.
+"""The measured noise scale: its accuracy, its cost, and the rows that it predicts.
 
     python benchmarks/goodput.py --rows norms
     python benchmarks/goodput.py --rows overhead
     python benchmarks/goodput.py --rows samples --optimizer sgd --seeds 5
 
-``norms``: residual layers under plans for 8 simulated devices. One device computes the
-gradients of single rows and adds them up over the groups of each plan. The table shows
-how far the step's sum of squared norms, and squared norm of the mean, are from that.
+``norms``: residual layers are trained under plans for 8 simulated devices. One device
+  computes the gradients of single rows and sums them over the groups of each plan. The
+  table compares the step's sum of squared norms, and the squared norm of the mean, with
+  these sums.
 
-``overhead``: CPU seconds of steps that measure and of steps that do not, in turns. Each
-turn is a whole number of the steps after which a measurement comes again.
+``overhead``: CPU seconds of steps with and without measurement, in turns. Measured
+  steps repeat with a period, and each turn is a whole number of periods.
 
-``samples``: a character model is trained with other batches and codecs until its
-held-out loss reaches a level. Rows are predicted from one training with the base batch
-and dense gradients: its noise scale, and the rows in which it came to the level. The
-error of unbiased codecs comes from a short training with the base batch. The progress
-ratio of biased ones comes from trainings with other seeds than those of the table.
-"naive" leaves the codec out, as a noise scale does that knows nothing of codecs.
+``samples``: a character model is trained with other batch sizes and codecs until its
+  held-out loss reaches a level. The number of rows is predicted from the noise scale of
+  one training with the base batch and dense gradients, and from the rows in which this
+  training reached the level. The error of unbiased codecs comes from a short training
+  with the base batch. The progress ratio of biased codecs comes from trainings with
+  seeds that are not in the table. "naive" ignores the codec, like a noise scale that
+  does not account for codecs.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ import autopar
 
 ROWS, LAYERS = 2048, 4
 WIDTHS = {"norms": 64, "overhead": 512}
-# Steps of a turn: with codecs one in 32 is measured.
+# Steps of a turn. With codecs, one step in 32 is measured.
 PERIOD = {"codecs": 32, "dense": 1}
 DATA = {"batch": PartitionSpec("data")}
 REPLICATED = {**DATA, "w/*": PartitionSpec()}
@@ -52,7 +54,7 @@ MODEL = {
     "w/*/down": PartitionSpec("model"),
     "w/*/bias": PartitionSpec("model"),
 }
-# Plan -> microbatches, what is asked for.
+# Plan -> number of microbatches, and options of the planner.
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "data": (1, {"axis_names": ("data",), "pins": REPLICATED}),
     "fsdp": (
@@ -127,7 +129,7 @@ def parallel(microbatches: int, options: dict[str, Any], *, noise: bool) -> Any:
 
 
 def norms(plans: Sequence[str]) -> None:
-    """Prints how far each plan's norms are from those of one device."""
+    """Prints the errors of each plan's norms, relative to those of one device."""
     workloads.row("plan", "groups", "squared norms", "norm of the mean", "left out")
     workloads.row("---", "---", "---", "---", "---")
     width = WIDTHS["norms"]
@@ -144,7 +146,7 @@ def norms(plans: Sequence[str]) -> None:
 
 
 def _expected(width: int, replicas: int, microbatches: int) -> tuple[float, float]:
-    """The norms of the sums of single rows' gradients over a plan's own groups."""
+    """The norms, computed from the gradients of single rows over a plan's groups."""
     w, batch = weights(width), rows_of(width)
     one = jax.jit(
         lambda rows: jax.vmap(jax.grad(lambda w, r: loss_of(w, r[None])), (None, 0))(
@@ -183,7 +185,7 @@ def overhead(plans: Sequence[str], turns: int, rows: int) -> None:
 def _runner(
     microbatches: int, options: dict[str, Any], rows: int, *, noise: bool
 ) -> Callable[[], float]:
-    """Runs steps and returns the CPU seconds of one."""
+    """Returns a function that runs steps and returns the CPU seconds of one step."""
     width = WIDTHS["overhead"]
     run = parallel(microbatches, options, noise=noise)
     held, batch = [weights(width)], jnp.asarray(rows_of(width, rows))
@@ -203,7 +205,7 @@ def _runner(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the rows that are asked for."""
+    """Prints the requested rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", default="norms,overhead,samples")
     parser.add_argument("--plans", default=",".join(PLANS))

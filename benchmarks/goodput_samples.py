@@ -1,4 +1,4 @@
-"""Predicted against realised rows until a character model reaches a loss."""
+"""Predicted and actual number of rows until a character model reaches a loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ sys.path.insert(0, str(workloads.EXAMPLES_DIR))
 example_data: Any = importlib.import_module("example_data")
 
 BASE, WORKERS, CONTEXT, WIDTH, VOCAB = 32, 4, 8, 96, 128
-# Steps of the base training after which its loss is the level.
+# Number of steps of the base training, whose last loss is the level; the most steps of
+# a training; and steps between two evaluations.
 STEPS, MOST, EVERY = 400, 4000, 5
 RATES = {"sgd": 0.2, "adam": 1e-3}
 CODECS = (
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def loss_of(w: Any, batch: Any) -> Any:
-    """The loss of the next character after some others."""
+    """The loss of the next character, predicted from some previous characters."""
     x = w["embed"][batch["x"]].reshape(len(batch["x"]), -1)
     logits = jnp.tanh(x @ w["hidden"]) @ w["out"]
     found = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
@@ -68,7 +69,7 @@ def loss_of(w: Any, batch: Any) -> Any:
 
 
 def rows(count: int, seed: int, number: int) -> dict[str, np.ndarray]:
-    """A batch of the text; other seeds draw other places."""
+    """A batch of the text; another seed draws other positions."""
     tokens = example_data.text_tokens()
     draw = np.random.default_rng((seed, number))
     starts = draw.integers(0, len(tokens) - CONTEXT, size=(count, 1))
@@ -81,11 +82,11 @@ class Curve:
     """One training.
 
     Attributes:
-      batch: rows of its steps.
+      batch: rows of a batch.
       steps: number of steps at each evaluation.
-      losses: held-out losses then.
-      phis: noise scales then.
-      error: of its codecs, after the last step.
+      losses: held-out loss at each evaluation.
+      phis: noise scale at each evaluation.
+      error: error of the codecs after the last step.
     """
 
     batch: int
@@ -95,7 +96,7 @@ class Curve:
     error: CodecError
 
     def steps_to(self, level: float) -> float:
-        """Steps until the held-out loss is at a level, between evaluations linearly."""
+        """Steps until the held-out loss reaches a level, interpolated linearly."""
         for k in range(1, len(self.losses)):
             before, after = self.losses[k - 1], self.losses[k]
             if after <= level:
@@ -105,17 +106,17 @@ class Curve:
         return math.inf
 
     def rows_to(self, level: float) -> float:
-        """Rows until then."""
+        """Rows until the held-out loss reaches a level."""
         return self.batch * self.steps_to(level)
 
 
 class Trainer:
-    """Trains with any batch and codec; programs are compiled once."""
+    """Trains with any batch size and codec; programs are compiled once."""
 
     def __init__(
         self, optimizer: str, rate: float | None = None, decay: float = 0.99
     ) -> None:
-        """Plans for the data-parallel layouts that all trainings have."""
+        """Plans data-parallel layouts for all trainings."""
         rule = "adascale" if optimizer == "sgd" else "adascale-root"
         base = getattr(optax, optimizer)(rate or RATES[optimizer])
         self.tx = scale_updates(base, rule, base_batch=BASE)
@@ -140,7 +141,7 @@ class Trainer:
         return (optax.apply_updates(w, updates), opt), loss
 
     def state(self, seed: int) -> Any:
-        """The first state of a seed."""
+        """The initial state of a seed."""
         keys = jax.random.split(jax.random.key(seed), 3)
         w = {
             "embed": 0.3 * jax.random.normal(keys[0], (VOCAB, 16)),
@@ -180,7 +181,7 @@ class Trainer:
         level: float,
         most: int = MOST,
     ) -> Curve:
-        """Trains until the held-out loss is at a level."""
+        """Trains until the held-out loss reaches a level."""
         run = self.run_of(codec)
         run.noise_state, state, curve = None, self.state(seed), ([0], [9.0], [math.nan])
         if codec != "dense":
@@ -209,7 +210,7 @@ def _local(w: Any) -> Any:
 
 
 def predicted(base: Curve, level: float, batch: int, error: CodecError) -> float:
-    """Rows to a level: the base training's progress at each step's own gain."""
+    """Predicts the rows to a level, from the base training and each step's gain."""
     total, end = 0.0, base.steps_to(level)
     for k in range(1, len(base.steps)):
         done = min(base.steps[k], end) - base.steps[k - 1]
@@ -221,7 +222,7 @@ def predicted(base: Curve, level: float, batch: int, error: CodecError) -> float
 
 
 def table(given: argparse.Namespace) -> None:
-    """Prints predicted over realised rows for each batch and codec."""
+    """Prints the ratio of predicted to actual rows, by batch size and codec."""
     trainer = Trainer(given.optimizer, given.rate, given.decay)
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     exact = CodecError()
@@ -242,7 +243,7 @@ def table(given: argparse.Namespace) -> None:
 
 
 def _known(trainer: Trainer, codec: str, level: float) -> tuple[CodecError, float]:
-    """What is known of a codec before the table, from other seeds."""
+    """The error and progress ratio of a codec, measured with other seeds."""
     if codec == "dense":
         return CodecError(), 1.0
     if codec in UNBIASED:
@@ -283,7 +284,7 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def _interval(found: Sequence[float]) -> tuple[float, float]:
-    """The mean and half of its 95 % interval."""
+    """The mean, and half of the width of its 95 % interval."""
     if len(found) < 2:
         return found[0], math.inf
     sd = statistics.stdev(found) / math.sqrt(len(found))

@@ -1,12 +1,13 @@
-"""GraVAC against its static levels on models that compile and train in minutes.
+"""GraVAC and its static levels on small models that compile and train in minutes.
 
     python benchmarks/gravac_small.py --seeds 3
 
-The study of `benchmarks/policies.py` on its two models, made small: the GPT with one
-layer of width 64 (Adam), and the network over n-grams with 1024 rows for each length
-(SGD with momentum). What a step computes is taken to last ``--compute-ms`` of the large
-model, divided by how much smaller this one is, so that computation and messages are to
-each other what they are there. ``--steps`` and ``--most-steps`` are those of the study.
+The models are small versions of those of `benchmarks/policies.py`: the GPT with one
+layer of width 64 (Adam), and the n-gram network with 1024 rows for each length (SGD
+with momentum). The computing time of a step is taken as ``--compute-ms`` of the large
+model, divided by the ratio of the models' sizes. So the ratio of computation to
+communication is that of the large model. ``--steps`` and ``--most-steps`` have the same
+meaning as in `policies.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SMALL_GPT = policies.GPT._replace(layers=1, d_model=64)
 SMALL_ROWS = 1 << 10
 
 Build = Callable[[int], Any]
-# Each model as it is there, and small.
+# Each model in its large and its small version.
 MODELS: dict[str, tuple[Build, Build]] = {
     "gpt": (
         functools.partial(policies.language_model.build, sizes=policies.GPT),
@@ -36,12 +37,12 @@ MODELS: dict[str, tuple[Build, Build]] = {
 
 
 def shifted(build: Build, by: int) -> Build:
-    """The model of later seeds."""
+    """The model with later seeds."""
     return lambda seed: build(seed + by)
 
 
 def parameters(trainer: policies.Trainer) -> int:
-    """How many numbers a model learns."""
+    """The number of parameters of a model."""
     return sum(math.prod(shape) for shape in trainer.shapes.values())
 
 

@@ -1,25 +1,27 @@
-"""Growth of a step with the number of devices: predicted against published.
+"""Growth of the step time with the number of devices, predicted and published.
 
     python benchmarks/growth.py [--only TEXT] [--rows FILE] [--limit 20]
 
-Two sources, each with its own strategies priced on its own meshes:
+The figures come from two sources. Each strategy of a source is priced on its own mesh:
 
-* InternLM-7B on A100s at 50 Gb/s a device, 8 sequences a device: ZeRO-1 within a host
+* InternLM-7B on A100s at 50 Gb/s a device, 8 sequences per device: ZeRO-1 within a host
   or over all devices, with and without tensor parallelism (InternLM,
   doc/en/train_performance.md);
 * Llama 3 8B on H100s by torchtitan: FSDP, and FSDP with tensor parallelism of 8
-  (pytorch/torchtitan, benchmarks). Its cards are limited to 500 W and have 2.4 TB/s of
-  memory (`TITAN`), as their rows of `benchmarks/published.py` have.
+  (pytorch/torchtitan, benchmarks). The cards are limited to 500 W and have a memory
+  bandwidth of 2.4 TB/s (`TITAN`), as in `benchmarks/published.py`.
 
-InternLM's ZeRO-1 has no gathers beside the forward pass: behind the update each device
-broadcasts its part of the parameters, one device after the other, when no work is left
-(internlm/solver/optimizer/hybrid_zero_optim.py). So these rows are priced with the
-plan's gathers taken out and `broadcasts_s` put in, by NCCL's own model.
+InternLM's ZeRO-1 does not gather parameters during the forward pass. After the update,
+each device broadcasts its part of the parameters, one device after the other, when no
+work is left to overlap (internlm/solver/optimizer/hybrid_zero_optim.py). Therefore
+these rows are priced without the plan's gathers, but with `broadcasts_s`, by NCCL's own
+model.
 
-FILE is a JSON list of more rows in the same form as `ROWS`. Prints a JSON line for
-each row, then one for each pair of sizes of a strategy: seconds by which a step grows,
-measured and predicted; and whether rows of as many devices are in the measured order.
-A pair is right where both differ by less than 0.1 s, or by less than a fifth.
+FILE is a JSON list of more rows in the form of `ROWS`. The command prints a JSON line
+for each row. Then it prints a line for each pair of sizes of a strategy, with the
+measured and the predicted increase of the step's seconds, and whether rows with equally
+many devices are in the measured order. A pair is right if the increases differ by less
+than 0.1 s, or by less than a fifth.
 """
 
 from __future__ import annotations
@@ -49,13 +51,14 @@ from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis, analyse
 
-# Rows that differ by less than this part are in no order.
+# Rows whose seconds differ by less than this fraction have no order.
 ALIKE = 0.01
-# NCCL's model of a broadcast in a ring, Simple protocol (src/graph/tuning.cc, version
-# 2.29): seconds of its start, and of each step among and within hosts.
+# NCCL's model of a ring broadcast with the Simple protocol (src/graph/tuning.cc,
+# version 2.29): seconds to start, and seconds of each step between hosts and within a
+# host.
 START_S, NETWORK_STEP_S, NVLINK_STEP_S = 8.4e-6, 14.0e-6, 4.0e-6
-# torchtitan's cards: H100s limited to 500 of 700 W, with 2.4 TB/s, of which a large
-# copy attains a part.
+# torchtitan's cards: H100s limited to 500 of 700 W. Their memory bandwidth is 2.4 TB/s,
+# of which a large copy reaches a fraction.
 TITAN = {
     "memory_bandwidth_bytes_per_s": 2.4e12 * STREAM_EFFICIENCY,
     "power_part": 500 / 700,
@@ -89,9 +92,9 @@ def row(
     }
 
 
-# ZeRO-1 on one host is both within it and over all devices. torchtitan's steps are
-# 2.458 s on 8 devices, 0.058 s more on 128; with tensor parallelism of 8 a token takes
-# 1.49 times as long.
+# On one host, ZeRO-1 within a host and over all devices are the same. torchtitan's
+# steps take 2.458 s on 8 devices, and 0.058 s more on 128 devices. With tensor
+# parallelism of 8, a token takes 1.49 times as long.
 ROWS = [
     row("internlm-7b", 1, 1, "zero-1 within", 4.018),
     row("internlm-7b", 8, 1, "zero-1 within", 4.154),
@@ -110,7 +113,9 @@ ROWS = [
 
 
 def recipe_of(given: dict[str, Any], axes: int) -> Recipe:
-    """The rule of a row's strategy on a mesh whose last axis may be tensor parallel."""
+    """The expert rule of a row's strategy, on a mesh whose last axis may be tensor
+    parallel.
+    """
     every = tuple(range(axes))
     data, tensor = (every, ()) if given["tensor"] == 1 else (every[:-1], every[-1:])
     return Recipe(
@@ -138,7 +143,7 @@ def analysed(given: dict[str, Any], cluster: autopar.Cluster) -> Analysis:
 def priced(
     given: dict[str, Any], analysis: Analysis, cluster: autopar.Cluster, seconds: float
 ) -> Candidate:
-    """The best plan within a row's strategy; where none is predicted to fit, any."""
+    """The best plan within a row's strategy; if no plan seems to fit, any plan."""
     tensor = given["tensor"]
     for memory in (cluster.device.memory_bytes, 10**15):
         device = dataclasses.replace(cluster.device, memory_bytes=memory)
@@ -158,7 +163,7 @@ def priced(
 
 
 def own_seconds(given: dict[str, Any], found: Candidate) -> float:
-    """Seconds of a step as the run sends its parameters."""
+    """Seconds of a step, with the broadcasts of the published run if it has them."""
     if not given.get("broadcasts"):
         return found.step_s
     sent, kept = 0.0, list[Collective]()
@@ -180,14 +185,15 @@ def broadcasts_s(
 ) -> float:
     """Seconds in which each device of a group broadcasts its part, one after the other.
 
-    A ring takes a step for each device of the group, and the bytes of a part go once
-    through the slowest link; over hosts, the devices of a host share its links.
+    A broadcast takes one step for each device of the group, and the bytes of a part
+    pass once through the slowest link. Over hosts, the devices of a host share its
+    links.
 
     Args:
-      nbytes: of all parts together.
-      cluster: hosts of devices.
-      tensor: devices that are in other groups for each of this group.
-      hosts: over which the group goes; None: all.
+      nbytes: bytes of all parts together.
+      cluster: the hosts and devices.
+      tensor: number of groups that broadcast at the same time.
+      hosts: number of hosts of the group; None: all hosts.
     """
     outer, inner = cluster.levels[0], cluster.levels[-1]
     hosts, local = hosts or outer.size * (len(cluster.levels) > 1) or 1, inner.size
@@ -201,7 +207,7 @@ def broadcasts_s(
 
 
 def compared(done: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The growth of each strategy, and the order of rows of as many devices."""
+    """The growth of each strategy, and the order of rows with equally many devices."""
     out: list[dict[str, Any]] = []
     for one, other in itertools.combinations(done, 2):
         real = other["step_s"] - one["step_s"]

@@ -1,11 +1,12 @@
-"""Guaranteed jobs under our policy and Rubick's: what docs/scheduling.md repeats.
+"""Guaranteed jobs under our policy and Rubick's, for the table in docs/scheduling.md.
 
     python benchmarks/guarantees.py [--seeds 0,1,2] [--out docs/data/guarantees.json]
 
-Traces: the published workload with guarantees, and traces whose jobs and arrival times
-are drawn by seed from the published workload without, 20 and 50 % of them guaranteed.
-The price of guarantees was chosen on the published workload with guarantees and on
-seeds from 100; seeds below 100 are kept out.
+Traces: The traces are the published workload with guarantees, and traces whose jobs and
+  arrival times are drawn by seed from the published workload without guarantees. In the
+  drawn traces 20 or 50 % of the jobs are guaranteed. The price of guarantees was chosen
+  on the published workload with guarantees, and on seeds from 100 on. Seeds below 100
+  were not used for this choice.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pathlib
 import random
 from typing import Annotated
 
-# SciPy's fits are of few numbers: threads of its linear algebra wait for each other.
+# SciPy's fits have few parameters, so threads of linear algebra mostly wait.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
@@ -34,7 +35,8 @@ DEFAULT = pathlib.Path(os.environ.get("AUTOPAR_SHARED", ROOT.parent.parent / "sh
 OUT = ROOT.parent / "docs" / "data" / "guarantees.json"
 CLUSTER = "8x8"
 SHARES = (0.2, 0.5)
-# The bars: seconds on the published workload, ratios to Rubick's policy on the others.
+# The bars: seconds on the published workload, and ratios to Rubick's policy on the
+# other traces.
 MOST_S = {"average": 2400.0, "guaranteed": 2328.0}
 MOST_RATIO = 0.9
 
@@ -46,7 +48,7 @@ def run(
     seeds: Annotated[str, typer.Option(help="Of the drawn traces.")] = "0,1,2",
     out: Annotated[pathlib.Path, typer.Option(help="What is written.")] = OUT,
 ) -> None:
-    """Prints a row for each trace, and writes all of them."""
+    """Prints a row for each trace, and writes all rows."""
     folder = shared / "scheduling" / "rubick"
     if not folder.is_dir():
         raise typer.BadParameter(f"{folder} is not there; name the folder of traces")
@@ -65,7 +67,9 @@ def run(
 
 
 def drawn(published: Rows, seed: int, share: float) -> Rows:
-    """As many jobs and arrival times, drawn with replacement; a share is guaranteed."""
+    """As many jobs and arrival times as published, drawn with replacement; a fraction
+    of the jobs is guaranteed.
+    """
     generator, count = random.Random(seed), len(published)
     picked = [generator.choice(published)[1] for _ in range(count)]
     at_s = sorted(generator.choice(published)[1].submitted_s for _ in range(count))
@@ -120,7 +124,7 @@ def _row(name: str, rows: Rows, tables: pathlib.Path) -> dict[str, object]:
 
 
 def _figures(rows: Rows, tables: pathlib.Path, policy: str) -> Metrics:
-    """The figures of a policy; no job may be lost on the way."""
+    """The figures of a policy; an error if a job was lost."""
     made, names = policy_of(policy), [job.application for _, job in rows]
     times = rubick.read_plan_times(tables, names)
     jobs = rubick.running(rows, times, ghosts=policy == "rubick")

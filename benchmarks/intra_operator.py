@@ -2,7 +2,7 @@
 
     python benchmarks/intra_operator.py --seconds 10 --seconds 60 INSTANCE.json.gz ...
 
-Without paths it takes every instance in the folder ``AUTOPAR_IOPDDL_DIR``.
+Without paths, the command solves every instance in the folder ``AUTOPAR_IOPDDL_DIR``.
 """
 
 import os
@@ -20,7 +20,7 @@ def run(
     seconds: Annotated[list[float] | None, typer.Option()] = None,
     gap: Annotated[float, typer.Option()] = 1e-6,
 ) -> None:
-    """Prints one row per instance and limit; reading counts into the limit."""
+    """Prints a row for each instance and limit; the time to read a file counts."""
     print("| instance | nodes | edges | limit s | cost | bound | gap | status | s |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for path in instances or _default_instances():

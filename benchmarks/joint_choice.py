@@ -1,10 +1,10 @@
-"""Layouts and codecs chosen together, against layouts first and codecs after.
+"""Layouts and codecs chosen together, compared with layouts first and codecs second.
 
     python benchmarks/joint_choice.py [--device h100] [--shape 4x2] [example ...]
 
-For links between hosts from 0.1 to 400 Gbit/s: predicted step times of the best
-plan without codecs, of that plan's layouts with the best codecs for them, and of
-both chosen together, with the mesh of each.
+The links between hosts have rates from 0.1 to 400 Gbit/s. For each rate, the table has
+the predicted step times and meshes of three plans: the best plan without codecs, this
+plan's layouts with the best codecs, and layouts and codecs chosen together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RATES = (0.1, 0.3, 1, 3, 10, 25, 50, 100, 200, 400)
 
 
 def main() -> int:
-    """Prints the table; returns 1 if choosing together is ever worse."""
+    """Prints the table; returns 1 if the joint choice is ever worse."""
     parser = argparse.ArgumentParser()
     parser.add_argument("examples", nargs="*", default=["gpt"])
     parser.add_argument("--device", default="h100")
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def row(name: str, rate: float, analysis, options: argparse.Namespace) -> bool:
-    """Plans for one rate; returns whether choosing together is worse."""
+    """Plans for one rate; returns whether the joint choice is worse."""
     text = f"{options.shape}:{options.device},network={rate:g}Gb/s"
     cluster = Cluster.parse(text)
     given = {"seconds": options.seconds}
@@ -71,7 +71,7 @@ def row(name: str, rate: float, analysis, options: argparse.Namespace) -> bool:
 
 
 def layout(plan) -> str:
-    """The mesh, and how many parameters are split over which axes."""
+    """The mesh, and the number of parameters split over each set of axes."""
     axes = " ".join(f"{k}={v}" for k, v in plan.mesh["axes"].items())
     split = collections.Counter(
         "+".join(sorted({a for dim in spec for a in dim})) or "whole"
@@ -90,7 +90,7 @@ def layout(plan) -> str:
 
 
 def codecs(plan) -> str:
-    """How many gradients each codec sends."""
+    """The number of gradients that each codec sends."""
     found = collections.Counter(g.codec or "as they are" for g in plan.gradients)
     return ", ".join(f"{n} {k}" for k, n in found.most_common(4))
 

@@ -1,7 +1,7 @@
-"""Models of real sizes, as train steps on abstract arrays.
+"""Models of realistic size, as train steps on abstract arrays.
 
-Decoders have fused attention (cuDNN's on GPUs, Pallas's on TPUs). All compute in
-bfloat16 on float32 parameters; from 8 billion parameters each layer is
+Decoders have fused attention (cuDNN's on GPUs, Pallas's on TPUs). All models compute in
+bfloat16 with float32 parameters. From 8 billion parameters on, each layer is
 rematerialised.
 """
 
@@ -36,9 +36,9 @@ class Language:
     Attributes:
       model: its sizes.
       sequence: tokens of a row.
-      rows: of a batch for each device.
-      remat: as of `decoder.Run`.
-      experts: of each layer; 0: plain MLPs.
+      rows: rows of a batch for each device.
+      remat: rematerialisation, as in `decoder.Run`.
+      experts: experts of each layer; 0: plain MLPs.
     """
 
     model: decoder.Decoder
@@ -96,7 +96,7 @@ LANGUAGE = {
 
 
 def _vit(cluster: Cluster) -> Built:
-    """ViT-H/14, 32 images a device; each layer is rematerialised."""
+    """ViT-H/14 with 32 images per device; each layer is rematerialised."""
     return workloads.arguments(
         "vit", layers=32, d_model=1280, heads=16, size=224, patch=14, classes=1000,
         batch=32 * cluster.num_devices, dtype="bfloat16", remat=True,
@@ -104,7 +104,9 @@ def _vit(cluster: Cluster) -> Built:
 
 
 def _unet(cluster: Cluster) -> Built:
-    """The widths of Stable Diffusion, 8 latent images of 64 x 64 a device."""
+    """A U-Net with the widths of Stable Diffusion; 8 latent images of 64 x 64 per
+    device.
+    """
     return unet.train_step(
         batch=8 * cluster.num_devices,
         size=64,

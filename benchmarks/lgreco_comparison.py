@@ -1,26 +1,26 @@
-"""Bytes of L-GreCo's choice within a family, and of the choice across families.
+"""Bytes of L-GreCo's codecs within one family, and of codecs chosen across families.
 
     python benchmarks/lgreco_comparison.py                  # the whole table
     python benchmarks/lgreco_comparison.py --rank 16        # another reference
 
-A small GPT on text that comes with Python, by data parallelism over four simulated
-devices (see `data_parallel`). Every run but the dense one begins with dense
-gradients, goes on with PowerSGD of the reference rank, and takes samples of its last
-ten steps: a worker's gradients with their residuals, averaged. From these it chooses
-a codec for each gradient, once, and keeps it to the end:
+A small GPT is trained on text that comes with Python, with data parallelism over four
+simulated devices (see `data_parallel`). Every run except the dense one begins with
+dense gradients, and goes on with PowerSGD of the reference rank. In the last ten of
+these steps it averages samples: a worker's gradients plus residuals. From the samples
+it chooses a codec for each gradient once, and keeps this codec to the end:
 
-- L-GreCo (arXiv 2210.17357) the least bytes of PowerSGD's ranks from half to twice the
-  reference, with no more error, as L2 norms summed over gradients, than the reference
-  makes (`autopar.compression.policies.LGreCo`); as published with factors in float32,
-  and, to tell what is owed to them, with factors in int8;
-- ours the least bytes of all families, with no more error than the reference makes in
-  the metric of Adam: squared relative errors, weighted by elements
-  (`autopar.compression.policies.AcrossFamilies`).
+- L-GreCo (arXiv 2210.17357) chooses the fewest bytes among PowerSGD's ranks from half
+  to twice the reference. The sum of the L2 norms of the errors is at most that of the
+  reference (`autopar.compression.policies.LGreCo`). Factors are float32 as published,
+  and also int8, to separate the effect of the factors' dtype;
+- ours chooses the fewest bytes among all families. The error is at most that of the
+  reference in the metric of Adam: squared relative errors, weighted by the number of
+  elements (`autopar.compression.policies.AcrossFamilies`).
 
-Losses are of the held-out text after the last step, in nats a character; "distance" is
-that of the means in units of dense's sample standard deviation over the seeds. Bytes
-are what one worker sends in a step after the choice, the small gradients that are
-always dense included.
+Losses are those of the held-out text after the last step, in nats per character.
+"distance" is the difference of the means from dense gradients, in units of the latter's
+sample standard deviation over the seeds. Bytes are those that one worker sends in a
+step after the choice, including small gradients that are always dense.
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ from autopar.compression.policies.probe import (
 WARM_UP = 25
 CHOOSE_AT = 50
 SAMPLED = 10
-# Any: the choice is the one of least bytes.
+# With this bandwidth the fastest choice is the one with the fewest bytes; any other
+# value would do.
 BANDWIDTH_BYTES_PER_S = 100e6 / 8
 
 
 @dataclasses.dataclass(slots=True)
 class Chooser:
-    """Takes samples while a run goes on, and recodes it once.
+    """Takes samples during a run, and changes the codecs once.
 
     Attributes:
-      trainer: whose run it is.
+      trainer: trainer of the run.
       policy: chooses.
-      codec: of the steps before.
-      seed: of the run.
-      chosen: by gradient, of those the policy has looked at.
-      sums: of the samples.
+      codec: codec of the steps before the choice.
+      seed: seed of the run.
+      chosen: gradient -> chosen codec, for the gradients that the policy changes.
+      sums: sums of the samples.
     """
 
     trainer: Trainer
@@ -85,7 +86,9 @@ class Chooser:
             self.trainer.compiled(self.codec).recode(self.chosen)
 
     def _sample(self, k: int, state: Any) -> None:
-        """Adds the first worker's gradients and residuals, as its published code."""
+        """Adds the first worker's gradients and residuals, as in L-GreCo's published
+        code.
+        """
         step = self.trainer.compiled(self.codec)
         batch = self.trainer.batch(self.seed, k)
         kept = step.compression_state["gradients"]
@@ -102,7 +105,7 @@ def chosen_runs(
     codec: str,
     seeds: Sequence[int],
 ) -> tuple[list[Run], list[Mapping[str, str]]]:
-    """A run for each seed, and what was chosen in it."""
+    """A run for each seed, and the codecs chosen in it."""
     runs: list[Run] = []
     choices: list[Mapping[str, str]] = []
     for seed in seeds:
@@ -113,7 +116,7 @@ def chosen_runs(
 
 
 def describe(name: str, runs: Sequence[Run], dense: Sequence[Run]) -> float:
-    """Prints the row of one method; returns its bytes."""
+    """Prints the row of a method; returns its bytes."""
     mean, deviation = spread([run.loss for run in runs])
     of_dense, sd = spread([run.loss for run in dense])
     nbytes = sum(run.last_nbytes for run in runs) / len(runs)
@@ -132,7 +135,7 @@ def describe(name: str, runs: Sequence[Run], dense: Sequence[Run]) -> float:
 
 
 def with_int8_factors(family: Sequence[str]) -> tuple[str, ...]:
-    """The same ranks with factors in int8."""
+    """The same ranks, with factors in int8."""
     codecs = [parse_codec(text) for text in family]
     assert all(isinstance(codec, PowerSGD) for codec in codecs)
     return tuple(
@@ -141,7 +144,7 @@ def with_int8_factors(family: Sequence[str]) -> tuple[str, ...]:
 
 
 def policies_of(rank: int, options: Sequence[str]) -> dict[str, Any]:
-    """The methods that are compared, by name."""
+    """Name -> the method that is compared."""
     probe = Probe(data_parallel.DEVICES)
     reference = f"powersgd:rank={rank}"
     family = powersgd_family(rank)
@@ -162,7 +165,7 @@ def policies_of(rank: int, options: Sequence[str]) -> dict[str, Any]:
 
 
 def compare(trainer: Trainer, rank: int, options: Sequence[str], seeds: range) -> None:
-    """Prints the table, and what was chosen."""
+    """Prints the table and the chosen codecs."""
     reference = f"powersgd:rank={rank}"
     dense = [trainer.run("dense", seed) for seed in seeds]
     uniform = [trainer.run(reference, seed, warm_up=WARM_UP) for seed in seeds]

@@ -1,12 +1,12 @@
-"""Plans for long sequences: Llama 8B's steps, their parts and utilisation.
+"""Plans for long sequences with Llama 8B: parts of a step and utilisation.
 
     python benchmarks/long_context.py [--only TEXT] [--seconds 10] [--json FILE]
 
-Each row is a step with cuDNN's attention, planned with everything decided: sequence,
-rows of the batch, cluster. A row of 8,192 tokens with as many tokens a device stands
-beside each way of computing layers again, as what the others are compared with. Beside
-the plan stand those that people write for long sequences (`autopar compare`). Writes
-the figures to ``docs/data/long_context.json`` and prints a table.
+Each row is a step with cuDNN's attention: a sequence length, the rows of the batch, and
+a cluster. The planner decides everything else. For each way of rematerialisation there
+is also a row with a sequence of 8,192 tokens and as many tokens per device, for
+comparison. The table also has the plans that people write for long sequences (`autopar
+compare`). Writes the figures to ``docs/data/long_context.json`` and prints a table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.planner.experts import expert_plans
 from autopar.steps.analysis import analyse
 
 DATA = pathlib.Path(__file__).parent.parent / "docs" / "data" / "long_context.json"
-# Tokens of a row, rows, cluster, and how layers are computed again.
+# Tokens of a row, rows, cluster, and rematerialisation.
 ROWS = (
     (8_192, 64, "8x8:h100", "full"),
     (131_072, 1, "8x8:h100", "full"),

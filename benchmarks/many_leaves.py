@@ -1,13 +1,13 @@
-"""What the first call of a step takes, by the number of arrays in its state.
+"""Time of the first call of a step, by the number of arrays in its state.
 
     python benchmarks/many_leaves.py [--leaves 300 1000 5000] [--plain 300] [--write]
 
-Each row is a process: CPU seconds of the first call of `autopar.parallelize` on 8
-simulated devices (tracing, planning, compiling and running), and the largest resident
-memory. States: matrices of one shape that each meet the batch
-(`equal`), those of ten shapes (`shapes`), and a tower of layers with Adam, whose
-moments are arrays, too (`tower`). ``--plain`` names the numbers of arrays for which
-`jax.jit` runs beside it. ``--write`` writes docs/data/many_leaves.json.
+Each row is a separate process. It has the CPU seconds of the first call of
+`autopar.parallelize` on 8 simulated devices (tracing, planning, compiling and running),
+and the largest resident memory. The states are: matrices of one shape that each
+multiply the batch (`equal`), matrices of ten shapes (`shapes`), and a tower of layers
+with Adam, whose moments are arrays as well (`tower`). ``--plain`` names the numbers of
+arrays for which `jax.jit` is also timed. ``--write`` writes docs/data/many_leaves.json.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ import autopar
 DATA = pathlib.Path(__file__).parent.parent / "docs" / "data" / "many_leaves.json"
 ROWS = 64
 KINDS = "equal", "shapes", "tower"
-# CPU seconds with 5,000 arrays.
+# Limit of CPU seconds for 5,000 arrays.
 BAR_S = 30.0
 
 
 def state_and_step(kind: str, count: int) -> tuple[Any, Callable[..., Any], jax.Array]:
-    """A state of about so many arrays, its training step, and a batch."""
+    """A state with about this number of arrays, its training step, and a batch."""
     if kind == "tower":
-        # An array, and two moments of it.
+        # A layer has three arrays: its weight and two moments.
         weights = [0.1 * jnp.eye(16) + k / count for k in range(count // 3)]
         adam = optax.adam(1e-3)
 
@@ -87,7 +87,7 @@ def measure_row(kind: str, count: int, plain: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prints the table; returns 1 where 5,000 arrays or fewer miss the bar."""
+    """Prints the table; returns 1 if a row with at most 5,000 arrays misses the bar."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--leaves", type=int, nargs="+", default=[300, 1000, 5000])
     parser.add_argument("--plain", type=int, nargs="*", default=[300])

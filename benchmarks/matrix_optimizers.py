@@ -1,11 +1,12 @@
-"""Steps under Muon against those under AdamW, by the model.
+"""Predicted steps under Muon and under AdamW.
 
     python benchmarks/matrix_optimizers.py [--only TEXT] [--seconds 10] [--json FILE]
 
-Each row is a Llama on a cluster, planned with one stage: under AdamW, under Muon for
-the matrices of its layers, and under Muon with each matrix updated alone, as the step
-is written. Bytes of the second plan are compared with Shardy's partitioned module.
-Writes the figures to ``docs/data/matrix_optimizers.json`` and prints a table.
+Each row is a Llama on a cluster. It is planned with one stage in three ways: under
+AdamW, under Muon for the matrices of its layers, and under Muon with a separate update
+of each matrix, as the step is written. The bytes of the second plan are compared with
+those of the program that Shardy partitions. Writes the figures to
+``docs/data/matrix_optimizers.json`` and prints a table.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GROUPED = dataclasses.replace(NARROW, d_model=4096, heads=32, kv_heads=8, ffn=14
 SHORT = dataclasses.replace(
     NARROW, layers=12, d_model=1024, heads=8, kv_heads=8, ffn=4096
 )
-# Model, rows of 2,048 tokens, cluster.
+# Name -> model, number of rows of 2,048 tokens, and cluster.
 ROWS = {
     "32 x 2048, 8x8:h100": (NARROW, 128, "8x8:h100"),
     "32 x 2048, 4x8:a100": (NARROW, 128, "4x8:a100"),

@@ -1,14 +1,15 @@
-"""Predicted memory against XLA's compilers, for steps of many kinds.
+"""Compares predicted memory with XLA's compilers, for steps of many kinds.
 
     python benchmarks/memory.py --plans FILE [--cases '*@8:h100' ...] [--again]
 
-Plans each step for devices that need not be there, compiles the plan for them, and
-writes one row a case into ``docs/data/memory.json``: bytes of one device, predicted and
-compiled; the plans go to a file of their own. Rows that this file has are left out;
-``--again`` predicts again for its plans and compiles nothing. Prints a table. Needs the
-extras ``gpu-compiler`` and ``tpu-compiler`` for the cases that name a GPU or a TPU.
+Plans each step for devices without needing them, compiles the plan for these devices,
+and writes one row per case to ``docs/data/memory.json``: bytes of one device, predicted
+and compiled. The plans are written to a separate file. Rows that are already in the
+data file are skipped; ``--again`` only renews the predictions for the saved plans.
+Prints a table. Cases with a GPU or a TPU need the extra ``gpu-compiler`` or
+``tpu-compiler``.
 
-No rule and no constant of the model was read from the cases that are kept out.
+Rules and constants of the cost model were not chosen on the cases in `KEPT_OUT`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _of(make: Callable[..., steps.Made], **given: Any) -> Make:
     return functools.partial(make, **given)
 
 
-# Rules were read from these.
+# Rules of the cost model were derived from these steps.
 READ: Mapping[str, Make] = {
     "gpt-24": _of(steps.plain),
     "gpt-24-remat": _of(steps.plain, **REMAT),
@@ -67,7 +68,7 @@ READ: Mapping[str, Make] = {
     "muon": _of(steps.muon),
     "mixer": _of(steps.mixer),
 }
-# Nobody looked into these.
+# These steps were not examined when rules were derived.
 KEPT_OUT: Mapping[str, Make] = {
     "llama-32-remat": _of(steps.plain, family="llama", layers=32, d_model=512, **REMAT),
     "llama-16": _of(steps.plain, family="llama", layers=16),
@@ -107,7 +108,7 @@ class Case:
 
 
 def row_of(case: Case, known: Mapping[str, Any] | None) -> dict[str, Any]:
-    """One row of the data; a known one is predicted again."""
+    """One row of the data; for a known row, only the predictions are renewed."""
     analysis = analyse(*STEPS[case.step]())
     cluster = autopar.Cluster.parse(case.cluster)
     if known is None:
@@ -132,7 +133,7 @@ def row_of(case: Case, known: Mapping[str, Any] | None) -> dict[str, Any]:
 def compiled_bytes(
     case: Case, analysis: Analysis, plan: Plan, cluster: autopar.Cluster
 ) -> int:
-    """What one device needs by the compiler."""
+    """Bytes that one device needs, according to the compiler."""
     found = audit_analysis(
         analysis, plan, cluster, compiled=case.target is None, target=case.target
     )
@@ -143,7 +144,7 @@ def compiled_bytes(
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """Prints the rows, and how many are within the bar."""
+    """Prints the rows, and the number of rows within the bar."""
     workloads.row("case", "mesh", "compiled GB", "predicted / compiled", "kept out")
     workloads.row(*["---"] * 5)
     for row in rows:
@@ -161,7 +162,7 @@ def table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Writes the rows that the file lacks, and prints all."""
+    """Adds the rows that are not in the file, and prints all rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=pathlib.Path, default=DATA)
     parser.add_argument("--plans", type=pathlib.Path, required=True)

@@ -1,6 +1,6 @@
-"""Train steps of many kinds on abstract arrays, for the benchmark of memory.
+"""Train steps of many kinds on abstract arrays, for `memory.py`.
 
-Each function returns the step and its arguments. Parameters are float32 unless they are
+Each function returns a step and its arguments. Parameters are float32 unless they are
 frozen, and are cast where they are used.
 """
 
@@ -26,7 +26,7 @@ def training(
     *beside: Any,
     optimizer: optax.GradientTransformation | None = None,
 ) -> Made:
-    """A step that trains parameters by a loss; AdamW without an ``optimizer``."""
+    """A step that trains parameters with a loss; by default with AdamW."""
     update = optimizer or optax.adamw(1e-4)
 
     def step(params: Any, moments: Any, *beside: Any) -> Any:
@@ -38,7 +38,7 @@ def training(
 
 
 def plain(family: str = "gpt", layers: int = 24, **given: Any) -> Made:
-    """A decoder of unrolled layers (`decoder.train_step`)."""
+    """A decoder with unrolled layers (`decoder.train_step`)."""
     model, run = _decoder(family, layers, **given)
     return decoder.train_step(model, run)
 
@@ -72,7 +72,7 @@ def _decoder(
 
 
 def scanned(family: str = "gpt", layers: int = 24, **given: Any) -> Made:
-    """A decoder whose layers are one loop over stacked parameters."""
+    """A decoder with one loop over the stacked parameters of its layers."""
     model, run = _decoder(family, layers, **given)
     blocks, rest = _stacked(model, run)
 
@@ -95,7 +95,7 @@ def scanned(family: str = "gpt", layers: int = 24, **given: Any) -> Made:
 
 
 def _stacked(model: decoder.Decoder, run: decoder.Run) -> tuple[Any, Any]:
-    """Parameters of all layers, stacked, and those of the rest."""
+    """The stacked parameters of all layers, and the other parameters."""
     known = decoder.shapes(model, run.sequence)
     blocks = jax.tree.map(
         lambda s: Struct((model.layers, *s.shape), s.dtype), known["block_0"]
@@ -105,7 +105,7 @@ def _stacked(model: decoder.Decoder, run: decoder.Run) -> tuple[Any, Any]:
 
 
 def lora(*, scan: bool, layers: int = 12, rank: int = 16, **given: Any) -> Made:
-    """Low-rank changes of a frozen decoder in bfloat16."""
+    """Low-rank updates of a frozen decoder in bfloat16 (LoRA)."""
     model, run = _decoder("llama", layers, **given)
     blocks, rest = _stacked(model, run)
     frozen = jax.tree.map(
@@ -147,7 +147,7 @@ def lora(*, scan: bool, layers: int = 12, rank: int = 16, **given: Any) -> Made:
 def state_space(
     *, layers: int = 4, d_model: int = 512, states: int = 8, batch: int = 64
 ) -> Made:
-    """Layers of linear recurrences by an associative scan, each with an MLP."""
+    """Layers that are linear recurrences by an associative scan, each with an MLP."""
     sequence, ffn = 512, 2 * d_model
     one = {
         "into": Struct((d_model, d_model), jnp.float32),
@@ -180,7 +180,7 @@ def state_space(
 
 
 def graph_network(*, layers: int = 4, width: int = 256, nodes: int = 2048) -> Made:
-    """Messages along edges, summed at their ends, of a batch of graphs."""
+    """A graph network on a batch of graphs: messages along edges, summed per node."""
     edges, graphs = 8 * nodes, 16
     one = {
         "message": Struct((2 * width, width), jnp.float32),
@@ -211,7 +211,7 @@ def graph_network(*, layers: int = 4, width: int = 256, nodes: int = 2048) -> Ma
 
 
 def mixer(*, layers: int = 8, width: int = 768, patches: int = 256) -> Made:
-    """An MLP over patches and one over channels in each layer."""
+    """Layers with an MLP over patches and an MLP over channels."""
     one = {
         "scale": Struct((width,), jnp.float32),
         "patch_up": Struct((patches, 2 * patches), jnp.float32),
@@ -238,7 +238,7 @@ def mixer(*, layers: int = 8, width: int = 768, patches: int = 256) -> Made:
 
 
 def translation(*, layers: int = 6, d_model: int = 512, batch: int = 64) -> Made:
-    """An encoder and a decoder that reads what it leaves."""
+    """An encoder, and a decoder that attends to the encoder's output."""
     heads, sequence, vocab, ffn = d_model // 64, 512, 32000, 4 * d_model
     square = Struct((d_model, heads, 64), jnp.float32)
     own = {"query": square, "key": square, "value": square, "out": square}
@@ -289,7 +289,7 @@ def translation(*, layers: int = 6, d_model: int = 512, batch: int = 64) -> Made
 
 
 def muon(*, layers: int = 8, width: int = 1024) -> Made:
-    """A stack of dense layers under Muon."""
+    """A stack of dense layers, trained with Muon."""
     one = {
         "up": Struct((width, 4 * width), jnp.float32),
         "down": Struct((4 * width, width), jnp.float32),
@@ -312,5 +312,5 @@ def example(name: str, **options: Any) -> Made:
 
 
 def diffusion(**options: Any) -> Made:
-    """The U-Net of the benchmarks."""
+    """The U-Net of `unet.py`."""
     return unet.train_step(**options)

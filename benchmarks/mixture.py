@@ -1,7 +1,8 @@
-"""A decoder with experts in every layer (as Mixtral), as a train step.
+"""A decoder with experts in every layer, like Mixtral, as a train step.
 
-Every token goes to its two best experts, each of which takes a limited number of tokens
-from each row; einsums dispatch and combine (Lepikhin et al., GShard, 2020).
+Every token goes to its two best experts. Each expert takes a limited number of tokens
+of each row. Einsums dispatch the tokens and combine the results (Lepikhin et al.,
+GShard, 2020).
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-CAPACITY = 1.25  # tokens that experts take, over those sent to them on average
+CAPACITY = 1.25  # limit of tokens of an expert, divided by the mean number of tokens
 
 
 def shapes(model: decoder.Decoder, experts: int, sequence: int) -> decoder.Tree:
-    """The parameters, by name: those of a decoder, with an MLP for each expert."""
+    """The parameters by name: those of a decoder, with an MLP for each expert."""
     whole = decoder.shapes(model, sequence)
     d, f = model.d_model, model.ffn
     inner = {"gate": (d, f), "up": (d, f), "down": (f, d)}
@@ -33,7 +34,7 @@ def shapes(model: decoder.Decoder, experts: int, sequence: int) -> decoder.Tree:
 
 
 def routed(gates: jax.Array, capacity: int) -> jax.Array:
-    """The weight of each token in each slot: (batch, token, expert, slot)."""
+    """The weight of each token in each expert's slots: (batch, token, expert, slot)."""
     weights, chosen = jax.lax.top_k(gates, 2)
     weights = weights / weights.sum(-1, keepdims=True)
     masks = jax.nn.one_hot(chosen, gates.shape[-1])
@@ -51,7 +52,7 @@ def routed(gates: jax.Array, capacity: int) -> jax.Array:
 
 
 def mlp(p: decoder.Tree, x: jax.Array) -> jax.Array:
-    """The experts of one layer, on (batch, sequence, width)."""
+    """The experts of one layer, applied to (batch, sequence, width)."""
     experts, kind = p["router"].shape[1], x.dtype
     capacity = int(2 * x.shape[1] * CAPACITY / experts)
     gates = jax.nn.softmax(x.astype(jnp.float32) @ p["router"])

@@ -1,11 +1,11 @@
-"""Planned training on 8 simulated devices against one device.
+"""Compares planned training on 8 simulated devices with training on one device.
 
     python benchmarks/numerics.py [example ...]
 
-Trains each example for 20 steps in float32 under the plan found for a 2x4
-cluster, and once plainly on one device, on the same batches, and prints the
-largest relative difference of the losses; beside it that of a second plain run
-whose first parameters are changed by one unit in the last place.
+Each example is trained for 20 steps in float32 under the plan for a 2x4 cluster, and on
+one device with the same batches. The table has the largest relative difference of the
+losses. For scale, it also has that of a second run on one device, whose initial
+parameters are changed by one unit in the last place.
 """
 
 from __future__ import annotations

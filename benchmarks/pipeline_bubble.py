@@ -1,13 +1,13 @@
-"""Share of a step in which pipeline stages wait: predicted and as it ran.
+"""Fraction of a step in which pipeline stages wait, predicted and measured.
 
     python benchmarks/pipeline_bubble.py [--stages 4] [--microbatches 16] [--unit 0.03]
 
-Every task of a small model waits a set time, a forward pass one unit and a backward
-pass two, as two cores cannot compute four stages at once. Under zero-bubble schedules
-the gradients of inputs and of weights take one each; under interleaved ones each of two
-chunks takes half. Prints a JSON line for each schedule: the share that the schedule
-has on paper, the share that the tasks' trace shows, both in percent, and the most
-activations alive on each stage.
+Two cores cannot compute four stages at once. Therefore every task of a small model
+waits for a fixed time: a forward pass one unit, and a backward pass two units. Under
+zero-bubble schedules, the gradients of inputs and those of weights take one unit each.
+Under interleaved schedules, each of two chunks takes half. Prints a JSON line for each
+schedule: the fraction that the schedule predicts, the fraction that the trace of tasks
+shows, both in percent, and the largest number of live activations on each stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import json
 import os
 
-os.environ.setdefault("NPROC", "16")  # a thread for each task that waits
+os.environ.setdefault("NPROC", "16")  # one thread for each task that waits
 _STAGES = 4
 os.environ.setdefault(
     "XLA_FLAGS", f"--xla_force_host_platform_device_count={2 * _STAGES}"
@@ -40,7 +40,8 @@ from autopar_solver import (  # noqa: E402
     play,
 )
 
-# XLA runs what takes fewer than 1,000 operations at once, where it is issued.
+# XLA runs programs with fewer than 1,000 operations at once, in the thread that issues
+# them.
 WIDTH, LAYERS = 64, 8
 SCHEDULES = (
     Schedule(ScheduleKind.GPIPE),
@@ -65,7 +66,7 @@ def step(params, batch):
 
 
 def arguments(rows: int):
-    """Weights, and a batch with so many rows."""
+    """Weights, and a batch with this number of rows."""
     keys = jax.random.split(jax.random.key(0), LAYERS + 2)
     params = [jax.random.normal(k, (WIDTH, WIDTH)) / 3 for k in keys[:LAYERS]]
     x, y = (jax.random.normal(k, (rows, WIDTH)) for k in keys[LAYERS:])
@@ -87,7 +88,7 @@ def main() -> None:
 def measured(
     schedule: Schedule, stages: int, microbatches: int, unit: float
 ) -> dict[str, object]:
-    """One schedule on paper and as it runs."""
+    """The figures of one schedule, predicted and measured."""
     table = make_table(schedule, stages, microbatches)
     paper = play(table, equal_parts(table, 1.0, 2.0, 1.0))
     params, batch = arguments(2 * microbatches)
@@ -142,9 +143,10 @@ def measured(
 
 
 def waited(ran: list[Ran], unit: float, schedule: Schedule) -> float:
-    """The share of the time in which a stage has nothing to do, over all stages.
+    """The fraction of the time in which a stage has no task, averaged over all stages.
 
-    From when the first task begins to when the last one ends, without the update.
+    The time goes from the begin of the first task to the end of the last one, without
+    the update.
     """
     tasks = [r for r in ran if r.key.phase is not Phase.UPDATE]
     whole = max(r.end_s for r in tasks) - min(r.begin_s for r in tasks)
@@ -155,7 +157,9 @@ def waited(ran: list[Ran], unit: float, schedule: Schedule) -> float:
 
 
 def alive(ran: list[Ran], stage: int) -> int:
-    """The most microbatches of a stage between the forward and the backward pass."""
+    """The most microbatches of a stage whose forward pass has run and whose backward
+    pass has not.
+    """
     ends = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
     own = [r for r in ran if r.key.stage == stage]
     change = [(r.begin_s, 1) for r in own if r.key.phase is Phase.FORWARD]

@@ -1,15 +1,15 @@
-"""Time that the host takes to issue the tasks of a pipeline.
+"""Time of the host to issue the tasks of a pipeline.
 
     python benchmarks/pipeline_dispatch.py [--against OLD] [--stages 2 4] [--turns 5]
 
 Plans the GPT example in stages of one simulated device each, under every schedule.
-Prints a JSON line for each: microseconds to issue a task where programs are empty (they
-take and return arrays of the same shapes and compute nothing), all stages together, and
-the share of the real step that this is, in percent. Medians, and the least of all
-steps: what else runs on the machine adds to a step, and takes nothing off.
+Prints a JSON line for each schedule: microseconds of all stages to issue a task with
+empty programs (which take and return arrays of the same shapes and compute nothing),
+and the percentage of the real step. The figures are medians, and the minimum over all
+steps: steps, because other load of the machine can only lengthen a step.
 
-``--against`` names another checkout, which takes turns with this one: each turn begins
-with the one that ended the turn before.
+``--against`` names another checkout, which is measured in turns with this one: each
+turn begins with the checkout that ended the turn before.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from typing import Any
 import side_by_side
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-# Steps of a turn: empty ones, and real ones.
+# Steps of a turn: with empty programs, and real steps.
 EMPTY, REAL = 10, 3
-LAYERS = 4  # of the GPT; more where there are more parts
+LAYERS = 4  # layers of the GPT; more if there are more parts
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
 def timed(
     roots: dict[str, pathlib.Path], request: dict[str, Any], turns: int
 ) -> dict[str, Any]:
-    """Times checkouts in turns; returns their medians."""
+    """Measures checkouts in turns; returns their medians."""
     words = [sys.executable, __file__, "--child", json.dumps(request)]
     children = {
         name: subprocess.Popen(
@@ -89,7 +89,7 @@ def timed(
 
 
 def row(sizes: dict[str, int], found: list[dict[str, list[float]]]) -> dict[str, float]:
-    """What is told of one checkout."""
+    """The reported figures of one checkout."""
     empty = [s for turn in found for s in turn["empty"]]
     real_s = statistics.median(s for turn in found for s in turn["real"])
     empty_s, tasks = statistics.median(empty), sizes["tasks"]
@@ -103,7 +103,7 @@ def row(sizes: dict[str, int], found: list[dict[str, list[float]]]) -> dict[str,
 
 
 def serve(stages: int, schedule: str, microbatches: int) -> None:
-    """Runs a turn for each line of the input."""
+    """Runs a turn for each line of standard input."""
     import jax
     import workloads
 
@@ -131,7 +131,9 @@ def serve(stages: int, schedule: str, microbatches: int) -> None:
     }
 
     def run(calls: dict[Any, Any], count: int) -> Iterator[tuple[float, float]]:
-        """Seconds of steps: the whole, and issuing the microbatches' tasks."""
+        """Yields seconds of steps: of the whole step, and of issuing the microbatches'
+        tasks.
+        """
         nonlocal state
         pipeline.calls.update(calls)
         for _ in range(count):
@@ -149,7 +151,7 @@ def serve(stages: int, schedule: str, microbatches: int) -> None:
 
 
 def answer(what: Any) -> None:
-    """Tells the process that asked."""
+    """Sends an answer to the process that asked."""
     print(side_by_side.ANSWER + json.dumps(what), flush=True)
 
 
@@ -158,7 +160,7 @@ def emptied(call: Any, leaving: frozenset[int]) -> Any:
 
     Args:
       call: the task.
-      leaving: the values that leave the step, which the next one consumes.
+      leaving: the values that the step returns, which the next step consumes.
     """
     import jax
     import jax.numpy as jnp

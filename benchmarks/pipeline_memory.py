@@ -1,13 +1,13 @@
-"""A GPT that fits in stages only: planned, run, and its memory measured.
+"""Memory of a GPT that fits only in pipeline stages, predicted and measured.
 
     python benchmarks/pipeline_memory.py [--share 0.7] [layers=8 d_model=128 ...]
 
-Finds the least memory of a device in which a plan of one stage on whole batches fits 8
-simulated devices, and takes a share of it as the limit. Then it asks for any plan
-(``stages="auto"``) or one with stages, runs two steps, and prints a JSON line: the
-limit, what plans of one stage and of several are predicted to hold, and the most that a
-device held: arrays that are alive after a task, and the task's own temporaries, by the
-compiler.
+The benchmark finds the least memory per device with which a plan of one stage fits 8
+simulated devices without microbatches, and takes a fraction of it as the limit. Then it
+plans for this limit (``stages="auto"``, or a given number of stages), runs two steps,
+and prints a JSON line: the limit, the predicted memory of plans with one and with
+several stages, and the largest measured memory of a device: the arrays that are alive
+after a task, plus the task's temporary buffers according to the compiler.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def least_bytes(step, state, batch, cluster) -> float:
-    """The least memory in which a plan of one stage on whole batches is found."""
+    """The least memory with which a plan of one stage without microbatches is found."""
     plan = autopar.plan(step, state, batch, cluster=cluster)
     fits = plan.predicted.peak_memory_bytes
     low, high = 0.0, fits
@@ -94,13 +94,13 @@ def least_bytes(step, state, batch, cluster) -> float:
 
 
 def with_memory(cluster: autopar.Cluster, nbytes: int) -> autopar.Cluster:
-    """The cluster with so much memory on each device."""
+    """The cluster with this much memory on each device."""
     device = dataclasses.replace(cluster.device, memory_bytes=nbytes)
     return dataclasses.replace(cluster, device=device)
 
 
 def measured(pipeline: StagePipeline, run, out: dict[str, object]):
-    """Runs a step, and looks at what is alive after each task."""
+    """Runs a step, and measures the live arrays after each task."""
     temporaries = {
         key: call.code.function.lower(*call.code.in_structs)
         .compile()
@@ -142,7 +142,7 @@ def alive() -> Counter[int]:
     """Bytes of all arrays on each device."""
     found: Counter[int] = Counter()
     for array in jax.live_arrays():
-        # Other stages' threads may consume it just now.
+        # The thread of another stage may be donating the array at this moment.
         with contextlib.suppress(RuntimeError):
             shape = array.sharding.shard_shape(array.shape)
             nbytes = math.prod(shape) * array.dtype.itemsize

@@ -1,12 +1,12 @@
-"""Stages on devices of two kinds, half of them twice as fast: ours against even splits.
+"""Pipelines on devices of two speeds: planned stages compared with equal stages.
 
     python benchmarks/pipeline_mixed.py [--microbatches 16] [layers=12 d_model=256 ...]
 
-Plans the GPT example on 8 simulated devices, 4 of which are said to be half as fast as
-the others, as ``stages="auto"`` and in two stages with as many layers each under every
-schedule. Both run on devices that wait as long as each task is predicted to take, times
-a factor. Prints a JSON line: the predicted seconds, the ratio of even to ours, and that
-ratio as it ran.
+The GPT example is planned on 8 simulated devices, 4 of which are described as half as
+fast as the others. It is planned with ``stages="auto"``, and with two stages of equally
+many layers under every schedule. Both plans run on devices that wait for the predicted
+time of each task, times a factor. Prints a JSON line: the predicted seconds, the ratio
+of equal to planned stages, and the measured ratio.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from autopar_passes.program.trace import open_arguments
 from autopar_passes.stages.cut import Phase, TaskKey
 
 _OPTIONS = {"layers": 12, "d_model": 256, "seq": 64, "batch": 32}
-# Seconds that a step is to take: then what two cores compute does not count.
+# Seconds of a step. They are so many that the computing time of two cores does not
+# matter.
 _STEP_S = 8.0
 
 
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def mixed() -> autopar.Cluster:
-    """Four devices as they are, and four of half the speed."""
+    """A cluster of four devices, and four devices of half the speed."""
     fast = autopar.Cluster.local(4)
     known = fast.device
     slow = dataclasses.replace(
@@ -130,7 +131,7 @@ def even(
 
 
 def described(plan: Plan) -> str:
-    """The stages of a plan in a few words."""
+    """A short text about the stages of a plan."""
     data = plan.pipeline
     if data is None:
         return f"one stage on {len(plan.stage.devices)} devices"
@@ -141,7 +142,7 @@ def described(plan: Plan) -> str:
 def measured(
     step, analysis: Analysis, arguments, plan: Plan, factor: float, steps: int
 ) -> float:
-    """Seconds of a step on devices that wait, its update aside."""
+    """Seconds of a step on devices that wait, without the update."""
     assert plan.pipeline is not None
     made = pipelined_step(
         analysis,
@@ -155,7 +156,7 @@ def measured(
 
 
 def times(step, made: PlannedStep, arguments, steps: int) -> list[float]:
-    """Seconds of steps, one by one; the first compiles and does not count."""
+    """Seconds of each step; the first step compiles and is left out."""
     flat = open_arguments(step, arguments).arrays
     placed = [
         jax.device_put(x, s) for x, s in zip(flat, made.in_shardings, strict=True)
@@ -170,7 +171,7 @@ def times(step, made: PlannedStep, arguments, steps: int) -> list[float]:
 
 
 def predicted_s(data: PipelineData | None, key: TaskKey) -> float:
-    """Seconds that a task is predicted to take."""
+    """The predicted seconds of a task."""
     assert data is not None
     match key.phase:
         case Phase.FORWARD:

@@ -1,22 +1,24 @@
-"""A model of steps under Rubick's plans, from four measured placements of each.
+"""A model of steps under Rubick's plans, fitted to four measured placements of each.
 
-Seconds of a step on K devices of n nodes are::
+The seconds of a step on K devices of n nodes are::
 
     a / K + b + d (K - 1) / K / cards (n / 2)^0.1 + e widest / K
 
-computation, what does not shrink, the ring between nodes where n > 1, and what
-placements pay in which pairs of devices are split. All four constants are at least 0,
-and errors are relative.
+The terms are: computation; a constant; the ring between nodes, for n > 1; and a cost of
+placements in which a pair of devices is on two nodes. All four constants are at least
+0. The fit minimises relative errors.
 
-- *cards* are the network cards that the smallest node of the placement reaches, as if
-  two devices shared one: on bert 3+5 devices take as long as 4+4, and 2+6 as long as
-  2+2+2+2. A ring is as fast as its narrowest node.
-- The power of n is that of `autopar.scheduler.models.corrected_form`: the mean of its
-  prior, chosen on Pollux's tables. It was not fitted here.
-- A pair is split where a node has an odd number of devices and others have another
-  number; *widest* is the most devices of a node. **This term was chosen on vit.**
+- *cards* is the number of network cards of the smallest node in the placement, as if
+  two devices shared a card: for bert, 3+5 devices take as long as 4+4, and 2+6 as long
+  as 2+2+2+2. A ring is as fast as its slowest node.
+- The exponent of n is the mean of the prior in
+  `autopar.scheduler.models.corrected_form`, which was chosen on Pollux's tables. It was
+  not fitted here.
+- A pair of devices is split if a node has an odd number of devices and other nodes have
+  another number. *widest* is the largest number of devices of a node. **This term was
+  chosen on vit.**
 
-All else was chosen on bert; the other programs are kept out.
+Everything else was chosen on bert; the other programs were not used.
 """
 
 from __future__ import annotations
@@ -31,18 +33,21 @@ from autopar.scheduler.simulator.tables import read_rows
 CHOSEN_ON = ("bert", "vit")
 PROGRAMS = ("bert", "gpt2", "roberta", "t5", "vit")
 PLANS = ("ga", "gc", "zero-dp", "zero-offload")
-# What is measured of each program and plan; all else is predicted. Of the 715 sets of
-# four placements that were measured under all plans, it is the second best on bert,
-# and the best that shows all four constants.
+# The placements that are measured for each program and plan; all others are predicted.
+# Of the 715 sets of four placements that were measured under all plans, this set is the
+# second best on bert, and the best that determines all four constants.
 MEASURED = ("2", "8", "2222", "35")
-# What Rubick's own validation predicts, those it is fitted to among them.
+# The placements that Rubick's own validation predicts, including those of its fit.
 ONE_NODE = ("1", "2", "4", "8")
-# Devices that share a network card, and the power of nodes; see above.
+# Devices that share a network card, and the exponent of nodes; see the module
+# docstring.
 _PER_CARD, _MORE_NODES = 2, 0.1
 
 
 def table(folder: pathlib.Path) -> None:
-    """Prints errors of placements that were not measured, and those of one node."""
+    """Prints the errors of placements that were not measured, and those within one
+    node.
+    """
     print("| program | kept out | plan | predicted | mean error | worst | one node |")
     print("| --- " * 7 + "|")
     means: dict[str, list[float]] = {"yes": [], "no": []}
@@ -64,7 +69,9 @@ def _means(found: list[float]) -> str:
 
 
 def _cells(errors: dict[str, float]) -> str:
-    """How many were predicted, their mean and worst error, and that of one node."""
+    """The number of predictions, their mean and largest error, and the mean within one
+    node.
+    """
     asked = _asked(errors)
     worst = max(abs(errors[d]) for d in asked)
     near = _mean(errors, [d for d in ONE_NODE if d in errors])
@@ -80,7 +87,7 @@ def _mean(errors: dict[str, float], placed: list[str]) -> float:
 
 
 def placements(folder: pathlib.Path) -> dict[str, dict[str, float]]:
-    """Seconds of a step by plan and placement."""
+    """Plan -> placement -> seconds of a step."""
     found: dict[str, dict[str, float]] = {}
     for row in read_rows(
         folder / "placements.csv", ("exec_plan", "placement", "iter_time")
@@ -92,7 +99,7 @@ def placements(folder: pathlib.Path) -> dict[str, dict[str, float]]:
 
 
 def errors_of(rows: dict[str, float]) -> dict[str, float]:
-    """Relative errors by placement; none without the four that are measured."""
+    """Placement -> relative error; empty if one of the four placements is missing."""
     if any(digits not in rows for digits in MEASURED):
         return {}
     seconds = np.array([rows[digits] for digits in MEASURED])
@@ -103,7 +110,7 @@ def errors_of(rows: dict[str, float]) -> dict[str, float]:
 
 
 def features(placed: tuple[str, ...]) -> np.ndarray:
-    """What the four constants are multiplied with; shape (n, 4)."""
+    """The factors of the four constants; shape (n, 4)."""
     return np.array([_features([int(d) for d in digits]) for digits in placed])
 
 

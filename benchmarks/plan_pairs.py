@@ -1,11 +1,12 @@
-"""Moves the state of a small GPT from each of eight plans to each, two ways.
+"""Moves the state of a small GPT between all pairs of eight plans, in two ways.
 
     python benchmarks/plan_pairs.py [--folder FOLDER]
 
-In memory, freeing each array as it is moved, and through a checkpoint. Prints for each
-pair the milliseconds of both, and checks that every bit of the state is the same. The
-compressed plan's residuals are those of a step; the sum over workers that the next plan
-with codecs starts from must be the same to 1e-6.
+The state is moved in memory, freeing each array as soon as it is moved, and through a
+checkpoint. For each pair, the benchmark prints the milliseconds of both ways, and
+checks that every bit of the state is the same. The residuals of the plan with codecs
+are those of a step. The next plan with codecs must start from residuals with the same
+sum over workers, up to 1e-6.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _run(folder: pathlib.Path) -> int:
 def _row(
     source: str, steps: dict[str, Any], run: Any, batch: Any, folder: pathlib.Path
 ) -> tuple[list[str], int]:
-    """Milliseconds to each plan, and how many arrays differ."""
+    """Milliseconds to each plan, and the number of arrays that differ."""
     from autopar import Checkpoints
     from autopar.runtime.preparation import moved_state
 
@@ -110,7 +111,7 @@ def _row(
 
 
 def _residuals_differ(before: Any, after: Any, compressed: Any) -> int:
-    """How many residuals have another sum once a plan of fewer workers has them."""
+    """The number of residuals whose sum changes under a plan with fewer workers."""
     from autopar.runtime.gradients.codec_state import carry_over
 
     held = carry_over(after.compression_state, compressed.running.planned.sums)
@@ -159,7 +160,7 @@ def _options(name: str) -> dict[str, Any]:
         "tensor": _one("4:cpu", tensor, axes=("t",), batch={}),
         "2-D": _one("2x4:cpu", tensor, axes=("data", "t")),
         "pipeline": {"cluster": "2:cpu", "microbatches": 2, **staged},
-        # Three rows a microbatch: stages split their weights.
+        # A microbatch has three rows, so stages split their weights and not the rows.
         "pipeline+tensor": {"cluster": "8:cpu", "microbatches": ROWS // 3, **staged},
         "compressed": {
             **_one("4x1:cpu,network=1Gb/s", every),

@@ -1,10 +1,10 @@
-"""Time from a train step to its plan, all in, each in a fresh process.
+"""Time from a train step to its plan, each measured in a new process.
 
     python benchmarks/planning_time.py [--profile FILE] [case ...]
 
-Prints seconds of tracing, graph and solving, the solver's gap, and the most memory the
-process held. CPU seconds are those of the process, whatever else the machine does;
-``--profile`` writes where they went, for `pstats`.
+Prints seconds of tracing, of the graph and of solving, the solver's gap, and the peak
+memory of the process. CPU seconds are those of the process, so other load of the
+machine hardly matters. ``--profile`` writes a profile for `pstats`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GPT3 = {
     "vocab": 51200, "remat": True, "dtype": "bfloat16",
 }  # fmt: skip
 UNET = {"batch": 64, "size": 32, "widths": (128, 256, 512)}
-# Name -> (example, options, cluster, bar in seconds).
+# Name -> (example, options, cluster, limit in seconds).
 CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "GPT 12 layers, 8x8": ("gpt", GPT12, "8x8:h100", 3),
     "Llama 8B, 32 layers, 8x8": ("llama", LLAMA8B, "8x8:h100", 8),

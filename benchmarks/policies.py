@@ -1,28 +1,27 @@
-"""Policies against the static codecs they choose from: real training, modelled time.
+"""Compares policies with static codecs, by real training and modelled time.
 
     python benchmarks/policies.py                 # all three tables
     python benchmarks/policies.py --only accordion
 
-Two models read Python's own documentation and library, character by character, with
-the batches of `benchmarks/network/language_model.py`: a small GPT, and a network over
-a table of hashed n-grams, of which a batch touches few rows, as in recommenders. Four
-workers are simulated in one process by `jax.vmap` and sum their gradients through
-`autopar.compression.synchronise`, so that losses, bytes and all that a policy sees are
-real. There is no network here: a step is taken to last
+Two models read Python's own documentation and library, character by character, with the
+batches of `benchmarks/network/language_model.py`. One is a small GPT. The other has a
+table of hashed n-grams, of which a batch touches few rows, as in recommender models.
+Four workers are simulated in one process by `jax.vmap`, and sum their gradients by
+`autopar.compression.synchronise`. So losses, bytes and everything that a policy sees
+are real. There is no network. The time of a step is taken as
 
     seconds of a dense step / 2 + bytes that one worker sends / bandwidth
 
-with the measured seconds of the four workers on this machine's two cores, of which
-one worker alone on a machine would take half. Encoding is counted as nothing: see
-`benchmarks/codec_cost.py` and `benchmarks/selection.py` for that, and
-`benchmarks/network` for real links.
+The seconds of the dense step are measured for four workers on this machine's two cores;
+a worker with a machine of its own would need half. Encoding is assumed to take no time.
+`benchmarks/codec_cost.py` and `benchmarks/selection.py` measure this time, and
+`benchmarks/network` uses real links.
 
-A run's time to a target is that of the first evaluation at which the evaluation
-loss, averaged over the last three, is not above it. There are two targets: 1 % above
-the loss after ``--steps`` steps of the static level that is best then, and of the one
-that is worst. All runs go on for ``--most-steps``, so that a level with cheap steps may
-take more of them. The best level in hindsight is another one for each target and
-bandwidth.
+A run reaches a target at the first evaluation at which the evaluation loss, averaged
+over the last three evaluations, is not above the target. There are two targets: 1 %
+above the loss after ``--steps`` steps of the best static level, and 1 % above that of
+the worst. All runs go on for ``--most-steps``, so that a level with cheap steps may
+take more steps. For each target and bandwidth, another level is the best one.
 """
 
 from __future__ import annotations
@@ -74,37 +73,39 @@ WORKERS = 4
 AXIS = "workers"
 MBIT = 1e6 / 8
 BANDWIDTHS_MBIT = (10, 100)
-# By what a run may end above a level that it is compared with.
+# Factor by which the final loss of a run may exceed that of a level.
 SLACK = 1.01
-# Gain and epsilon: the published code's, the paper's text with its epsilon, and with
-# one that only asks for more than a level that starves; that of Adam's metric; and
-# those that leave noise out, which ask for nothing.
+# Gains, each with its epsilon: those of the published code; those of the paper's text;
+# the same gain with an epsilon that only excludes levels that send almost nothing; the
+# gain in Adam's metric; and two gains without noise, which need no epsilon.
 GAINS: tuple[tuple[GainOf, float], ...] = (
     ("norms", 0.75), ("energy", 0.75), ("energy", 0.2), ("updates", 0.5),
     ("signal", 0.0), ("signal-updates", 0.0),
 )  # fmt: skip
-# Options of the gains that are measured by signals; chosen on models of neither study.
+# Options for gains that are measured by signals. They were chosen on other models than
+# those of this study.
 BY_SIGNALS: dict[str, Any] = {"window": 2, "explore": 0.02}
-# Where the rate of learning falls, also chosen there.
+# Options for a falling learning rate, chosen on other models, too.
 BY_RATE: dict[str, Any] = {**BY_SIGNALS, "omega": 0.3}
-# Of the paper's 25 steps, of tens of thousands; here runs have some hundred.
+# The paper's window has 25 steps, in runs of tens of thousands of steps. These runs
+# have some hundred steps.
 WINDOW = 1
-# A gradient with fewer elements, or a vector, is dense whatever the codec.
+# Gradients with fewer elements, and vectors, are always sent dense.
 SMALL = 1024
 GPT = language_model.Sizes(
     layers=2, d_model=128, heads=4, seq=32, batch=16, learning_rate=2e-3,
     warmup_steps=20, decay_steps=400,
 )  # fmt: skip
-# Rows of the table of n-grams, its columns, and the longest n-gram.
+# Rows and columns of the table of n-grams, and the length of the longest n-gram.
 ROWS, COLUMNS, ORDER = 1 << 12, 32, 4
 
 
-# The models whose rate of learning falls with the steps.
+# The models whose learning rate falls with the steps.
 RATES = {"gpt": language_model.schedule(GPT)}
 
 
 class Ngrams(nn.Module):
-    """The next character from the rows of the n-grams that end here."""
+    """Predicts the next character from the table's rows of the preceding n-grams."""
 
     rows: int = ROWS
 
@@ -123,7 +124,7 @@ class Ngrams(nn.Module):
 
 
 def ngrams(seed: int, rows: int = ROWS) -> language_model.Workload:
-    """The workload of n-grams for one seed."""
+    """The workload of the n-gram model for one seed."""
     sizes, model = GPT._replace(batch=32), Ngrams(rows)
     optimizer = optax.sgd(0.5, momentum=0.9)
 
@@ -151,7 +152,7 @@ class Trainer:
     """A model and its compiled steps, one for each set of codecs."""
 
     def __init__(self, build: Callable[[int], language_model.Workload]) -> None:
-        """Builds the model; steps are compiled when they are needed."""
+        """Builds the model; steps are compiled at their first use."""
         self.build = build
         self.first = build(0)
         shapes = jax.eval_shape(self.first.create).params
@@ -164,20 +165,20 @@ class Trainer:
         self._programs: dict[tuple[Codecs, bool], Callable[..., Any]] = {}
 
     def fits(self, name: str, text: str) -> bool:
-        """Whether a gradient is worth a codec, and allows it."""
+        """Whether a gradient is large enough for a codec, and the codec can send it."""
         shape = self.shapes[name]
         large = math.prod(shape) >= SMALL and len(shape) > 1
         return large and not parse_codec(text).check(shape, scatter=False)
 
     def codecs(self, wish: dict[str, str], otherwise: Codecs) -> Codecs:
-        """The wished codecs where they fit."""
+        """The requested codecs, for the gradients that they can send."""
         return tuple(
             wish[name] if name in wish and self.fits(name, wish[name]) else old
             for name, old in zip(self.shapes, otherwise, strict=True)
         )
 
     def gradients(self, codecs: Codecs) -> tuple[Gradient, ...]:
-        """All keep a residual, so that codecs can take turns."""
+        """Settings of the gradients. Each has a residual, so that codecs can change."""
         return tuple(
             Gradient(name, shape, parse_codec(text), Feedback("residual"), seed=k)
             for k, ((name, shape), text) in enumerate(
@@ -191,7 +192,7 @@ class Trainer:
         return jax.tree.map(lambda x: jnp.stack([x] * WORKERS), fresh)
 
     def recoded(self, old: list[Any], before: Codecs, after: Codecs) -> list[Any]:
-        """States for other codecs: residuals stay, the codecs' own start anew."""
+        """States for other codecs: residuals are kept, and codecs' states are reset."""
         fresh = self.states(after)
         return [
             {
@@ -202,7 +203,7 @@ class Trainer:
         ]
 
     def nbytes(self, codecs: Codecs) -> list[float]:
-        """That one worker sends of each gradient."""
+        """Bytes that one worker sends for each gradient."""
         found = self.gradients(codecs)
         return [g.codec.wire_bytes(g.shape, WORKERS) for g in found]
 
@@ -234,7 +235,7 @@ class Trainer:
         return self._programs[key]
 
     def begin(self, seed: int) -> Any:
-        """The train state of step 0; its functions are those that are compiled."""
+        """The initial train state, with the functions of the compiled step."""
         params = self.build(seed).create().params
         return self.first.create().replace(params=params)
 
@@ -248,13 +249,13 @@ class Trainer:
         bandwidth: float = math.inf,
         policy: Policy | None = None,
     ) -> Curve:
-        """Trains from one codec on, with a policy or without.
+        """Trains, beginning with one codec, with or without a policy.
 
         Args:
-          text: the codec, of the first step if there is a policy.
+          text: the codec; with a policy, the codec of the first step.
           steps: number of steps.
-          seed: of the model and of the batches.
-          compute_s: of a step, without communication.
+          seed: seed of the model and the batches.
+          compute_s: seconds of a step without communication.
           bandwidth: bytes per second that one worker can send.
           policy: changes codecs.
         """
@@ -285,13 +286,13 @@ class Trainer:
         return tally.curve(losses)
 
     def sketch_bytes(self) -> float:
-        """That one worker sends of the sketches, in a ring."""
+        """Bytes that one worker sends for the sketches, in a ring."""
         return 8 * (WORKERS - 1) / WORKERS * WIDTH * len(self.large)
 
     def reports(
         self, codecs: Codecs, sums: np.ndarray, carried: np.ndarray
     ) -> dict[str, GradientReport]:
-        """What a step of `autopar.parallelize` reports."""
+        """The reports that a step of `autopar.parallelize` would make."""
         dense = self.nbytes(("dense",) * len(codecs))
         rows = zip(
             self.shapes, codecs, self.nbytes(codecs), dense, sums, carried, strict=True
@@ -337,9 +338,9 @@ def gravac_study(
     gains: Sequence[str] = tuple(dict(GAINS)),
     rate: Callable[[int], Any] | None = None,
 ) -> None:
-    """Prints GraVAC against the levels that it moves between.
+    """Compares GraVAC with the static levels that it can choose.
 
-    Where ``rate`` falls, the gain of Adam's signals is tried without and with it.
+    If ``rate`` falls, the gain of Adam's signals is tried without and with ``rate``.
     """
     levels = topk_levels(10, 1000)
     compute_s = trainer.compute_s() if compute_s is None else compute_s
@@ -380,7 +381,7 @@ def gravac_study(
 def variants(
     gains: Sequence[str], rate: Callable[[int], Any] | None, steps: int
 ) -> dict[str, dict[str, Any]]:
-    """The options of the policies to try, by what to call them."""
+    """Name -> options of a policy to try."""
     found: dict[str, dict[str, Any]] = {}
     for gain_of, epsilon in (x for x in GAINS if x[0] in gains):
         options = BY_SIGNALS if "signal" in gain_of else {"window": WINDOW}
@@ -395,13 +396,13 @@ def variants(
 
 
 def accordion_study(trainer: Trainer, steps: int, seeds: int) -> None:
-    """Prints Accordion against its two levels."""
+    """Compares Accordion with its two levels."""
     low, high = "bf16", "powersgd"
     runs: dict[str, list[Curve]] = {low: [], high: [], "Accordion": []}
     for seed in range(seeds):
         for text in (low, high):
             runs[text].append(trainer.run(text, steps, seed=seed))
-        # Windows of 10 of 300 steps: the paper's have 10 of 300 epochs.
+        # A window has 10 of 300 steps. The paper's windows have 10 of 300 epochs.
         policy = Accordion(low=low, high=high, every=2, window=5, together=True)
         curve = trainer.run(low, steps, seed=seed, policy=policy)
         runs["Accordion"].append(curve)

@@ -1,4 +1,4 @@
-"""Losses, bytes and modelled seconds of a training whose codecs a policy chooses."""
+"""Losses, bytes and modelled seconds of a training with a policy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Curve:
 
     Attributes:
       losses: evaluation losses, after every `EVAL_EVERY` steps.
-      nbytes: that one worker has sent by then.
-      time_s: modelled, by then.
-      used: share of the compressed gradients' steps, by codec.
+      nbytes: bytes that one worker has sent until each evaluation.
+      time_s: modelled seconds until each evaluation.
+      used: codec -> fraction of the steps of compressed gradients with this codec.
     """
 
     losses: tuple[float, ...]
@@ -38,7 +38,7 @@ class Curve:
         return statistics.fmean(self.losses[max(0, last - 3) : last])
 
     def reach_s(self, target: float) -> float:
-        """Modelled time to a loss, infinite if it was not reached."""
+        """Modelled seconds until a loss is reached; infinite if it is not reached."""
         for k in range(2, len(self.losses)):
             if statistics.fmean(self.losses[k - 2 : k + 1]) <= target:
                 return self.time_s[k]
@@ -85,7 +85,7 @@ class Tally:
 
 
 def timed(curve: Curve, compute_s: float, bandwidth: float) -> Curve:
-    """A run without a policy as it would have been with another link."""
+    """The curve of a run without a policy, for another link."""
     time_s = tuple(
         (k + 1) * EVAL_EVERY * compute_s + sent / bandwidth
         for k, sent in enumerate(curve.nbytes)
@@ -94,10 +94,10 @@ def timed(curve: Curve, compute_s: float, bandwidth: float) -> Curve:
 
 
 def mix(curve: Curve) -> str:
-    """Which codecs were used for the large gradients, by share of the steps."""
+    """The codecs of large gradients, with their fractions of the steps."""
     return ", ".join(f"{text} {part:.0%}" for text, part in curve.used.items())
 
 
 def seconds(value: float) -> str:
-    """A time, or that there is none."""
+    """A time as text; a dash for an infinite time."""
     return f"{value:.1f}" if math.isfinite(value) else "-"

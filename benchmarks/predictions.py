@@ -1,10 +1,11 @@
-"""Predicted communication and memory against what the compiler really does.
+"""Compares predicted communication and memory with those of the compiler.
 
     python benchmarks/predictions.py [--clusters 8 2x4 ...] [example ...]
 
-For every example and cluster: bytes that one device sends, predicted, in the
-module as Shardy partitions it, and (up to 32 devices) in XLA's optimised
-program for simulated devices; and peak memory, predicted and XLA's.
+For every example and cluster, the table has the bytes that one device sends: predicted,
+in the module that Shardy partitions, and (for up to 32 devices) in the program that XLA
+compiles for simulated devices. It also has the peak memory, predicted and according to
+XLA.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MOST_SIMULATED = 32
 
 
 def percent(predicted: float, real: float) -> str:
-    """The difference of a prediction, relative to what is real."""
+    """The error of a prediction, relative to the real value."""
     if real == 0:
         return "0%" if predicted == 0 else "inf"
     return f"{100 * (predicted / real - 1):+.1f}%"

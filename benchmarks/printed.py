@@ -1,10 +1,10 @@
-"""Keeps tables that benchmarks printed as data files, which the plots read.
+"""Converts tables that benchmarks have printed to data files, which the plots read.
 
     python benchmarks/printed.py         # writes what `TABLES` names under docs/data/
 
-A table is found in its page of docs/record by the first cells of its header. The file
-has the command in front of the table and one object for each row; cells that are
-numbers are numbers.
+A table is found on its page of docs/record by the first cells of its heading. The file
+has the command above the table, and one object for each row. Cells with a number become
+numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from typing import Any
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
-# Data file -> (page of the record, how the header of the table begins).
+# Data file -> (page of the record, begin of the table's heading).
 TABLES = {
     "links": ("compression", "| Mbit/s | gradients |"),
     "published": ("cost-model", "| run | measured s |"),
@@ -26,7 +26,7 @@ TABLES = {
 
 
 def kept(page: str, header: str) -> dict[str, Any]:
-    """The table of a page of the record, and the command in front of it."""
+    """The table on a page of the record, and the command above the table."""
     text = (DOCS / "record" / f"{page}.md").read_text()
     start = text.index(header)
     names, _, *rows = text[start:].split("\n\n", 1)[0].strip().splitlines()

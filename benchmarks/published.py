@@ -1,24 +1,26 @@
-"""Published step times against the cost model, the run's own strategy priced.
+"""Compares published step times with the cost model, for each run's own strategy.
 
     python benchmarks/published.py --rows FILE [--only TEXT]
 
-FILE is a JSON list of measured configurations: ``id``, ``source``, ``software``,
-``cluster`` with ``device_overrides``, ``model``, ``sequence``, ``global_batch``,
-``remat``, ``dtype``, ``fused_attention``, ``strategy`` and ``mesh`` of the run, and
-``step_s``. For each row the layouts are the best within the run's strategy on its
-mesh. Prints one JSON line for each row (``fits``: whether a plan is predicted to fit
-the device's memory, as the run did), then one with the shares within 15 % and 35 % and
-the order of MFU.
+FILE is a JSON list of measured configurations. Each has ``id``, ``source``,
+``software``, ``cluster`` with ``device_overrides``, ``model``, ``sequence``,
+``global_batch``, ``remat``, ``dtype``, ``fused_attention``, ``strategy`` and ``mesh``
+of the run, and ``step_s``. The layouts of a row are the best layouts within the run's
+strategy on its mesh. The command prints one JSON line for each row (``fits``: whether a
+plan is predicted to fit the device's memory, as the run did). The last line has the
+fractions of rows within 15 % and 35 %, and the order of MFU.
 
-One constant of each kind of GPU is chosen on such rows: the part of a product's rate
-that it keeps in a step (``DeviceSpec.sustained``). The last line leaves each source out
-in turn: its rows are judged with the constants of the others' rows.
+One constant of each kind of GPU was chosen on such rows: the fraction of a product's
+rate that remains within a training step (``DeviceSpec.sustained``). The last line also
+has figures in which each source is left out in turn: its rows are predicted with
+constants from the other sources.
 
-A row with ``remat`` keeps the inputs of layers and computes again what the backward
-pass needs. A reentrant checkpoint, as Megatron-LM has it (``mpu/random.py``), computes
-a layer again whole, its last product and sum with it, which nothing needs. Rows of
-Megatron-LM are priced so, and those that say ``"reentrant": true``. Where a source says
-that its cards were limited to a power (``500 W``), they are.
+A row with ``remat`` keeps the inputs of layers and recomputes what the backward pass
+needs. A reentrant checkpoint, as in Megatron-LM (``mpu/random.py``), recomputes the
+whole layer, including its last product and sum, which the backward pass does not need.
+Rows of Megatron-LM, and rows with ``"reentrant": true``, are priced in this way. If a
+source says that its cards were limited to a power (``500 W``), the row's devices have
+this limit.
 """
 
 from __future__ import annotations
@@ -52,17 +54,17 @@ from autopar.steps.analysis import Analysis, analyse
 
 ROOT = pathlib.Path(__file__).resolve().parent
 DEFAULT = pathlib.Path(os.environ.get("AUTOPAR_SHARED", ROOT.parent.parent / "shared"))
-# Fused attention of each kind of device.
+# The implementation of fused attention for each kind of device.
 FUSED = {"gpu": "cudnn", "tpu": "pallas"}
 
 
 def reentrant(row: dict[str, Any]) -> bool:
-    """Whether a row's layers were computed again whole."""
+    """Whether the run recomputed whole layers."""
     return row.get("reentrant", "megatron-lm" in row["source"].lower())
 
 
 def device_of(row: dict[str, Any]) -> DeviceSpec:
-    """A row's device: its preset with the row's power and changed fields."""
+    """A row's device: its preset, with the row's power limit and changed fields."""
     device = autopar.Cluster.parse(row["cluster"]).device
     changed = dict(row["device_overrides"])
     if "memory_bytes" in changed:
@@ -77,7 +79,8 @@ def device_of(row: dict[str, Any]) -> DeviceSpec:
 def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
     """The best plan within a row's strategy, on its mesh.
 
-    Where none is predicted to fit the device's memory, it is the fastest that does not.
+    If no plan is predicted to fit the device's memory, the result is the fastest plan
+    that does not fit.
     """
     cluster = autopar.Cluster.parse(row["cluster"])
     device = device_of(row)
@@ -94,7 +97,7 @@ def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
     makes_room = dataclasses.replace(device.corrections, makes_room=True)
     roomy = (
         device,
-        # As the compiler of the run may have done.
+        # The compiler of the run may have saved memory.
         dataclasses.replace(device, calibration=makes_room),
         dataclasses.replace(device, memory_bytes=10**15),
     )
@@ -111,7 +114,7 @@ def within(
     """The best plan within a row's strategy on a cluster.
 
     Raises:
-      InfeasibleError: none fits the memory of a device.
+      InfeasibleError: no plan fits the memory of a device.
     """
     found: list[Candidate] = []
     for mesh in candidate_meshes(cluster):
@@ -128,7 +131,9 @@ def within(
 
 
 def flops(row: dict[str, Any]) -> float:
-    """Floating-point operations of a step without recomputation, attention halved."""
+    """Floating-point operations of a step, without recomputation and with half of
+    attention.
+    """
     m, tokens = row["model"], row["sequence"] * row["global_batch"]
     heads = m["head_dim"] * (2 * m["heads"] + 2 * m["kv_heads"])
     products = 3 if m["family"] == "llama" else 2
@@ -139,7 +144,7 @@ def flops(row: dict[str, Any]) -> float:
 
 
 def result(row: dict[str, Any], found: Candidate) -> dict[str, Any]:
-    """What is printed of a row."""
+    """The printed figures of a row."""
     cost = found.cost
     return {
         "id": row["id"],
@@ -165,14 +170,15 @@ def result(row: dict[str, Any], found: Candidate) -> dict[str, Any]:
 
 
 def with_sustained(done: dict[str, Any], part: float) -> float:
-    """Seconds of a row if products kept another part of their rate."""
+    """Seconds of a row with another fraction of the products' rate."""
     return done["predicted_s"] + done["matrix_s"] * (done["sustained"] / part - 1.0)
 
 
 def fitted(done: Sequence[dict[str, Any]]) -> float:
-    """The part at which the errors of rows are least, each source counted alike.
+    """The fraction with the smallest errors of rows; each source has the same weight.
 
-    Least absolute logarithm, over steps of 0.005 from 0.4 to 1.
+    The error is the absolute logarithm. Fractions from 0.4 to 1 are tried in steps of
+    0.005.
     """
     sources = [r["source"] for r in done]
 
@@ -187,7 +193,7 @@ def fitted(done: Sequence[dict[str, Any]]) -> float:
 
 
 def left_out(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures where each row is judged without its own source's rows."""
+    """The figures if each row is predicted without the rows of its own source."""
     judged: list[dict[str, Any]] = []
     constants: dict[str, float] = {}
     for row in done:
@@ -216,7 +222,9 @@ def left_out(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summary(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Shares within bounds, and the order of pairs on one kind of device."""
+    """The fractions of rows within bounds, and the order of pairs on one kind of
+    device.
+    """
     ratios = [r["ratio"] for r in done]
     kinds = [r["device"] for r in done]
     devices = [r["devices"] for r in done]
@@ -254,7 +262,7 @@ def summary(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows that an earlier run printed."""
+    """Reads the rows that an earlier run has printed."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if "id" in line]
 

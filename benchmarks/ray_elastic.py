@@ -1,10 +1,11 @@
-"""A raylet is killed and one is added while a script trains on a Ray cluster.
+"""Kills a raylet and adds another one while a script trains on a Ray cluster.
 
 Usage: python benchmarks/ray_elastic.py [--steps 600]
 
-The cluster is a local one of several raylets. Prints the pauses of the training, and
-how far its losses are from those of the same script alone; exits with 1 where the run
-does not finish, a step is missing, or a loss differs.
+The cluster has several raylets on this machine. The command prints the pauses of the
+training, and the differences between its losses and those of the same script in one
+process. The exit code is 1 if the run does not finish, a step is missing, or a loss
+differs.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from soak_figures import losses, plain_losses
 
 SCRIPT = pathlib.Path(__file__).parent / "ray_script.py"
 LIMIT_S = 240.0
-# Steps take so long until the last node has joined; the run must not end before.
+# Seconds of each step until the last node has joined, so that the run does not end
+# before.
 SLOW_S = 0.25
-# Roundings differ, as worlds of other sizes add up in another order.
+# Losses differ by rounding, because worlds of other sizes sum in another order.
 TOLERANCE = 1e-4
 
 
 class RayRun:
-    """A run on a Ray cluster of this machine."""
+    """A run on a Ray cluster that consists of this machine."""
 
     def __init__(self, folder: pathlib.Path, steps: int, nodes: int = 2) -> None:
-        """Starts a head that takes no workers, nodes of one CPU, and the run.
+        """Starts a head node without workers, nodes with one CPU each, and the run.
 
         Args:
-          folder: for the files of the run.
-          steps: how many steps it does.
-          nodes: how many nodes and workers it begins with.
+          folder: folder for the files of the run.
+          steps: number of steps of the run.
+          nodes: number of nodes and of workers at the start.
         """
         self.folder = folder
         self.cluster = cluster_utils.Cluster()
@@ -61,16 +63,16 @@ class RayRun:
         )
 
     def pace(self, seconds: float) -> None:
-        """Lets every step take so long."""
+        """Sets the seconds of every step."""
         new = self.folder / "pace.new"
         new.write_text(str(seconds))
         new.replace(self.folder / "pace")
 
     def add(self, **options: Any) -> None:
-        """Adds a raylet; the first one is the head.
+        """Adds a raylet; the first raylet is the head node.
 
         Raises:
-          Exception: of Ray, where none starts.
+          Exception: Ray's error, if the raylet does not start.
         """
         self.nodes.append(raylets.added(self.cluster, **options))
 
@@ -79,7 +81,7 @@ class RayRun:
         raylets.kill(node)
 
     def worlds(self) -> list[tuple[float, list[int]]]:
-        """When each world had the state, and its workers."""
+        """For each world, when it had the state, and its workers."""
         found: list[tuple[float, list[int]]] = []
         forming: list[int] = []
         for line in self.log():
@@ -98,10 +100,10 @@ class RayRun:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Waits until something is so.
+        """Waits until a function returns true.
 
         Raises:
-          RuntimeError: the run ended, or it takes too long.
+          RuntimeError: the run ended, or the wait takes too long.
         """
         end = time.time() + LIMIT_S
         while not done():
@@ -127,13 +129,13 @@ class RayRun:
 def longest_pause(
     steps: list[tuple[int, float, float]], begin_s: float, end_s: float
 ) -> float:
-    """The longest time between the ends of two steps of a stretch."""
+    """The longest time between the ends of two steps, within a period."""
     times = [x[2] for x in steps if begin_s < x[2] < end_s]
     return max(b - a for a, b in itertools.pairwise(times))
 
 
 def main() -> None:
-    """Runs and reports."""
+    """Runs the training, and reports the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
@@ -159,7 +161,7 @@ def main() -> None:
 
 
 def report(run: RayRun, count: int, code: int, killed_s: float, added_s: float) -> int:
-    """Prints what was found; returns the exit code."""
+    """Prints the figures; returns the exit code."""
     steps = losses(run.folder)
     plain = plain_losses(run.folder, count)
     worst = max(abs(x[1] - plain[x[0]]) / abs(plain[x[0]]) for x in steps)

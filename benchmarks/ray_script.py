@@ -1,4 +1,4 @@
-"""The training script of `ray_elastic.py`: that of `soak.py`, which waits when told.
+"""The training script of `ray_elastic.py`: that of `soak.py`, with a set pace.
 
 Usage: autopar run --backend ray benchmarks/ray_script.py OUT STEPS
 The file `pace` beside OUT holds the seconds to wait after each step.
@@ -15,7 +15,7 @@ import soak_script as script
 
 
 def main() -> None:
-    """Trains, and writes every step down."""
+    """Trains, and writes a line for every step."""
     pace = pathlib.Path(script.OUT).with_name("pace")
     run = script.started()
     with open(f"{script.OUT}.{os.getpid()}", "a") as file:

@@ -1,4 +1,4 @@
-"""Raylets of a local Ray cluster, which benchmarks start and kill."""
+"""Starts and kills raylets of a Ray cluster on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import signal
 from typing import Any
 
-# A raylet gives up after 15 s, which a busy machine may need more than once.
+# A raylet gives up if it does not start within 15 s. On a busy machine, it must be
+# started several times.
 _STARTS = 4
 
 
@@ -14,11 +15,11 @@ def added(cluster: Any, **options: Any) -> Any:
     """Adds a raylet of one CPU to a `ray.cluster_utils.Cluster`; returns its node.
 
     Args:
-      cluster: to add to; the first raylet is the head.
+      cluster: the Ray cluster; its first raylet is the head node.
       options: of ``add_node``.
 
     Raises:
-      Exception: of Ray, where none starts.
+      Exception: Ray's error, if the raylet does not start.
     """
     for attempt in range(_STARTS):
         try:

@@ -1,10 +1,10 @@
-"""The pause of 2 -> 4 -> 3 processes, with programs prepared and without.
+"""Measures the pauses of 2 -> 4 -> 3 processes, with and without prepared programs.
 
 Usage: python benchmarks/reform.py [--width 256] [--depth 6] [--repeat 3]
 
-A pause is the time between the last step of the old world and the first step of the
-new one, as the workers wrote them down. ``besides`` is the pause without planning,
-compiling and loading the program, which the ledger has.
+A pause is the time from the last step of the old world to the first step of the new
+one, by the workers' own records. ``besides`` is the pause without planning, compiling
+and loading the program, which the ledger reports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHANGES = (4, 3, 2, 4, 3)
 
 
 def pauses(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Of each world but the first: processes, pause and what it was spent on."""
+    """For each world except the first: number of processes, pause and its parts."""
     steps = losses(folder)
     lines = [json.loads(x) for x in (folder / "losses.ledger").read_text().splitlines()]
     worlds = [x for x in lines if x["kind"] == "world"][1:]
@@ -56,7 +56,7 @@ def pauses(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def prepared(folder: pathlib.Path, wanted: set[int], limit_s: float) -> None:
-    """Waits until worlds of these sizes have been prepared."""
+    """Waits until programs for worlds of these sizes have been prepared."""
     end = time.time() + limit_s
     done: set[int] = set()
     while time.time() < end:
@@ -71,7 +71,7 @@ def prepared(folder: pathlib.Path, wanted: set[int], limit_s: float) -> None:
 
 
 def wait(folder: pathlib.Path, size: int, limit_s: float = 120.0) -> None:
-    """Waits until a world of so many processes has formed."""
+    """Waits until a world with this number of processes has formed."""
     end = time.time() + limit_s
     while time.time() < end:
         with contextlib.suppress(OSError, ValueError):
@@ -83,7 +83,7 @@ def wait(folder: pathlib.Path, size: int, limit_s: float = 120.0) -> None:
 
 
 def measure(given: Any, *, ahead: bool) -> list[dict[str, Any]]:
-    """Runs the changes, with programs prepared or without."""
+    """Runs the changes, with or without prepared programs."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
         sizes = ["--processes", "2", "--max", "4", *([] if ahead else ["--no-ahead"])]

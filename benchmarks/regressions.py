@@ -1,16 +1,16 @@
-"""Runs benchmarks of runs and jobs again, and compares with the recorded figures.
+"""Runs benchmarks of runs and jobs again, and compares the recorded figures.
 
     python benchmarks/regressions.py --outputs FOLDER [--only losses-gpt move]
     python benchmarks/regressions.py --outputs FOLDER --only
 
-`regressions.toml` names the benchmarks and their figures. What a benchmark prints is
-kept in the folder of ``--outputs``; one whose output is there does not run again. The
-figures of all outputs are written to docs/data/regressions.json, and as a table to
-docs/record/jobs.md.
+`regressions.toml` lists the benchmarks and their figures. The output of a benchmark is
+stored in the folder of ``--outputs``. A benchmark whose output exists does not run
+again. The figures of all outputs are written to docs/data/regressions.json, and as a
+table to docs/record/jobs.md.
 
-A figure is judged by a bar, or by its distance from the recorded one. Seconds by the
-clock or of a CPU depend on other work of the machine, and are not judged. A ratio of
-two of them is, if the benchmark measures them in turns.
+A figure is judged by a bar, or by its difference from the recorded figure. Wall-clock
+and CPU seconds depend on other load of the machine, so they are not judged. A ratio of
+two times is judged if the benchmark measures them in turns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIMIT_S = 3600.0
 
 
 def pattern(figure: dict[str, Any]) -> str:
-    """The pattern of a figure's number, which is its only group."""
+    """The regular expression of a figure; its only group is the number."""
     if "cell" in figure:
         *first, column = figure["cell"]
         names = "".join(re.escape(x) + r" \| " for x in first)
@@ -48,7 +48,9 @@ def pattern(figure: dict[str, Any]) -> str:
 
 
 def value(figure: dict[str, Any], output: str) -> float | None:
-    """The figure in an output: the worst of several; None if there is none."""
+    """The figure in an output: the worst one if there are several; None if there is
+    none.
+    """
     found = [float(x) for x in re.findall(pattern(figure), output, re.MULTILINE)]
     if not found:
         return None
@@ -72,7 +74,7 @@ def is_within(figure: dict[str, Any], now: float | None) -> bool | None:
 
 
 def bar(figure: dict[str, Any]) -> str:
-    """The bar of a figure, in words."""
+    """The bar of a figure as text."""
     for name, word in (("most", "at most"), ("least", "at least")):
         if name in figure:
             return f"{word} {figure[name]:g}"
@@ -80,7 +82,7 @@ def bar(figure: dict[str, Any]) -> str:
 
 
 def run(name: str, folder: pathlib.Path) -> None:
-    """Keeps the output of a benchmark, with the commit and the load before it."""
+    """Stores the output of a benchmark, with the commit and the load before the run."""
     script, *words = shlex.split(BENCHMARKS[name]["words"])
     commit = ["git", "-C", str(HERE), "rev-parse", "--short=8", "HEAD"]
     note = {
@@ -122,7 +124,9 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Runs what is missing, and writes the figures; returns 1 if one misses its bar."""
+    """Runs missing benchmarks, and writes the figures; returns 1 if a figure misses its
+    bar.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--outputs", type=pathlib.Path, required=True)
     parser.add_argument("--only", nargs="*", choices=BENCHMARKS, default=[*BENCHMARKS])

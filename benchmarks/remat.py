@@ -1,13 +1,13 @@
-"""A model with more and more layers computed again: memory and seconds.
+"""Memory and seconds of a model with an increasing number of rematerialised layers.
 
     python benchmarks/remat.py [--share 0.6] [--level dots] [layers=6 d_model=128 ...]
     python benchmarks/remat.py --target h100 --example gpt-scan layers=6 ...
 
-Plans an example for 8 devices, with each number of layers, and then with
-``remat="auto"`` in a share of the memory that the plan takes which computes nothing
-again. Prints a row for each plan: what is predicted, and the memory of a device by the
-compiler. Without ``--target`` the devices are simulated CPUs; with it the compiler of
-that accelerator is asked, which needs no accelerator
+An example is planned for 8 devices with each number of rematerialised layers. Then it
+is planned with ``remat="auto"``, in a fraction of the memory of the plan without
+rematerialisation. For each plan, a row has the predictions, and the memory of a device
+according to the compiler. Without ``--target`` the devices are simulated CPUs. With it,
+the compiler of that accelerator compiles the plan, which needs no accelerator
 (docs/howto/compile-without-devices.md).
 """
 
@@ -62,12 +62,12 @@ def main() -> None:
 
 
 def planned(step, call, cluster, remat) -> autopar.Plan:
-    """A plan over one axis of data."""
+    """A plan on one data-parallel axis."""
     return autopar.plan(step, *call, cluster=cluster, remat=remat, axis_names=("data",))
 
 
 def compiled_bytes(step, call, plan, target) -> int:
-    """Memory of a device by the compiler."""
+    """Memory of a device, according to the compiler."""
     if target is not None:
         audit = autopar.audit(step, *call, plan=plan, target=target)
         return audit.target.memory.peak_bytes
@@ -82,7 +82,7 @@ def compiled_bytes(step, call, plan, target) -> int:
 
 
 def row(remat, step, call, cluster, target) -> autopar.Plan:
-    """Plans, and prints a row."""
+    """Makes a plan, and prints its row."""
     start = time.process_time()
     plan = planned(step, call, cluster, None if remat == "nothing" else remat)
     spent_s = time.process_time() - start

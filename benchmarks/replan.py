@@ -1,10 +1,11 @@
-"""Re-planning in a running loop: 8 -> 4 -> 6 -> 8 simulated devices.
+"""Re-plans in a running loop: 8 -> 4 -> 6 -> 8 simulated devices.
 
     python benchmarks/replan.py [example ...]
 
-Losses are compared with those of one uninterrupted run on one device; the seconds
-of planning for each new cluster, without compiling and moving the state, stand beside
-those of the first plan. Going back to a cluster finds its plan again.
+The losses are compared with those of an uninterrupted run on one device. The table has
+the seconds of planning for each new cluster, without compiling and moving the state,
+and the seconds of the first plan. When the cluster returns, its earlier plan is used
+again.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Replicas on devices of two kinds, half of them twice as fast: against even shares.
+"""Replicas on devices of two speeds: planned shares compared with equal shares.
 
     python benchmarks/replicas_mixed.py [--steps 3] [layers=4 d_model=128 ...]
 
-Plans the GPT example on 8 simulated devices, 4 of which are said to be half as fast as
-the others, as replicas whose shares the planner chooses, and in the best even way: as
-replicas with as many microbatches each, 1, 2 or 4, and as one mesh of all devices at
-the speed of the slow ones. All have one mesh axis within a replica. Ours and the best
-even replicas run on devices that wait in each microbatch for its part of the seconds
-that the replica is predicted to take, times a factor. Prints a JSON line: the predicted
-seconds, the ratios of even to ours, and the ratio of replicas as it ran.
+The GPT example is planned on 8 simulated devices, 4 of which are described as half as
+fast as the others. One plan has replicas with shares that the planner chooses. The
+other is the best equal division: replicas with equally many microbatches (1, 2 or 4),
+or one mesh of all devices at the speed of the slow devices. All plans have one mesh
+axis within a replica. Planned and best equal replicas run on devices that wait, in each
+microbatch, for the predicted seconds times a factor. Prints a JSON line: the predicted
+seconds, the ratios of equal to planned, and the measured ratio of the replicas.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.layouts import automatic_axes
 
 _OPTIONS = {"layers": 4, "d_model": 128, "seq": 64, "batch": 96}
-# Seconds that an even step is to take: then what two cores compute does not count.
+# Seconds of a step with equal shares. They are so many that the computing time of two
+# cores does not matter.
 _STEP_S = 8.0
-# Most microbatches of the even shares that are tried.
+# The most microbatches of a replica in the equal division.
 _MOST = 8
-# All plans have one mesh axis in a replica, and are solved for as long.
+# All plans have one mesh axis in a replica, and the same time limit.
 _LIMITS = PlanOptions(seconds=2.0, max_axes=1)
 
 
@@ -93,7 +94,7 @@ def shares(plan: autopar.Plan) -> str:
 
 
 def one_mesh(analysis: Analysis, cluster: autopar.Cluster) -> autopar.Plan:
-    """The best plan of all devices as if they were slow, without replicas."""
+    """The best plan without replicas, as if all devices were slow."""
     slow = cluster.groups[1]
     (level,) = slow.levels
     larger = dataclasses.replace(level, size=2 * level.size)
@@ -103,7 +104,7 @@ def one_mesh(analysis: Analysis, cluster: autopar.Cluster) -> autopar.Plan:
 
 
 def even_plans(analysis: Analysis, cluster: autopar.Cluster) -> list[autopar.Plan]:
-    """Replicas with as many microbatches each."""
+    """Plans of replicas with equally many microbatches."""
     found: list[autopar.Plan] = []
     each = 1
     while 2 * each <= _MOST:
@@ -128,7 +129,7 @@ def measured(
 
 
 def waiting(turn_s: list[float]):
-    """Lets every device of a replica wait, before each of its microbatches."""
+    """Makes every device of a replica wait before each of its microbatches."""
 
     def sleep(position, number):
         time.sleep(turn_s[int(position)])

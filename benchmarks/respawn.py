@@ -1,10 +1,10 @@
-"""Processes that end with their world: how long until they train on, and how right.
+"""Processes that end with their world: seconds until they train again, and losses.
 
 Usage: python benchmarks/respawn.py [--kills 10] [--large-width 4096] [--out FILE]
 
-Three rows: 1 GiB of state in each of two processes, one of which is killed; the pauses
-of kills with a small model; and the losses of these runs against one process alone.
-No run has a checkpoint, so nothing can be read of one.
+There are three rows: 1 GiB of state in each of two processes, one of which is killed;
+the pauses after kills with a small model; and the losses of these runs, compared with
+one process. No run has a checkpoint, so no state can be read from one.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from autopar.elastic.processes.records import command, read_state
 # Weight and momentum of 8 layers of 4096 x 4096 float32: 1.07 GB.
 LAYERS = 8
 LIMIT_S = 400.0
-# How long a run trains between two kills.
+# Seconds of training between two kills.
 BETWEEN_S = 2.0
 
 
 class Run:
-    """A run of the script in two processes, whose dead are replaced."""
+    """A run of the script in two processes; killed processes are replaced."""
 
     def __init__(
         self, folder: pathlib.Path, width: int, depth: int, *, split: str
     ) -> None:
-        """Starts it, and waits until it trains.
+        """Starts the run, and waits until it trains.
 
         Args:
-          folder: of the run.
-          width: of a layer.
+          folder: folder of the run.
+          width: width of a layer.
           depth: number of layers.
-          split: ``1``: the state is split over the processes; ``whole``: each has it.
+          split: ``1``: the state is split over the processes; ``whole``: each process
+            has all of it.
         """
         self.folder, self.size = folder, (width, depth)
         words = ["--processes", "2", "--restarts", "1000000", "--no-ahead"]
@@ -60,7 +61,7 @@ class Run:
             str(folder),
         ]
         script = [str(SCRIPT), str(folder / "losses"), str(10**7)]
-        # A process that computes a large step answers late on a busy machine.
+        # On a busy machine, a process that computes a large step answers late.
         words += ["--silence", "60", "--collective-timeout", "60"]
         self.process = subprocess.Popen(
             [
@@ -77,10 +78,10 @@ class Run:
         self.wait(lambda: self.trains(0))
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Waits for something.
+        """Waits until a function returns true.
 
         Raises:
-          RuntimeError: it does not happen.
+          RuntimeError: the wait takes too long.
         """
         end = time.monotonic() + LIMIT_S
         while not done():
@@ -89,7 +90,7 @@ class Run:
             time.sleep(0.05)
 
     def worlds(self) -> list[dict[str, Any]]:
-        """What the ledger says of each world."""
+        """The ledger's line about each world."""
         with contextlib.suppress(OSError):
             lines = (self.folder / "losses.ledger").read_text().splitlines()
             found = [json.loads(x) for x in lines if x.endswith("}")]
@@ -97,7 +98,7 @@ class Run:
         return []
 
     def trains(self, generation: int) -> bool:
-        """Whether a world after one of a number has done steps in both processes."""
+        """Whether both processes have done steps in a world after the given one."""
         worlds = self.worlds()
         if not worlds or worlds[-1]["generation"] <= generation:
             return False
@@ -105,7 +106,7 @@ class Run:
         return len(after) >= 4
 
     def kill(self) -> dict[str, Any]:
-        """Kills the second process; returns what the ledger says of the next world."""
+        """Kills the second process; returns the ledger's line about the next world."""
         before = self.worlds()[-1]["generation"]
         state = read_state(self.folder)
         assert state is not None
@@ -126,7 +127,7 @@ class Run:
 
 
 def largest_difference(folder: pathlib.Path) -> dict[str, Any]:
-    """The losses of a run of the small model against those of one process."""
+    """The losses of a run of the small model, compared with those of one process."""
     found = losses(folder)
     last = max(x[0] for x in found)
     plain = plain_losses(folder, last + 1)
@@ -136,7 +137,7 @@ def largest_difference(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def measure_large(width: int) -> dict[str, Any]:
-    """One process of two is killed, each of which has about 1 GiB of state."""
+    """Kills one of two processes that have about 1 GiB of state each."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(pathlib.Path(folder), width, LAYERS, split="whole")
         try:
@@ -150,7 +151,7 @@ def measure_large(width: int) -> dict[str, Any]:
 
 
 def measure_small(kills: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Pauses of kills with a small model, and the losses of the run."""
+    """The pauses after kills with a small model, and the losses of the run."""
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)

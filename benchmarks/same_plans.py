@@ -1,14 +1,14 @@
-"""Whether two checkouts make the same plans of every example.
+"""Checks whether two checkouts make the same plans of every example.
 
     python benchmarks/same_plans.py OLD [NEW] [--examples gpt,moe] [--clusters 8:cpu]
 
-Every example is planned on six clusters, in a process of its own for each checkout,
-without a time limit: then a plan is determined by its step and cluster. What is
-compared is everything that a plan decides and predicts; left out are times,
-versions, schemas and fingerprints. Prints one row for each example and cluster, and
-the difference where there is one. NEW is this checkout by default. OLD and NEW may
-also be files that ``--save FILE`` wrote for NEW. ``--limit`` gives the solver a time
-limit in seconds; plans may then differ within the gap.
+Every example is planned on six clusters, in a separate process for each checkout,
+without a time limit. A plan then depends only on its step and cluster. All decisions
+and predictions of the plans are compared; times, versions, schemas and fingerprints are
+not. The command prints one row for each example and cluster, with any differences. NEW
+is this checkout by default. OLD and NEW may also be files that ``--save FILE`` has
+written. ``--limit`` gives the solver a time limit in seconds; plans may then differ
+within the gap.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CLUSTERS = ("8:cpu", "2x4:cpu", "8:h100", "4x8:h100", "2x4x4:a100", "4x4:v5e")
-# Small enough to be proved optimal; the structure is that of the whole example.
+# Options that make the examples small enough for the solver to prove optimality, with
+# the structure of the whole example.
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 2},
     "gpt-scan": {"layers": 2},
@@ -35,7 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "moe": {"layers": 2},
     "lstm": {},
 }
-# Runs in either checkout: only the public API and benchmarks/workloads.py are used.
+# Code that runs in both checkouts: it uses only the public API and
+# benchmarks/workloads.py.
 CHILD = """
 import json, sys
 sys.path.insert(0, sys.argv[1] + "/benchmarks")
@@ -51,7 +53,7 @@ for text in clusters:
         found = {"error": str(error)}
     print("PLAN" + json.dumps([text, found]), flush=True)
 """
-# A plan by example and cluster.
+# Example and cluster -> plan.
 Plans = dict[str, dict[str, Any]]
 DECIDED = ("mesh", "inputs", "outputs", "nodes", "copies", "gradients")
 KEPT = ("predicted", "roles", "unsupported_ops", "assumed", "shapes", "compression")
@@ -60,7 +62,7 @@ KEPT = ("predicted", "roles", "unsupported_ops", "assumed", "shapes", "compressi
 def planned(
     root: pathlib.Path, name: str, clusters: Sequence[str], limit: float | None
 ) -> Plans:
-    """What a checkout plans for an example on each cluster, or the errors."""
+    """The plans, or errors, of a checkout for an example on each cluster."""
     folders = [root, root / "solver", root / "passes"]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
@@ -90,14 +92,14 @@ def planned(
 def plans_of(
     source: pathlib.Path, name: str, clusters: Sequence[str], limit: float | None
 ) -> Plans:
-    """The plans of a checkout, or those in a file."""
+    """The plans of a checkout, or the plans in a file."""
     if source.is_file():
         return json.loads(source.read_text())
     return planned(source.resolve(), name, clusters, limit)
 
 
 def normalised(plan: dict[str, Any]) -> dict[str, Any]:
-    """What is compared of a plan: decisions and predictions, of either schema."""
+    """The compared parts of a plan (decisions and predictions), for either schema."""
     stage = plan["stages"][0] if "stages" in plan else plan
     out = {key: stage[key] for key in DECIDED} | {key: plan[key] for key in KEPT}
     for given in (out["nodes"], out["gradients"]):
@@ -108,7 +110,7 @@ def normalised(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """The places where two trees of JSON differ."""
+    """The paths at which two trees of JSON differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted({*old, *new})
         return [
@@ -126,7 +128,7 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def main() -> None:
-    """Compares, and exits with 1 where plans differ."""
+    """Compares the plans; exits with 1 if any differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("old", type=pathlib.Path)
     parser.add_argument("new", type=pathlib.Path, nargs="?", default=ROOT)
@@ -153,7 +155,7 @@ def main() -> None:
 
 
 def compared(key: str, old: Any, new: Any, lines: int) -> bool:
-    """Prints one row, and says whether two plans differ."""
+    """Prints one row; returns whether two plans differ."""
     found = differences(old, new)
     times = [p.get("predicted", {}).get("step_s", 0.0) for p in (old, new)]
     what = old.get("error", "the same") if not found else f"{len(found)} differ"

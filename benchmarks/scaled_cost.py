@@ -1,13 +1,13 @@
-"""Queries of a planned step's time: how long they take, and how far they are off.
+"""Time and error of estimates of a planned step at other batch sizes.
 
     python benchmarks/scaled_cost.py [example ...]
 
-For each example a plan is made; then ``StepEstimate.seconds(batch, accumulation)`` is
-asked. *query* is the median time of a query of a batch that was not asked for before,
-*again* of one that was. *error* is the largest difference, over batches
-of a quarter to 8 times the planned one, to tracing the step at that batch and pricing
-the same layouts anew. Batches at which the planner sees other nodes are left out and
-counted.
+For each example a plan is made, and then ``StepEstimate.seconds(batch, accumulation)``
+is called. *query* is the median time of a call with a new batch size, and *again* that
+of a call with the same batch size again. *error* is the largest difference, over
+batches of a quarter to 8 times the planned batch, from tracing the step at that batch
+and pricing the same layouts anew. Batch sizes at which the planner forms other nodes
+are left out and counted.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ QUERIES = 100
 
 
 def analysed(name: str, batch: int) -> Analysis:
-    """An example's step at a batch size."""
+    """Analyses an example's step at a batch size."""
     step, args = workloads.arguments(name, batch=batch, **SMALL[name])
     return analyse(step, args)
 
 
 def query_s(found: StepEstimate, asked: Sequence[float]) -> float:
-    """Median seconds of one query."""
+    """Median seconds of one call."""
     times: list[float] = []
     for batch in asked:
         start = time.perf_counter()

@@ -1,15 +1,16 @@
-"""Five small trainings share a cluster of four nodes, under two policies.
+"""Runs five small trainings on a cluster of four nodes, under two policies.
 
 Usage: python benchmarks/scheduled_jobs.py [--on ray|hosts|slurm]
     [--policies goodput,fifo] [--keep FOLDER] [--out FILE]
 
-The nodes are raylets of a local Ray cluster, hosts in network namespaces (an agent on
-each), or nodes of a local Slurm (agents started by srun). The trainings arrive over
-time. One node is lost and one is added on the way. Steps are paced by a plan's seconds,
-as all nodes share this machine's cores. Prints the average completion of each policy
-beside the simulator's prediction, which has the same policy, curves, arrivals and costs
-of moves. These costs are measured by a training of its own before. Exits with 1 where a
-training does not finish, or its last loss is not that of an undisturbed run.
+The nodes are raylets of a Ray cluster on this machine, hosts in network namespaces
+(with an agent each), or nodes of a local Slurm (srun starts the agents). The trainings
+arrive over time. One node is lost and one is added. The steps have set durations,
+because all nodes share this machine's cores. The command prints the mean completion
+time of each policy, and the prediction of the simulator with the same policy, curves,
+arrivals and costs of moves. A separate training measures these costs before. The exit
+code is 1 if a training does not finish, or if its last loss differs from that of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ sys.path += [str(HERE / "network"), str(HERE.parent / "tests" / "support")]
 SCRIPT = HERE / "scheduled_jobs_script.py"
 NODES, BATCH, LIMIT_S = 4, 24, 1500.0
 INTERVAL_S, REACT_S, KILL_S, ADD_S = 10.0, 2.0, 62.0, 122.0
-# Number of the node that is lost, as policies know it.
+# The lost node, by its number in the policies.
 KILLED = 1
-# A lost node counts as alive for so long: in Ray (docs/elastic_ray.md), and for a
+# Seconds for which a lost node counts as alive: in Ray (docs/elastic_ray.md), and for a
 # scheduler whose connection to an agent is silent.
 UNSEEN_S = 15.0
 PORT = 7400
@@ -63,7 +64,7 @@ TOLERANCE = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """One of the trainings: steps, seconds of each on one device, what it asks for."""
+    """A training: its number of steps, seconds of a step on one device, and request."""
 
     name: str
     at_s: float
@@ -82,7 +83,7 @@ TRAININGS = (
 
 
 def curve_of(one_s: float) -> CurveTable:
-    """The curve of a training: its goodput on 1 to 4 nodes."""
+    """The goodput curve of a training on 1 to 4 nodes."""
     points = [
         CurvePoint(
             cluster=f"{n}x1:cpu", kind="cpu", nodes=n, devices=n, batch=BATCH,
@@ -94,7 +95,7 @@ def curve_of(one_s: float) -> CurveTable:
 
 
 class Bed(Protocol):
-    """A cluster of nodes of one device, which a benchmark adds and kills."""
+    """A cluster of nodes with one device each, to which the benchmark adds nodes."""
 
     options: list[str]
     """Of `autopar schedule`, for this cluster."""
@@ -109,7 +110,7 @@ class Bed(Protocol):
 
     @contextlib.contextmanager
     def runs(self, folder: pathlib.Path) -> Generator[tuple[ProcessRuns, list[str]]]:
-        """Starts jobs without a scheduler; also gives the names of nodes."""
+        """Starts jobs without a scheduler; also yields the names of the nodes."""
         ...
 
     def close(self) -> None:
@@ -118,7 +119,7 @@ class Bed(Protocol):
 
 
 class Raylets:
-    """A head that takes no workers, and raylets of one CPU."""
+    """A head node without workers, and raylets with one CPU each."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         """Starts them."""
@@ -134,7 +135,7 @@ class Raylets:
             self.add()
 
     def add(self, **options: Any) -> None:
-        """See `Bed`; the first raylet is the head."""
+        """See `Bed`; the first raylet is the head node."""
         self.nodes.append(self._raylets.added(self.cluster, **options))
 
     def kill(self, name: str) -> None:
@@ -158,12 +159,12 @@ class Raylets:
 
 
 class Hosts:
-    """Agents of hosts, which are network namespaces joined to this one."""
+    """Agents of hosts; the hosts are network namespaces connected to this one."""
 
     address = "10.77.0.254"
 
     def __init__(self, folder: pathlib.Path) -> None:
-        """Starts the hosts, with an agent on each but the last one."""
+        """Starts the hosts, and an agent on each host except the last one."""
         self.folder, self.secret = folder, folder / "secret"
         folder.mkdir(parents=True, exist_ok=True)
         if not self.secret.exists():
@@ -186,7 +187,7 @@ class Hosts:
         netns.command(words, "give the scheduler an address")
 
     def _words(self, host: int) -> list[str]:
-        """What to put before the command of a host's agent."""
+        """The words before the command of a host's agent."""
         return ["ip", "netns", "exec", self._bed.hosts[host].namespace]
 
     def _address(self, host: int) -> str:
@@ -209,7 +210,7 @@ class Hosts:
         return dict(os.environ)
 
     def kill(self, name: str) -> None:
-        """See `Bed`; nothing ends the connections of the host."""
+        """See `Bed`; the host's connections are not closed."""
         addresses = [f"({self._address(k)})" for k in range(NODES)]
         (host,) = (k for k, x in enumerate(addresses) if name.endswith(x))
         self._kill(host)
@@ -221,7 +222,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def runs(self, folder: pathlib.Path) -> Generator[tuple[ProcessRuns, list[str]]]:
-        """See `Bed`; agents wait for the scheduler afterwards."""
+        """See `Bed`; the agents wait for the scheduler afterwards."""
         cluster = HostCluster(self.address)
         network = Network(self.address, self.secret.read_text())
         endpoint = Endpoint(network, PORT, lambda _: {}, cluster.serve)
@@ -252,7 +253,7 @@ class SlurmNodes(Hosts):
     address = "127.0.0.1"
 
     def _open(self) -> None:
-        # The tests' own, which is no package of the project.
+        # This module belongs to the tests, which are no package of the project.
         slurm_cluster = importlib.import_module("slurm_cluster")
         place = self.folder / "slurm"
         place.mkdir()
@@ -283,7 +284,7 @@ def words(folder: pathlib.Path, name: str, steps: int, one_s: float) -> list[str
 
 
 def written(folder: pathlib.Path, name: str) -> list[tuple[int, float, float, int]]:
-    """Step, loss, time and devices of every step that was done, by time."""
+    """Step, loss, time and devices of every finished step, in order of time."""
     found: list[tuple[int, float, float, int]] = []
     for path in folder.glob(f"losses-{name}.*"):
         for line in path.read_text().splitlines():
@@ -293,7 +294,9 @@ def written(folder: pathlib.Path, name: str) -> list[tuple[int, float, float, in
 
 
 def measured(folder: pathlib.Path, bed: Bed) -> Moves:
-    """What moves take: a training of its own starts, grows and shrinks, twice."""
+    """Measures the costs of moves with a training that starts, grows and shrinks,
+    twice.
+    """
     with bed.runs(folder / "moves") as (runs, names):
         return _measured(folder, runs, names)
 
@@ -346,7 +349,7 @@ def _measured(folder: pathlib.Path, runs: ProcessRuns, names: list[str]) -> Move
 
 
 def table(folder: pathlib.Path) -> pathlib.Path:
-    """Writes the table of jobs, and their curves."""
+    """Writes the table of jobs and their curves."""
     lines: list[str] = []
     for t in TRAININGS:
         curve_of(t.one_s).save(folder / f"{t.name}.json")
@@ -364,7 +367,7 @@ def table(folder: pathlib.Path) -> pathlib.Path:
 def scheduled(
     folder: pathlib.Path, bed: Bed, policy: str, moves: Moves
 ) -> dict[str, Any]:
-    """Runs the trainings under a policy; returns when each was done."""
+    """Runs the trainings under a policy; returns when each has finished."""
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / "state"
     given = [*bed.options, f"--policy={policy}", f"--state={state}"]
@@ -403,7 +406,7 @@ def scheduled(
 
 
 def _names(path: pathlib.Path) -> list[str]:
-    """The nodes, by the numbers that policies know them by."""
+    """The names of the nodes, in the order of their numbers in the policies."""
     store = Store(path, reads=True)
     found = [name for name, _, _ in store.nodes()]
     store.close()
@@ -424,9 +427,10 @@ def _begin(path: pathlib.Path, process: subprocess.Popen[bytes]) -> float:
 
 
 def predicted(policy: str, moves: Moves) -> dict[str, float]:
-    """The completion of each training in the simulator.
+    """The completion time of each training in the simulator.
 
-    Its first decision is one interval after its beginning: all times are that later.
+    The simulator makes its first decision one interval after its start, so all its
+    times are later by one interval.
     """
     events = (
         NodeEvent(at_s=0.0, node=NODES, away=True),
@@ -456,7 +460,7 @@ def predicted(policy: str, moves: Moves) -> dict[str, float]:
 
 
 def undisturbed(folder: pathlib.Path) -> dict[str, float]:
-    """The last loss of each training, alone and without a pace."""
+    """The last loss of each training if it runs alone and as fast as possible."""
     found: dict[str, float] = {}
     for t in TRAININGS:
         given = words(folder, f"plain-{t.name}", t.steps, 0.0)
@@ -468,14 +472,14 @@ def undisturbed(folder: pathlib.Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs and reports."""
+    """Runs the trainings, and reports the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--on", choices=BEDS, default="ray")
     parser.add_argument("--policies", default="goodput,fifo")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the figures")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
     given = parser.parse_args()
-    # Actors work in other folders than this process.
+    # Actors run in other folders than this process, so paths must be absolute.
     paths = [os.path.abspath(x) for x in sys.path]
     os.environ |= {"SOAK_SPLIT": "0", "JAX_PLATFORMS": "cpu"}
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -491,7 +495,7 @@ def main() -> None:
 def report(
     folder: pathlib.Path, on: str, policies: list[str]
 ) -> tuple[bool, dict[str, Any]]:
-    """Prints what was found; returns whether all is right, and the figures."""
+    """Prints the figures; returns whether all trainings were right, and the figures."""
     plain = undisturbed(folder)
     command = f"python benchmarks/scheduled_jobs.py --on {on}"
     result: dict[str, Any] = {"command": command}

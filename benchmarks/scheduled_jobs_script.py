@@ -1,4 +1,4 @@
-"""The training script of `scheduled_jobs.py`: that of `soak.py`, at the pace of a plan.
+"""The training script of `scheduled_jobs.py`: that of `soak.py`, with set step times.
 
 Usage: scheduled_jobs_script.py OUT STEPS WIDTH DEPTH SECONDS
 All nodes share this machine's cores, so that more processes make no step faster. A step
@@ -18,7 +18,7 @@ from ray_pace import seconds_of
 
 
 def main() -> None:
-    """Trains, and writes every step down."""
+    """Trains, and writes a line for every step."""
     one_s = float(sys.argv[5])
     run = script.started()
     with open(f"{script.OUT}.{os.getpid()}", "a") as file:

@@ -1,11 +1,12 @@
-"""Policies on the published traces: what each row of docs/scheduling.md repeats.
+"""Runs policies on the published traces, for the tables in docs/scheduling.md.
 
     python benchmarks/scheduling.py [--only faithful] [--shared ../shared]
 
-Rows: ``faithful`` (published figures repeated), ``ours`` (our policy on Pollux's
-workloads beside the artifact's own figures), ``bound`` (the same, and a bound in which
-no job waits), ``rubick`` (our policy on Rubick's workloads), ``model`` (errors of
-step-time models), ``pollux`` (the genetic search; some minutes).
+Rows: ``faithful`` (repeats published figures), ``ours`` (our policy on Pollux's
+  workloads, compared with the figures of Pollux's artifact), ``bound`` (as ``ours``,
+  with a bound in which no job waits), ``rubick`` (our policy on Rubick's workloads),
+  ``model`` (errors of step-time models), ``pollux`` (the genetic search, which takes
+  some minutes).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import pathlib
 import time
 from typing import Annotated
 
-# SciPy's fits are of seven numbers: threads of its linear algebra only wait for each
-# other, for 7 of 8 CPU seconds of Pollux's search.
+# SciPy's fits have seven parameters, so threads of linear algebra mostly wait for each
+# other: for 7 of 8 CPU seconds of Pollux's search.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
@@ -36,7 +37,7 @@ from autopar.scheduler.simulator.traces.recorded import jobs_of
 
 ROOT = pathlib.Path(__file__).resolve().parent
 DEFAULT = pathlib.Path(os.environ.get("AUTOPAR_SHARED", ROOT.parent.parent / "shared"))
-# Constants of our policy were chosen on workloads 4, 5 and 8.
+# The constants of our policy were chosen on workloads 4, 5 and 8.
 WORKLOADS = ("workload-1", "workload-2", "workload-3", "workload-6")
 LOADS = {
     "0.5": "workloads-0.5",
@@ -44,11 +45,11 @@ LOADS = {
     "1.5": "workloads-1.5",
     "2.0": "workloads-2.0",
 }
-# As Pollux decides: every 60 s alone. And at once where a job comes or ends as well.
+# Decisions as in Pollux, only every 60 s; and decisions also when a job comes or ends.
 ROUNDS, EVENTS = Options(), Options(react_s=5.0)
-# Policies under which a job runs alone.
+# The policies under which a job runs alone.
 _ALONE = ("goodput", "sia", "fair")
-# The form of our model was chosen on the first three applications.
+# The form of our model was chosen on these three applications.
 CHOSEN_ON = ("cifar10", "imagenet", "ncf")
 KEPT_OUT = ("bert", "deepspeech2", "yolov3")
 
@@ -77,7 +78,7 @@ def run(
 def simulated(
     trace: pathlib.Path, cluster: str, policy: str, options: Options = ROUNDS
 ) -> tuple[Metrics, float]:
-    """The figures of a simulation, and its CPU seconds."""
+    """The metrics of a simulation, and its CPU seconds."""
     begin = time.process_time()
     nodes, made = Nodes.parse(cluster), policy_of(policy)
     history = simulate(jobs_of(trace, None, nodes, made), nodes, made, options)
@@ -94,7 +95,7 @@ def _line(name: str, trace: pathlib.Path, cluster: str, published: float) -> Non
 
 
 def faithful(folder: pathlib.Path) -> None:
-    """The deterministic published figures."""
+    """Published figures that are deterministic."""
     print(
         "| policy | workload | average s | published s | CPU s |\n" + "| --- " * 5 + "|"
     )
@@ -116,9 +117,9 @@ def genetic(folder: pathlib.Path) -> None:
 
 
 def ours(folder: pathlib.Path) -> None:
-    """Our policy beside the artifact's figures of Pollux.
+    """Our policy, compared with the figures of Pollux's artifact.
 
-    First with decisions in rounds, as Pollux makes them, then with events as well.
+    Decisions are made in rounds, as by Pollux, and then also at events.
     """
     published = json.loads((folder / "pollux" / "baselines.json").read_text())["pollux"]
     print(
@@ -142,10 +143,10 @@ def ours(folder: pathlib.Path) -> None:
 
 
 def beside_bound(folder: pathlib.Path) -> None:
-    """How much of the way to a cluster in which no job waits our policy goes.
+    """Compares our policy with a cluster in which no job waits.
 
-    The bound of a job is its completion time when it has the cluster to itself, under
-    whichever of three policies is best for it. It decides in rounds as well.
+    The bound of a job is its completion time if it has the whole cluster, under the
+    best of three policies for it. These policies decide in rounds, too.
     """
     published = json.loads((folder / "pollux" / "baselines.json").read_text())["pollux"]
     print(
@@ -166,7 +167,7 @@ def beside_bound(folder: pathlib.Path) -> None:
 
 
 def _bound_s(trace: pathlib.Path, alone: dict[tuple[object, ...], float]) -> float:
-    """Mean completion time of the jobs of a trace, each on a cluster of its own."""
+    """Mean completion time of a trace's jobs, each alone on the cluster."""
     nodes = Nodes.parse("16x4")
     seconds: list[float] = []
     columns = ("name", "application", "num_replicas", "batch_size")
@@ -187,7 +188,7 @@ def _alone_s(trace: pathlib.Path, nodes: Nodes, name: str, policy: str) -> float
 
 
 def with_plans(folder: pathlib.Path) -> None:
-    """Our policy beside Rubick's, with its plan tables."""
+    """Our policy and Rubick's, with Rubick's tables of plans."""
     print(
         "| workload | Rubick s | ours, rounds s | ratio | ours, events s | ratio |\n"
         + "| --- " * 6
@@ -205,8 +206,9 @@ def with_plans(folder: pathlib.Path) -> None:
 def models(folder: pathlib.Path) -> None:
     """Mean relative errors of step times.
 
-    On all; on rows and on all rows of so many nodes and devices that are left out; and
-    beyond two nodes from two.
+    The errors are those on all rows; on rows that are left out, one by one and with all
+    rows of equally many nodes and devices; and on more than two nodes, predicted from
+    at most two.
     """
     print(
         "| application | kept out | model | in sample | row left out "
@@ -233,7 +235,7 @@ def models(folder: pathlib.Path) -> None:
 
 
 def _left_out(model: StepModel, rows: np.ndarray) -> str:
-    """Errors of a process without each row, and without all rows of its devices."""
+    """Errors of predictions without each row, and without all rows of its devices."""
     if not isinstance(model, CorrectedTimes):
         return "- | -"
     places = rows[:, 0] * (rows[:, 1].max() + 1) + rows[:, 1]

@@ -1,12 +1,12 @@
-"""Our policy on synthetic kinds of devices, without its abilities, and its fairness.
+"""Our policy on synthetic kinds of devices, without single abilities, and its fairness.
 
     python benchmarks/scheduling_more.py [--only kinds] [--shared ../shared]
 
-Rows: ``kinds`` (beside Sia's policy on three kinds of devices), ``ablation`` (without
-plans, batches, codecs, or costs of pairs of moves, on slower networks), ``fairness``
-(finish-time fairness beside Pollux's policy on its workloads; long), ``plans`` (models
-of steps on Rubick's tables). The jobs of the first two are made from seeds
-(`synthetic_jobs.py`): codecs' speed is modelled.
+Rows: ``kinds`` (compared with Sia's policy on three kinds of devices), ``ablation``
+  (without plans, batches, codecs, or costs of moves per pair, on slower networks),
+  ``fairness`` (finish-time fairness, compared with Pollux's policy on its workloads;
+  takes long), ``plans`` (models of steps on Rubick's tables). The jobs of the first two
+  rows are drawn by seed (`synthetic_jobs.py`), and the speed of codecs is modelled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import time
 from collections.abc import Iterable
 from typing import Annotated
 
-import scheduling  # first: it says how many threads linear algebra has
+# must be first, because it sets the number of threads of linear algebra
+import scheduling
 
 # isort: split
 import numpy as np
@@ -62,9 +63,9 @@ def _text(kinds: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def kinds(seeds: Iterable[int]) -> None:
-    """Ours and Sia's policy on the same jobs; neither has seen them.
+    """Our policy and Sia's policy on the same jobs, which were not used for tuning.
 
-    Both decide in rounds, then both at events as well.
+    Both policies decide in rounds, and then also at events.
     """
     print(
         "| load | seed | ours, rounds s | Sia s | ratio | ours, events s | Sia s | "
@@ -90,7 +91,7 @@ def _of_kinds(seed: int, count: int, policy: str, options: Options) -> float:
 
 
 def ablation() -> None:
-    """The mean completion without each ability, over that with all."""
+    """Mean completion time without each ability, divided by that with all abilities."""
     without = {
         "all": synthetic.ALL,
         "plan": synthetic.Abilities(plan=False),
@@ -122,7 +123,7 @@ def _averaged(seed: int, nodes: Nodes, far: float, can: synthetic.Abilities) -> 
 
 
 def fairness(folder: pathlib.Path, loads: list[str]) -> None:
-    """The worst finish-time ratios of ours and of Pollux's search."""
+    """The worst finish-time ratios of our policy and of Pollux's search."""
     print("| load | workload | policy | average s | worst | 99 % | over 1 | CPU s |")
     print("| --- " * 8 + "|")
     nodes = Nodes.parse("16x4")
@@ -132,7 +133,8 @@ def fairness(folder: pathlib.Path, loads: list[str]) -> None:
             for name in ("goodput", "pollux"):
                 begin, policy = time.process_time(), policy_of(name)
                 history = simulate(jobs_of(trace, None, nodes, policy), nodes, policy)
-                # The same jobs by the same model for both, or their shares differ.
+                # Both policies must have the same jobs and the same model, or else the
+                # shares differ.
                 fresh = jobs_of(trace, None, nodes, policy_of("goodput"))
                 ratios = np.array(list(finish_time_ratios(history, fresh).values()))
                 cells = (

@@ -1,19 +1,19 @@
-"""Plans some fifty cases by one checkout, or compares two.
+"""Plans about fifty cases with one checkout, or compares two checkouts.
 
     python benchmarks/search_table.py run [--checkout DIR] [--only TEXT] [--decide]
         [--save FOLDER] [--judge FOLDER] --out FILE
     python benchmarks/search_table.py compare OLD NEW [--judged FILE] [--json FILE]
 
-Each case is planned in a process of its own. Written are the predicted time of a step,
+Each case is planned in a separate process. The file gets the predicted time of a step,
 the gap and the status, the scheme and the mesh, and CPU seconds from the step to the
-plan. With ``--decide`` stages, microbatches and rematerialisation are decided, too.
-``--save`` keeps the plans, and ``--judge`` prices those that a run has kept, of another
-checkout perhaps, instead of searching. So two checkouts are compared by one cost model.
-Cases named ``tight`` have about 1.05 times the least memory for which a plan was found.
-``compare`` prints one row a case, and exits with 1 where a new plan is slower by over
-half a percent, or takes over half of the old CPU seconds. Steps of old plans are those
-of ``--judged`` where it has them. A search that was stopped took its limit at least.
-The rows go to a file, too.
+plan. With ``--decide`` the planner also chooses stages, microbatches and
+rematerialisation. ``--save`` stores the plans. ``--judge`` does not search, but prices
+stored plans, which may be those of another checkout. So the plans of two checkouts can
+be compared under one cost model. Cases named ``tight`` have about 1.05 times the least
+memory for which a plan was found. ``compare`` prints one row per case. Its exit code is
+1 if a new plan is slower by more than half a percent, or took more than half of the old
+CPU seconds. ``--judged`` gives the file with the prices of old plans. A search that was
+stopped counts with the seconds of its limit. ``--json`` writes the rows to a file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GPT13B = {
     "layers": 40, "d_model": 5120, "heads": 40, "seq": 2048, "batch": 256,
     "vocab": 50304, "remat": True, "dtype": "bfloat16",
 }  # fmt: skip
-# Name -> (example, options, cluster); an example named `large:` is of `large.py`.
+# Name -> (example, options, cluster); names with `large:` are models of `large.py`.
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     **{
         f"{name} {shape}": (name, {"batch": rows}, f"{shape}:h100")
@@ -110,7 +110,7 @@ print("FOUND" + json.dumps(found), flush=True)
 
 
 def main() -> int:
-    """Runs the cases, or compares two files of figures."""
+    """Plans the cases, or compares two files of figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run")
@@ -145,7 +145,7 @@ def main() -> int:
 
 
 def planned(name: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Plans a case in a process of its own."""
+    """Plans a case in a separate process."""
     checkout, limit_s = asked.checkout.resolve(), asked.limit
     file = f"{name.replace(' ', '-')}.json"
     save, judge = (f and str(f.resolve() / file) for f in (asked.save, asked.judge))
@@ -173,7 +173,7 @@ def planned(name: str, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _judged(old: dict[str, Any], judged: dict[str, Any] | None) -> dict[str, Any]:
-    """An old case with the step of its plan as another model has it.
+    """An old case, with the predicted step of its plan under the other cost model.
 
     A search that was stopped has the seconds of its limit.
     """
@@ -189,7 +189,7 @@ def _judged(old: dict[str, Any], judged: dict[str, Any] | None) -> dict[str, Any
 def compared(
     old: dict[str, Any], new: dict[str, Any], file: pathlib.Path | None
 ) -> int:
-    """Prints the rows of both; returns 1 where a bar is missed."""
+    """Prints the rows of both files; returns 1 if a bar is missed."""
     rows: list[dict[str, Any]] = []
     print("| case | old ms | new ms | new / old | old CPU s | new CPU s | new gap |")
     print("| --- " * 7 + "|")

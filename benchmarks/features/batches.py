@@ -1,4 +1,4 @@
-"""Batches, states and keys of many kinds, and what is done to batches in the step."""
+"""Features: kinds of batches, states and keys, and operations on a batch in a step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def features() -> Iterator[Feature]:
 
 
 class Fields(NamedTuple):
-    """A batch or a state with names."""
+    """A named tuple as batch or state."""
 
     x: Any
     y: Any
@@ -102,7 +102,9 @@ def _named(weights: Any, batch: Any) -> Any:
 
 
 def _packed(weights: Any, tokens: Any, segments: Any) -> Any:
-    """Packed sequences: attention within a segment, the loss where one goes on."""
+    """Packed sequences: attention within a segment, and loss where the segment
+    continues.
+    """
     x = jnp.stack([jnp.sin(tokens * (k + 1.0)) for k in range(WIDTH)], -1)
     same = segments[:, :, None] == segments[:, None, :]
     scores = jnp.where(same, (x @ weights[0]) @ jnp.swapaxes(x, 1, 2), -1e9)
@@ -113,7 +115,7 @@ def _packed(weights: Any, tokens: Any, segments: Any) -> Any:
 
 
 def _padded(weights: Any, x: Any, lengths: Any, y: Any) -> Any:
-    """Sequences of unequal lengths: the last output of each counts."""
+    """Sequences of unequal length: the last output of each sequence counts."""
 
     def cell(h: Any, x: Any) -> Any:
         h = jnp.tanh(x @ weights[0] + h @ weights[1])
@@ -166,7 +168,7 @@ def _keyed() -> Any:
 
 
 def _augmented(state: Any, image: Any, labels: Any) -> Any:
-    """Crops and flips that are drawn for each row."""
+    """Crops and flips, drawn for each row."""
     weights, key = state
     key, crop, flip = jax.random.split(key, 3)
 
@@ -199,7 +201,7 @@ def _small_state() -> Any:
 
 
 def _small(state: Any, x: Any, y: Any) -> Any:
-    """Weights that are kept in 8 bits."""
+    """Weights that are stored in 8 bits."""
     small, scales = state
     whole = [w.astype(jnp.float32) * s for w, s in zip(small, scales, strict=True)]
     loss, gradient = jax.value_and_grad(loss_of)(whole, x, y)
@@ -219,7 +221,7 @@ def _history_state() -> Any:
 
 
 def _history(state: Any, x: Any, y: Any) -> Any:
-    """Losses of the last steps, and a step that is left out where one jumps."""
+    """Losses of the last steps; a step is skipped if its loss jumps."""
     weights, losses, n = state
     loss, gradient = jax.value_and_grad(loss_of)(weights, x, y)
     jumps = loss > 2 * jnp.sum(losses) / jnp.maximum(n, 1)

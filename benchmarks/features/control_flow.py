@@ -1,4 +1,4 @@
-"""Loops, branches, derivatives of one's own, rematerialisation."""
+"""Features: loops, branches, custom derivatives and rematerialisation."""
 
 from __future__ import annotations
 

@@ -19,11 +19,12 @@ class Feature:
     """One step and its arguments.
 
     Attributes:
-      name: of the feature, with its kind in front.
+      name: name of the feature; it begins with its kind.
       step: takes the state first and returns ``(state, metrics)``.
       state: makes the state.
-      batch: the other arguments.
-      objects: whether the state is NNX objects, which the step changes instead.
+      batch: makes the arguments after the state.
+      objects: whether the state consists of NNX objects, which the step changes in
+        place.
       static: names of the static arguments.
     """
 
@@ -83,7 +84,7 @@ def updated(weights: Any, gradient: Any, rate: float = 0.1) -> Any:
 
 
 def between(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss whose perceptron runs a function of rows between its layers."""
+    """A perceptron's loss with a row-wise function between its layers."""
 
     def loss(weights: Sequence[Any], x: Any, y: Any) -> Any:
         for k, w in enumerate(weights):

@@ -1,4 +1,4 @@
-"""Hand-written kernels: Pallas, foreign functions, custom partitioning, attention."""
+"""Features: Pallas kernels, foreign functions, custom partitioning and attention."""
 
 from __future__ import annotations
 

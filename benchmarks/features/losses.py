@@ -1,4 +1,4 @@
-"""Derivatives of higher order, losses over the batch, layers of many kinds."""
+"""Features: derivatives of higher order, losses over the batch, and layers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _jacobian(weights: Any, x: Any, y: Any) -> Any:
 
 
 def _physics(weights: Any, x: Any, y: Any) -> Any:
-    """The trace of each row's Hessian, as of a differential equation."""
+    """The trace of each row's Hessian, as in the loss of a differential equation."""
 
     def value(v: Any) -> Any:
         return jnp.sum(forward(weights, v))
@@ -78,7 +78,7 @@ def _curvature(weights: Any, x: Any, y: Any) -> Any:
 
 
 def _newton(weights: Any, x: Any, y: Any) -> Any:
-    """A step along the gradient, scaled by the curvature along it."""
+    """A step along the gradient, scaled by the curvature in this direction."""
 
     def gradient_of(w: Any) -> Any:
         return jax.grad(loss_of)(w, x, y)
@@ -98,7 +98,7 @@ def _forward_mode(weights: Any, x: Any, y: Any) -> Any:
 
 
 def _clipped_rows(weights: Any, x: Any, y: Any) -> Any:
-    """Gradients of each row, clipped one by one, as for differential privacy."""
+    """Gradients of single rows, each clipped, as in differential privacy."""
 
     def one(x: Any, y: Any) -> Any:
         gradient = jax.grad(loss_of)(weights, x[None], y[None])
@@ -131,7 +131,9 @@ def _linearized(weights: Any, x: Any, y: Any) -> Any:
 
 
 def _two_tasks(weights: Any, x: Any, y: Any) -> Any:
-    """Gradients of two losses, one projected off the other (PCGrad)."""
+    """The gradients of two losses, one projected onto the normal plane of the other
+    (PCGrad).
+    """
     a = jax.grad(loss_of)(weights, x, y)
     b = jax.grad(lambda w: jnp.mean(jnp.abs(forward(w, x) - 1)))(weights)
     inner = jnp.minimum(optax.tree.vdot(a, b), 0.0) / optax.tree.vdot(b, b)
@@ -195,7 +197,7 @@ def _hard_columns(weights: Any, x: Any, y: Any) -> Any:
 
 
 def _ranked(weights: Any, x: Any, y: Any) -> Any:
-    """The order of a row's columns (ListNet)."""
+    """A loss of the order of a row's columns (ListNet)."""
     return -jnp.mean(jax.nn.softmax(y) * jax.nn.log_softmax(forward(weights, x)))
 
 
@@ -204,7 +206,7 @@ def _wasserstein(weights: Any, x: Any, y: Any) -> Any:
 
 
 def _spread(weights: Any, x: Any, y: Any) -> Any:
-    """A loss of the variance over rows, and of columns with columns (VICReg)."""
+    """A loss of variances over rows and of covariances of columns (VICReg)."""
     out = forward(weights, x)
     centred = out - out.mean(0)
     covariance = centred.T @ centred / ROWS
@@ -257,7 +259,7 @@ def _diffusion(weights: Any, x: Any, y: Any) -> Any:
 
 
 def _chunked(weights: Any, x: Any, y: Any) -> Any:
-    """The head on a few rows at a time, as for large vocabularies."""
+    """Applies the head to a few rows at a time, as for large vocabularies."""
     hidden = forward(weights[:3], x)
 
     @jax.checkpoint
@@ -314,7 +316,9 @@ LOSSES = {
 
 
 def _until(x: Any) -> Any:
-    """Halves each row until it is small: each row takes as long as it needs."""
+    """Halves each row until it is small, with another number of iterations for each
+    row.
+    """
 
     def halve(v: Any) -> Any:
         small = lambda v: jnp.max(jnp.abs(v)) > 0.2  # noqa: E731
@@ -330,7 +334,7 @@ def _until_all(x: Any) -> Any:
 
 
 def _fixed_point(x: Any) -> Any:
-    """A fixed point with the derivative of the implicit function."""
+    """A fixed point, with the derivative of the implicit function."""
 
     @jax.custom_vjp
     def solve(x: Any) -> Any:
@@ -355,7 +359,7 @@ def _names(x: Any) -> Any:
 
 
 def _state_space(x: Any) -> Any:
-    """A linear recurrence along the columns."""
+    """A linear recurrence over the columns."""
 
     def join(a: Any, b: Any) -> Any:
         return a[0] * b[0], b[0] * a[1] + b[1]
@@ -365,7 +369,7 @@ def _state_space(x: Any) -> Any:
 
 
 def _experts(x: Any) -> Any:
-    """Rows sorted by their expert, and a product for each of the groups."""
+    """Rows sorted by expert, and one product for each expert's rows."""
     expert = jnp.argmax(x[:, :3], 1)
     order = jnp.argsort(expert)
     made = jnp.stack([jnp.eye(WIDTH) * (k + 1) for k in range(3)])
@@ -375,7 +379,7 @@ def _experts(x: Any) -> Any:
 
 
 def _capacity(x: Any) -> Any:
-    """Experts that take a limited number of rows, the first ones first."""
+    """Experts that each take a limited number of rows: the first rows."""
     expert = jax.nn.one_hot(jnp.argmax(x[:, :2], 1), 2)
     place = jnp.cumsum(expert, 0) * expert
     return x * jnp.sum(place * (place <= ROWS // 4), 1, keepdims=True)
@@ -403,7 +407,7 @@ def _quantised(x: Any) -> Any:
 
 
 def _sinkhorn(x: Any) -> Any:
-    """Rows and columns scaled in turn: an assignment over the batch."""
+    """Scales rows and columns in turn (Sinkhorn), an assignment over the batch."""
     v = jnp.exp(x)
     for _ in range(2):
         v = v / jnp.sum(v, 1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Models of Flax NNX, Flax Linen, Equinox, and of plain containers."""
+"""Features: models of Flax NNX, Flax Linen and Equinox, and in plain containers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def features() -> Iterator[Feature]:
 
 
 class Net(nnx.Module):
-    """Four layers with dropout, and a normalisation."""
+    """Four layers with dropout and normalisation."""
 
     def __init__(self, rate: float, rngs: nnx.Rngs) -> None:
         """Makes the layers."""
@@ -111,7 +111,7 @@ def _dict_step(state: Any, x: Any, y: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Weights:
-    """Weights, and a number that is part of the program."""
+    """Weights, and a static number."""
 
     arrays: list[Any]
     rate: float = dataclasses.field(metadata={"static": True})
@@ -159,7 +159,7 @@ class Normed(nnx.Module):
 
 
 class Repeated(nnx.Module):
-    """One layer's weights, stacked, and a loop over them with recomputation."""
+    """Stacked weights of several layers, and a rematerialised loop over them."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         """Makes the stack."""
@@ -183,7 +183,7 @@ class Repeated(nnx.Module):
 
 
 class Recurrent(nnx.Module):
-    """An LSTM along the columns."""
+    """An LSTM over the columns."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         """Makes the cell and the head."""
@@ -196,7 +196,7 @@ class Recurrent(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention with dropout, and layers with a norm of groups."""
+    """Attention with dropout, and layers with group normalisation."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         """Makes the layers."""
@@ -333,7 +333,7 @@ def _normed_step(state: Any, x: Any, y: Any) -> Any:
 
 
 class Scanned(linen.Module):
-    """A loop over stacked layers whose auxiliary losses are sown."""
+    """A loop over stacked layers that sow auxiliary losses."""
 
     @linen.compact
     def __call__(self, x: Any) -> Any:

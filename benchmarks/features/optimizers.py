@@ -1,4 +1,4 @@
-"""Optimizers of optax and of optax.contrib, and what wraps them."""
+"""Features: optimizers of optax and optax.contrib, and their wrappers."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ OF_VALUES = {
 
 
 def _of_value(name: str, transform: Any) -> Feature:
-    """An optimiser that reads the loss, or calls it."""
+    """An optimizer that needs the loss, or a function that computes it."""
 
     def step(state: Any, x: Any, y: Any) -> Any:
         weights, held = state
@@ -184,7 +184,7 @@ def _of_value(name: str, transform: Any) -> Feature:
 
 
 def _of_each_row(name: str, transform: Any) -> Feature:
-    """An optimiser that takes the gradient of each row."""
+    """An optimizer that needs the gradient of each row."""
 
     def step(state: Any, x: Any, y: Any) -> Any:
         weights, held = state

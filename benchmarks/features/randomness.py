@@ -1,4 +1,4 @@
-"""Every sampler of `jax.random`, and the ways of keys."""
+"""Features: every sampler of `jax.random`, and kinds of keys."""
 
 from __future__ import annotations
 

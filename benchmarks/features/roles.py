@@ -1,4 +1,4 @@
-"""Roles of arguments, rows in odd places, states of odd kinds, calls of the host."""
+"""Features: roles of arguments, unusual rows and states, and host callbacks."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _scaled_state() -> Any:
 
 
 def _scaled(state: Any, x: Any, y: Any) -> Any:
-    """Scales of fp8 by the largest absolute values of earlier steps."""
+    """Scales of fp8 values, from the largest absolute values of earlier steps."""
 
     def loss(weights: Any) -> Any:
         h, seen = x, list[Any]()
@@ -218,7 +218,7 @@ def _statistics_state() -> Any:
 
 
 def _statistics(state: Any, x: Any, y: Any) -> Any:
-    """The mean of activations, kept beside what is trained."""
+    """A running mean of activations, kept next to the parameters."""
 
     def loss(weights: Any) -> Any:
         h = forward(weights[:2], x) - state["mean"]

@@ -1,4 +1,4 @@
-"""Steps with several networks, optimisers, updates, or states that hold rows."""
+"""Features: several networks, optimizers or updates in a step; states with rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _critic_state() -> Any:
 
 
 def _critic(state: Any, x: Any, y: Any) -> Any:
-    """Two networks, and an optimiser for each: neither reads the other's update."""
+    """Two networks with an optimizer each; neither reads the other's update."""
     actor, critic, held_a, held_c = state
 
     def judged(c: Any, a: Any) -> Any:
@@ -65,7 +65,7 @@ def _keyed() -> Any:
 
 
 def _minibatches(state: Any, x: Any, y: Any) -> Any:
-    """Two epochs over permuted minibatches, each with an update."""
+    """Two epochs over permuted minibatches, with an update for each minibatch."""
     weights, held, key = state
 
     def one(carry: Any, batch: Any) -> Any:
@@ -128,7 +128,7 @@ def _dynamic_state() -> Any:
 
 
 def _dynamic(state: Any, x: Any, y: Any) -> Any:
-    """Half precision with a loss scale that falls and grows."""
+    """Half precision with a loss scale that adapts."""
     weights, held, scale, good = state
 
     def scaled(weights: Any) -> Any:
@@ -155,7 +155,7 @@ def _ensemble_state() -> Any:
 
 
 def _ensemble(weights: Any, x: Any, y: Any) -> Any:
-    """Three models that are trained at once, each on the whole batch."""
+    """Three models that train at once, each on the whole batch."""
 
     def one(weights: Any) -> Any:
         loss, gradient = jax.value_and_grad(loss_of)(weights, x, y)
@@ -170,7 +170,7 @@ def _queue_state() -> Any:
 
 
 def _queue(state: Any, x: Any, y: Any) -> Any:
-    """Contrast with the rows of earlier batches (MoCo)."""
+    """A contrastive loss with the rows of earlier batches (MoCo)."""
     weights, slow, queue = state
     keys = forward(slow, y)
 
@@ -192,7 +192,7 @@ def _codebook_state() -> Any:
 
 
 def _codebook(state: Any, x: Any, y: Any) -> Any:
-    """Vector quantisation; the codes are running means of the rows next to them."""
+    """Vector quantisation; each code is a running mean of the rows nearest to it."""
     weights, codes, counts = state
 
     def loss(weights: Any) -> Any:
@@ -219,7 +219,7 @@ def _replay_state() -> Any:
 
 
 def _replay(state: Any, x: Any, y: Any) -> Any:
-    """Writes the rows to a buffer, and trains on rows drawn from it."""
+    """Writes the rows to a replay buffer, and trains on rows drawn from it."""
     weights, buffer, at, key = state
     buffer = {
         name: jax.lax.dynamic_update_slice(buffer[name], v, (at, 0))

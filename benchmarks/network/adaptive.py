@@ -1,19 +1,19 @@
-"""Time to a loss over real links of a training whose batch, plan and codecs follow.
+"""Seconds until an adaptive training reaches a loss over real links.
 
     python benchmarks/network/adaptive.py --rates 100 1000 --seeds 0 1 2 --out runs.json
 
-The ways of `benchmarks/adaptive.py` train its character model on four hosts, each with
-`autopar.train` as a user calls it: what another program takes to plan and to compile
-is in the clock, wherever it is done. What comes before the second step is not, nor are
-evaluations: the choice of a codec to begin with, and the first program. "first step"
-says how many seconds that took. The loss to reach is that of ``fixed`` after
-``--steps`` steps of the base batch, which one device finds out before. ``fixed`` itself
-takes ``--fixed-steps`` steps over the links, and the seconds of all its steps are
-projected from them. A way is given up after ``--patience`` times the seconds of the
-fastest one before it at this rate and with this seed, so name the fast ones first.
-``--profile`` measures the hosts and links at each rate, as ``autopar profile
---distributed`` does, to plan with. What is finished is kept in the file ``--out``, and
-not run again.
+The ways of `benchmarks/adaptive.py` train the character model of that benchmark on four
+hosts. Each host calls `autopar.train` like a user, so the clock includes the seconds to
+plan and compile other programs. The clock does not include evaluations, nor the time
+before the second step: the choice of the first codec and the first program.
+evaluations: "first step" is the number of seconds of this time. The loss to reach is
+  the loss of ``fixed`` after ``--steps`` steps with the base batch, which one device
+  computes before. ``fixed`` itself runs ``--fixed-steps`` steps over the links, and the
+  seconds of all its steps are projected from these. A way is given up after
+  ``--patience`` times the seconds of the fastest earlier way with this rate and seed,
+  so name fast ways first. ``--profile`` measures hosts and links at each rate, as
+  ``autopar profile --distributed`` does, and plans with the result. Finished records
+  are kept in the file ``--out``, and are not run again.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from autopar.elastic import train
 from autopar.goodput import NoiseOptions
 from autopar.runtime.agreement import shared_array
 
-# Steps between evaluations, of small batches and of others.
+# Steps between two evaluations: for the base batch, and for larger batches.
 EVERY = (50, 10)
-# The job may be so much longer than `fixed` needs, in rows of the base batch.
+# Length of the job in rows of the base batch, as a multiple of the rows of `fixed`.
 SLACK = 1.5
 TIMEOUT_S = 7200.0
 
 
 def levels(rate: float, seeds: list[int], steps: int) -> dict[int, float]:
-    """The held-out loss that one device comes to with the base batch, by seed."""
+    """Seed -> the held-out loss that one device reaches with the base batch."""
     tx = adaptive_ways.optimizer(rate)
     step = jax.jit(adaptive_ways.step_of(tx))
     evaluate = jax.jit(adaptive_ways.loss_of)
@@ -68,7 +68,7 @@ def levels(rate: float, seeds: list[int], steps: int) -> dict[int, float]:
 
 
 class Training:
-    """One way of training at one rate, from one seed."""
+    """One training: a way, a link rate and a seed."""
 
     def __init__(
         self, way: str, seed: int, cluster: autopar.Cluster, given: argparse.Namespace
@@ -106,12 +106,12 @@ class Training:
         self.begun_s = time.perf_counter() - begin
 
     def to(self, level: float, most_s: float, rate_mbit: float) -> dict[str, Any]:
-        """Trains to a held-out loss, or for so many seconds.
+        """Trains until a held-out loss or a time is reached.
 
         Args:
           level: the loss.
-          most_s: seconds after which it is given up.
-          rate_mbit: of the links; they are so fast in steps alone.
+          most_s: seconds after which the training is given up.
+          rate_mbit: rate of the links in Mbit/s, which applies only while steps run.
         """
         clock, curve, seconds = 0.0, [(0.0, math.inf)], list[float]()
         began_s = time.process_time()
@@ -125,7 +125,7 @@ class Training:
             ):
                 seconds.append(done.seconds)
             ended = time.perf_counter() - begin
-            # The first process's numbers are those of all.
+            # All processes use the numbers of the first process.
             found = shared_array(self.step.world, np.asarray([ended, self._loss()]))
             clock += float(found[0])
             curve.append((clock, float(found[1])))
@@ -173,12 +173,12 @@ class Training:
 
 
 def known(path: pathlib.Path | None) -> list[dict[str, Any]]:
-    """What was finished before."""
+    """Reads the records of trainings that an earlier run has finished."""
     return json.loads(path.read_text()) if path is not None and path.exists() else []
 
 
 def inside(given: argparse.Namespace) -> None:
-    """What every process does."""
+    """The work of every process."""
     worker.start()
     found = known(given.out)
     done = {(x["rate"], x["seed"], x["way"]) for x in found}
@@ -255,7 +255,7 @@ def table(found: list[dict[str, Any]]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rates", type=float, nargs="+", default=[100.0, 1000.0],
                         help="Mbit/s")  # fmt: skip
@@ -279,7 +279,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs the command; see the module."""
     given = parse()
     if given.inside:
         inside(given)
@@ -295,7 +295,7 @@ def main() -> int:
         try:
             running.wait(given.timeout)
             records = running.results[0][0]
-        except launch.RunFailed as error:  # what has ended before is worth keeping
+        except launch.RunFailed as error:  # The records of finished trainings are kept.
             print(f"RunFailed: {error}", file=sys.stderr)
             code, records = 1, known(given.out)
     table(records)

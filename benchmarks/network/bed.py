@@ -1,16 +1,17 @@
-"""Hosts on one machine: network namespaces joined by links of a chosen rate.
+"""Makes hosts on one machine: network namespaces joined by links of a chosen rate.
 
     python benchmarks/network/bed.py check          # can this machine do it?
     python benchmarks/network/bed.py run --rate 100 -- ip addr show eth0
     python benchmarks/network/bed.py clean          # what dead runs left behind
 
-Every namespace has one interface, ``eth0``, joined to a bridge by a veth pair. Both
-ends of a pair are shaped by ``tc tbf``: the one inside limits what the host sends,
-the one at the bridge what it receives. Only bandwidth is shaped, no delay is added.
+Every namespace has one interface, ``eth0``, which a veth pair connects to a bridge.
+``tc tbf`` limits the rate at both ends of a pair: the inner end limits what the host
+sends, and the end at the bridge what it receives. Only bandwidth is limited; no delay
+is added.
 
-The names of all that is made start with a prefix that holds the number of this
-process, so that several beds can stand side by side, and so that `clean` knows whose
-maker is dead. Addresses may repeat: bridges are not joined.
+All names begin with a prefix that contains the number of this process. So several sets
+of hosts can exist at the same time, and `clean` can find those whose process has ended.
+Addresses may repeat, because the bridges are not connected.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ LOOPBACK_MTU_BYTES = 16384
 
 CONGESTION = "reno"
 _MIN_BURST_BYTES = 32_768
-# What TCP hands over at once, by default 64 KiB. The kernel cuts up what is larger
-# than the bucket: at 500 Mbit/s, with one of 62 KiB, that left 25 to 35 % of the link
-# to collectives of four hosts, and with this 86 to 95 %.
+# The most bytes that TCP passes to the interface at once, by default 64 KiB. The kernel
+# splits what is larger than the token bucket. At 500 Mbit/s with a bucket of 62 KiB,
+# collectives of four hosts then used 25 to 35 % of the link; with this limit they use
+# 86 to 95 %.
 _SEGMENTS = ("gso_max_size", "16384")
 _BURST_S = 1e-3
 _QUEUE = "100ms"
 
 
 def burst_bytes(rate_mbit: float) -> int:
-    """Size of the token bucket for a rate: what the link carries in 1 ms.
+    """Size of the token bucket for a rate: the bytes that the link carries in 1 ms.
 
-    One TCP stream got 3.3 of 10 Gbit/s out of a bucket of 32 KiB, and 9.6 out of
-    this (of 1 Gbit/s 0.96, of 100 Mbit/s 95.6): it must hold what is sent between
-    two looks at the clock. On the other hand what fits in the bucket travels for
-    nothing; so it is no larger, but at least 32 KiB.
+    With a bucket of 32 KiB, one TCP stream reached 3.3 of 10 Gbit/s, and with this size
+    9.6 (and 0.96 of 1 Gbit/s, 95.6 of 100 Mbit/s). The bucket must hold the bytes sent
+    between two reads of the clock. But bytes that fit into the bucket pass at once, so
+    the bucket is not larger than needed, and at least 32 KiB.
 
     >>> burst_bytes(1000)
     125000
@@ -60,7 +62,7 @@ def burst_bytes(rate_mbit: float) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Host:
-    """One namespace: its rank, its name, its end at the bridge, its address."""
+    """One namespace: its rank, name, interface at the bridge, and address."""
 
     rank: int
     namespace: str
@@ -69,11 +71,11 @@ class Host:
 
 
 class Bed:
-    """Namespaces that exist within a ``with`` block.
+    """The network namespaces of a ``with`` block.
 
-    They are removed, with all processes in them, at the end of the block: also
-    after an exception, Ctrl-C, SIGTERM or SIGHUP. A SIGHUP that was ignored before,
-    as nohup does, is ignored still.
+    At the end of the block, the namespaces are removed with all processes in them, also
+    after an exception, Ctrl-C, SIGTERM or SIGHUP. If SIGHUP was ignored before, as with
+    nohup, it stays ignored.
     """
 
     def __init__(
@@ -84,14 +86,15 @@ class Bed:
         congestion: str = CONGESTION,
         prefix: str | None = None,
     ) -> None:
-        """Describes a bed; nothing is made before ``with``.
+        """Stores the settings; the ``with`` block makes the namespaces.
 
         Args:
           count: number of hosts.
-          rate_mbit: rate of each link in each direction, in Mbit/s; None: unshaped.
-          congestion: how TCP controls congestion, of
+          rate_mbit: rate of each link in each direction, in Mbit/s; None: no limit.
+          congestion: TCP's congestion control, one of
             /proc/sys/net/ipv4/tcp_available_congestion_control.
-          prefix: of all names, at most 11 letters; default: from the process number.
+          prefix: prefix of all names, at most 11 letters; default: from the process
+            number.
         """
         if not 1 <= count <= 200:
             raise ValueError(f"Bed: count must be 1 to 200, got {count}.")
@@ -138,10 +141,10 @@ class Bed:
             self.set_rate(self._first_rate)
 
     def set_rate(self, rate_mbit: float | None) -> None:
-        """Changes the rate of all links, also while they are in use.
+        """Changes the rate of all links, even while they are in use.
 
         Args:
-          rate_mbit: in Mbit/s; None: as fast as the machine copies.
+          rate_mbit: rate in Mbit/s; None: no limit.
         """
         if rate_mbit is not None and rate_mbit <= 0:
             raise ValueError(f"set_rate: the rate must be positive, got {rate_mbit}.")
@@ -162,7 +165,7 @@ class Bed:
 
         Args:
           command: the program and its arguments.
-          env: more variables for it.
+          env: further environment variables of the command.
         """
         running = launch.Running(self.hosts, command, env or {}, self.set_rate)
         self._running.append(running)
@@ -175,14 +178,16 @@ class Bed:
         *,
         timeout_s: float,
     ) -> list[list[Any]]:
-        """Starts a command in every namespace and returns what each reported."""
+        """Starts a command in every namespace, and returns the results that each
+        reported.
+        """
         return self.start(command, env).wait(timeout_s)
 
     def _catch_signals(self) -> None:
-        """A terminated program shall leave through ``with`` as well.
+        """Makes SIGTERM and SIGINT leave the ``with`` block by an exception.
 
-        A shell starts what runs in the background of a script with SIGINT ignored,
-        and Python then installs no handler of its own.
+        A shell starts background commands of a script with SIGINT ignored, and Python
+        then installs no handler for SIGINT.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -217,7 +222,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def _add_host(host: Host, bridge: str, congestion: str) -> None:
     folder = netns.HOSTS_ROOT / host.namespace
     folder.mkdir(parents=True, exist_ok=True)
-    # gloo listens where the name of the machine leads to.
+    # gloo listens at the address of the machine's name.
     names = f"127.0.0.1 localhost\n{host.address} {socket.gethostname()}\n"
     (folder / "hosts").write_text(names, encoding="utf-8")
     inside = ["ip", "-n", host.namespace]
@@ -246,7 +251,7 @@ def _shape(device: str, rate_mbit: float | None) -> list[str]:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs the command; see the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="what", required=True)
     commands.add_parser("check", help="say whether this machine can make a bed")

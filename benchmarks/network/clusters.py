@@ -1,4 +1,4 @@
-"""The hosts of a bed as a cluster that can be planned for.
+"""Describes the hosts of `bed.py` as a cluster for the planner.
 
 python benchmarks/network/clusters.py links.json --rate 100 > cluster.toml
 """
@@ -26,15 +26,15 @@ UNSHAPED_MBIT = 12_000.0
 def fit(
     records: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """A line for each collective, group size and rate.
+    """Fits a line to the times of each collective, group size and rate.
 
     Args:
-      records: measurements with the keys ``rate_mbit`` (0: unshaped), ``name``,
+      records: measurements with the keys ``rate_mbit`` (0: no limit), ``name``,
         ``group_size``, ``nbytes`` and ``seconds``.
-      kinds: name -> kind of the cost model, '' where it has none.
+      kinds: name of a collective -> its kind in the cost model; '' if it has no kind.
 
     Returns:
-      For each: those keys, alpha (``latency_s``), beta (``s_per_byte``, and
+      For each group: its keys, alpha (``latency_s``), beta (``s_per_byte``, and
       ``large_s_per_byte`` as in `CollectiveFit`) and the error of the fit.
     """
     points: dict[Any, list[tuple[float, float]]] = defaultdict(list)
@@ -43,7 +43,8 @@ def fit(
         points[key].append((float(r["nbytes"]), r["seconds"]))
     found: list[dict[str, Any]] = []
     for (rate, name, size), of in points.items():
-        # Any kind will do for the arithmetic of one that has no name.
+        # A collective without a kind is fitted as an all-reduce; the fit does not
+        # depend on the kind.
         line = fit_collective(kinds[name] or "all_reduce", size, of)
         values = {**dataclasses.asdict(line), "kind": kinds[name]}
         found.append({"rate_mbit": rate, "name": name, **values})
@@ -55,14 +56,14 @@ def described(
     hosts: int = 4,
     fits: Sequence[Mapping[str, Any]] = (),
 ) -> Cluster:
-    """Hosts with one CPU device each, joined by links of a rate.
+    """Hosts with one CPU device each, joined by links of a given rate.
 
-    The hosts are namespaces of one machine: each has its part of the cores.
+    The hosts are namespaces of one machine, so each has a share of its cores.
 
     Args:
-      rate_mbit: in Mbit/s; None: unshaped.
+      rate_mbit: rate in Mbit/s; None: no limit.
       hosts: their number.
-      fits: of `fit`; those of this rate replace the model of the link.
+      fits: results of `fit`; those of this rate replace the model of the link.
     """
     rate = UNSHAPED_MBIT if rate_mbit is None else rate_mbit
     cluster = Cluster.parse(f"{hosts}x1:cpu,network={rate:g}Mb/s")
@@ -92,7 +93,7 @@ def load(path: pathlib.Path | None) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """What the times depend on."""
+    """The properties of this machine on which the times depend."""
     control = pathlib.Path("/proc/sys/net/ipv4/tcp_congestion_control")
     return {
         "cores": os.cpu_count(),
@@ -104,7 +105,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs the command; see the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("links", type=pathlib.Path, help="the file of collectives.py")
     parser.add_argument("--rate", type=float, required=True, help="Mbit/s")

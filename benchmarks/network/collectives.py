@@ -1,16 +1,17 @@
-"""Times of the collectives over real links, and the alpha and beta they fit.
+"""Times collectives over real links, and fits alpha and beta to the times.
 
     python benchmarks/network/collectives.py --rates 100 1000 --out links.json
 
-In a table: the median time, the bytes that a worker sent, and the part of the link
-that was used: the bytes that the best algorithm sends, over time and rate. In the
-file: for each collective, group size and rate the line alpha + beta * nbytes, which
-`clusters.described` turns into a cluster for the planner.
+The table has the median time, the bytes that a worker sent, and the fraction of the
+link that was used: the bytes that the best algorithm sends, divided by time and rate.
+The
+file: output file has, for each collective, group size and rate, the line alpha + beta *
+  nbytes. `clusters.described` makes a cluster for the planner from these lines.
 
-Collectives are timed one dispatch each, in turns. ``two_shot`` is an all-reduce made
-of an all-to-all, a local sum and an all-gather, of float32 or of the same as bytes.
-``psum in parts`` sums as many bytes in ``--arrays`` arrays, which XLA joins into one
-operation.
+Each measurement is one call, and the collectives take turns. ``two_shot`` is an
+all-reduce made of an all-to-all, a local sum and an all-gather, in float32 or as bytes.
+``psum in parts`` sums equally many bytes in ``--arrays`` arrays, which XLA joins into
+one operation.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _KEYS = ("rate_mbit", "name", "group_size", "nbytes")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """One thing to time.
+    """A collective to time.
 
     Attributes:
-      name: in the table.
-      kind: by which the planner knows it, which says what ``nbytes`` is of
-        (`autopar.cluster.specs.Kind`); '' if it has no name for it.
-      dtype: of its operand.
+      name: name in the table.
+      kind: kind in the cost model, which defines ``nbytes``
+        (`autopar.cluster.specs.Kind`); '' if the cost model has no such kind.
+      dtype: dtype of the operand.
       sent: bytes that a worker must send, as a multiple of ``nbytes``, by group size.
     """
 
@@ -77,7 +78,7 @@ COLLECTIVES = (
 
 
 def two_shot(x: Any, k: int, wire: str) -> Any:
-    """All-reduce of float32 (k * c,), which travels as float32 or as bytes."""
+    """An all-reduce of float32 (k * c,), sent as float32 or as bytes."""
     import jax
     import jax.numpy as jnp
 
@@ -109,13 +110,13 @@ def body(name: str, k: int) -> Callable[[Any], Any]:
 
 
 def program(of: Collective, k: int, nbytes: int, arrays: int) -> Callable[[], None]:
-    """A compiled collective in groups of ``k``; a call waits for its end.
+    """Compiles a collective in groups of ``k`` devices; a call waits for its end.
 
     Args:
       of: the collective.
-      k: devices in a group.
-      nbytes: of all that it is given.
-      arrays: the number of arrays that this is, where it goes in parts.
+      k: number of devices of a group.
+      nbytes: bytes of all operands.
+      arrays: number of arrays, for a collective in parts.
     """
     import jax
     import numpy as np
@@ -147,7 +148,7 @@ def program(of: Collective, k: int, nbytes: int, arrays: int) -> Callable[[], No
 
 
 def inside(options: argparse.Namespace) -> None:
-    """What every worker does: times all programs at all rates."""
+    """The work of every worker: times all programs at all rates."""
     worker.start()
     idle = worker.background()
     worker.report({"background_bytes_per_s": idle.per_s.sent_bytes})
@@ -171,7 +172,7 @@ def inside(options: argparse.Namespace) -> None:
 def time_all(
     programs: dict[Any, Callable[[], None]], rounds: int, idle: worker.Background
 ) -> dict[Any, dict[str, float]]:
-    """Median seconds of every program, in turns, and the bytes of one call."""
+    """Median seconds of every program, measured in turns, and the bytes of one call."""
     times: dict[Any, list[float]] = {key: [] for key in programs}
     for _ in range(rounds):
         for key, call in programs.items():
@@ -193,7 +194,7 @@ def time_all(
 
 
 def slowest(results: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of every measurement, the most that any worker took and sent."""
+    """For every measurement, the longest time and most bytes of any worker."""
     kept: dict[Any, dict[str, Any]] = {}
     for record in (r for found in results for r in found if "name" in r):
         key = tuple(record[k] for k in _KEYS)
@@ -205,7 +206,7 @@ def slowest(results: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
 
 
 def link_part(record: dict[str, Any]) -> float:
-    """The part of the link that was used; nan for an unshaped one."""
+    """The fraction of the link that was used; nan without a limit."""
     if not record["rate_mbit"]:
         return float("nan")
     of = next(c for c in COLLECTIVES if c.name == record["name"])
@@ -233,7 +234,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs the command; see the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rates", type=float, nargs="+", default=RATES_MBIT,
                         help="Mbit/s; 0: unshaped")  # fmt: skip

@@ -1,8 +1,8 @@
-"""A language model whose gradients are worth sending: small batches, 3.6 M parameters.
+"""A language model with small batches and 3.6 M parameters, so gradients matter.
 
-The GPT of the examples reads Python's own standard library and language reference,
-character by character. Nothing is downloaded; the same seed gives the same batches on
-every machine with the same Python.
+The GPT of the examples is trained on Python's own standard library and language
+reference, character by character. Nothing is downloaded. The same seed gives the same
+batches on every machine with the same Python.
 
     python benchmarks/network/language_model.py    # losses on one device, and seconds
 """
@@ -36,7 +36,7 @@ BLOCK = 1 << 15
 
 
 class Sizes(NamedTuple):
-    """Of the model and of one batch over all processes."""
+    """Sizes of the model, and of a batch over all processes."""
 
     layers: int = 2
     d_model: int = 384
@@ -72,7 +72,7 @@ def text() -> Text:
 
 
 def windows(tokens: np.ndarray, starts: np.ndarray, seq: int) -> dict[str, Any]:
-    """Inputs and targets (rows, seq), int32, from the given places."""
+    """Inputs and targets (rows, seq), int32, from the given positions."""
     found = tokens[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
     return {"inputs": found[:, :-1], "targets": found[:, 1:]}
 
@@ -83,8 +83,8 @@ def batch(
     """A process's rows of the batch of a step: the same for any number of processes.
 
     Args:
-      sizes: of the batch.
-      seed: of the run.
+      sizes: sizes of the batch.
+      seed: seed of the run.
       step: number of the step.
       rank: number of the process.
       count: number of processes; must divide the batch.
@@ -99,7 +99,7 @@ def batch(
 
 
 def evaluation_batch(sizes: Sizes, rows: int = 256) -> dict[str, Any]:
-    """The same evenly spaced windows of the held-out text, always."""
+    """Evenly spaced windows of the held-out text; the same in every call."""
     tokens = text().evaluation
     starts = np.linspace(0, len(tokens) - sizes.seq - 2, rows).astype(np.int64)
     return windows(tokens, starts, sizes.seq)
@@ -113,17 +113,17 @@ def loss_of(apply_fn: Callable[..., Any], params: Any, data: Any) -> Any:
 
 
 def train_step(state: Any, data: Any) -> tuple[Any, dict[str, Any]]:
-    """One step: an ordinary function that `autopar.parallelize` can wrap."""
+    """One step, as a plain function that `autopar.parallelize` can wrap."""
     loss_fn = functools.partial(loss_of, state.apply_fn)
     loss, grads = jax.value_and_grad(loss_fn)(state.params, data)
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
 class Workload(NamedTuple):
-    """What a benchmark needs.
+    """The model, data and functions that a benchmark needs.
 
     Attributes:
-      sizes: of the model.
+      sizes: sizes of the model.
       step: ``step(state, batch) -> (state, {"loss": loss})``.
       create: ``create()``: the state of step 0, a Flax ``TrainState``.
       batch: ``batch(step, rank, count)``: a process's rows.
@@ -184,7 +184,7 @@ def parameters(workload: Workload) -> int:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs the command; see the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,8 +1,9 @@
-"""Starts one process in each namespace and talks to it.
+"""Starts one process in each namespace, and exchanges messages with it.
 
-A worker writes lines that start with ``@bed`` to its standard output, with JSON
-behind it: ``{"result": ...}`` is kept, ``{"rate_mbit": ...}`` changes the rate of all
-links and is answered with one line on its standard input. All other lines are its log.
+A worker writes lines to its standard output. A line that starts with ``@bed`` is
+followed by JSON: ``{"result": ...}`` is stored. ``{"rate_mbit": ...}`` changes the rate
+of all links, and is answered by one line on the worker's standard input. All other
+lines are the worker's log.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ RANK, COUNT, COORDINATOR = "BED_RANK", "BED_COUNT", "BED_COORDINATOR"
 COORDINATOR_PORT = 29400
 """In a namespace of its own no other program can hold it."""
 
-# One thread for what XLA computes: the hosts share the machine's cores. NPROC sizes
-# XLA's pool, which a collective blocks a thread of.
+# XLA computes with one thread, because the hosts share the machine's cores. NPROC sets
+# the size of XLA's pool; a collective blocks one of its threads.
 XLA_FLAGS = "--xla_cpu_multi_thread_eigen=false"
 NPROC = "4"
 
-# What glibc gives back to the kernel between steps (by default every large array) is
-# faulted in again, page by page, by the next step: it keeps what it has. A step of
-# the 3.6 M language model with int4 at 500 Mbit/s takes 208 ms so, and 285 without;
-# a dense one, which waits for the link, 615 and 625. An arena of a thread holds 64 MB
-# at most, and what is larger goes back all the same: so there is one arena. A step with
-# int8 at 10 Gbit/s takes 96 ms so, and 127 without.
+# By default, glibc returns every large array to the kernel after a step, and the next
+# step has page faults for the same memory. With these settings glibc keeps the memory.
+# A step of the 3.6 M language model with int4 at 500 Mbit/s takes 208 ms with them and
+# 285 ms without. A dense step, which waits for the link, takes 615 and 625 ms. Memory
+# beyond the 64 MB of a thread's arena would still be returned, so there is only one
+# arena. A step with int8 at 10 Gbit/s then takes 96 ms instead of 127 ms.
 KEEP_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 33),
@@ -51,11 +52,11 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 
 class RunFailed(RuntimeError):
-    """A process failed or took too long; the text has the end of its log."""
+    """A process failed or took too long; the message has the end of its log."""
 
 
 class Place(Protocol):
-    """What is needed of `bed.Host`."""
+    """The attributes of `bed.Host` that this module needs."""
 
     @property
     def rank(self) -> int:
@@ -76,7 +77,7 @@ class Place(Protocol):
 def environment(
     rank: int, count: int, coordinator: str, more: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables of one worker."""
+    """The environment variables of one worker."""
     folders = (REPOSITORY, REPOSITORY / "solver", REPOSITORY / "passes")
     return {
         **os.environ,
@@ -95,7 +96,7 @@ def environment(
 
 
 class Running:
-    """The processes of one command, one in each namespace."""
+    """The processes of a command, one in each namespace."""
 
     def __init__(
         self,
@@ -104,13 +105,13 @@ class Running:
         env: Mapping[str, str],
         set_rate: Callable[[float | None], None],
     ) -> None:
-        """Starts them; `bed.Bed.start` makes these.
+        """Starts the processes; called by `bed.Bed.start`.
 
         Args:
           hosts: where to.
           command: the program and its arguments.
-          env: more variables for it.
-          set_rate: is called with the rates that workers ask for, in Mbit/s.
+          env: further environment variables.
+          set_rate: called with each rate that a worker requests, in Mbit/s.
         """
         self.results: list[list[Any]] = [[] for _ in hosts]
         self._set_rate = set_rate
@@ -159,7 +160,7 @@ class Running:
                 self._logs[rank].append(line)
 
     def _serve(self, rank: int, line: str) -> None:
-        """Does what a worker asks for."""
+        """Carries out the request of a worker."""
         try:
             message = json.loads(line.removeprefix(MARK))
             if "result" in message:
@@ -177,10 +178,10 @@ class Running:
             self._problem = f"process {rank} asked {line.strip()!r}: {error}"
 
     def wait(self, timeout_s: float) -> list[list[Any]]:
-        """Waits for all to end and returns the results that each one reported.
+        """Waits for the end of all processes; returns the results that each reported.
 
         Raises:
-          RunFailed: one failed, or they took longer than ``timeout_s``.
+          RunFailed: a process failed, or they took longer than ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -217,7 +218,7 @@ class Running:
             )
 
     def log(self, rank: int, lines: int = _LOG_LINES) -> str:
-        """The end of what a process wrote."""
+        """The end of a process's log."""
         errors = self._written[rank]
         if self._errors[rank].exists():
             errors = self._errors[rank].read_text(errors="replace")
@@ -225,7 +226,7 @@ class Running:
         return "".join([*list(self._logs[rank])[-lines:], *last])
 
     def stop(self) -> None:
-        """Kills what still runs; the results and logs stay."""
+        """Kills the processes that still run; results and logs are kept."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,12 +1,12 @@
-"""Links between hosts that become slower, and faster again, while a script trains.
+"""Changes the rate of links between hosts while a script trains.
 
     python benchmarks/network/link_change.py [--rates 1000 50] [--codec auto]
 
 A run over four hosts, which are network namespaces, trains `link_script.py` at the
-first rate, in Mbit/s. Then all links get the second one, and later the first one again.
-Nobody tells the run. A row says after how many seconds it had noticed and trained by
-another plan, and how long its steps took then over those of a run that began with
-links of that rate.
+first rate, in Mbit/s. Then all links change to the second rate, and later back to the
+first rate. The run is not told. A row has the seconds until the run noticed the change
+and trained under another plan. It also has the ratio of its step time to that of a run
+that began with links of this rate.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ LIMIT_S = 180.0
 
 
 class Run:
-    """A run on the hosts of a bed; the last host is the supervisor's."""
+    """A run on network namespaces; the supervisor runs on the last host."""
 
     def __init__(self, folder: pathlib.Path, bed: Bed, given: Any, rate: float) -> None:
-        """Starts a run that plans for links of a rate."""
+        """Starts a run that plans for links of a given rate."""
         self.folder, self.bed = folder, bed
         folder.mkdir()
         secret = folder / "secret"
@@ -75,7 +75,7 @@ class Run:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def times(self) -> list[float]:
-        """When the first process of the world had ended each step."""
+        """When the first process of the world finished each step."""
         lines = (self.folder / "times").read_text().split("\n")
         return [float(x) for x in lines[:-1]]
 
@@ -84,7 +84,7 @@ class Run:
         return [x for x in self.log() if x["event"] == "formed"]
 
     def wait_for_world(self, count: int, limit_s: float = LIMIT_S) -> float | None:
-        """When so many worlds had formed; None: not within the limit."""
+        """When this many worlds had formed; None: not within the limit."""
         end = time.time() + limit_s
         while len(self.worlds()) < count:
             if time.time() > end or self.processes[0].poll() is not None:
@@ -104,7 +104,7 @@ class Run:
         return statistics.median(b - a for a, b in itertools.pairwise(found))
 
     def pause(self) -> dict[str, Any]:
-        """The seconds of the last pause, and of its parts."""
+        """The seconds of the last pause in training, and of its parts."""
         lines = (self.folder / "times.ledger").read_text().splitlines()
         found = [x for x in map(json.loads, lines) if x["kind"] == "world"][-1]
         names = ("pause_s", "plan_s", "compile_s", "place_s")
@@ -112,7 +112,7 @@ class Run:
         return {**parts, "program": found["program"]}
 
     def scheme(self) -> str:
-        """The plan of the last world, in a few words."""
+        """The parallelism scheme of the last world's plan."""
         return str(self.worlds()[-1]["scheme"])
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Run:
 
 
 def cold(folder: pathlib.Path, bed: Bed, given: Any, rate: float) -> dict[str, Any]:
-    """The step of a run that begins with links of a rate."""
+    """The step time of a run that begins with links of a given rate."""
     run = Run(folder, bed, given, rate)
     try:
         if run.wait_for_world(1) is None:
@@ -141,7 +141,7 @@ def cold(folder: pathlib.Path, bed: Bed, given: Any, rate: float) -> dict[str, A
 
 
 def measure(given: Any) -> list[dict[str, Any]]:
-    """A row for each change."""
+    """A row for each change of the rate."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary, Bed(HOSTS + 1) as bed:
         place = pathlib.Path(temporary)

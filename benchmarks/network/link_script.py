@@ -1,4 +1,4 @@
-"""The training script of `link_change.py`: a GPT whose links are said beforehand.
+"""The training script of `link_change.py`: a GPT for a cluster with given links.
 
 Usage: autopar run ... link_script.py OUT CLUSTER CODEC LAYERS
 The first process of a world appends to OUT when each step had ended, and worlds to
@@ -27,7 +27,7 @@ TRAINING = gpt.training(layers=int(LAYERS), batch=BATCH, seq=SEQUENCE)
 
 
 def source(position: int, rows: int) -> Any:
-    """Samples by their number, whoever asks for how many."""
+    """Samples by their number, the same for any process and batch size."""
     words = [np.random.default_rng(position + k) for k in range(rows)]
     text = np.stack([w.integers(0, 64, SEQUENCE + 1, dtype=np.int32) for w in words])
     return {"inputs": text[:, :-1], "targets": text[:, 1:]}

@@ -1,4 +1,4 @@
-"""The commands that make and remove network namespaces, and what they say."""
+"""Runs the commands that make and remove network namespaces."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ HOSTS_ROOT = pathlib.Path("/etc/netns")
 
 
 class BedUnavailable(RuntimeError):
-    """This machine cannot make the bed; the text says what is missing."""
+    """This machine cannot make network namespaces; the message says what is missing."""
 
 
 def command(words: Sequence[str], doing: str) -> str:
-    """Runs a tool; its output, or `BedUnavailable` with what it said."""
+    """Runs a command and returns its output; raises `BedUnavailable` if it fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BedUnavailable(why(doing, (done.stderr or done.stdout).strip()))
@@ -35,7 +35,7 @@ def command(words: Sequence[str], doing: str) -> str:
 
 
 def why(doing: str, said: str) -> str:
-    """The text of an error: what failed, what the tool said, and what to do."""
+    """An error message: what failed, what the command printed, and what to do."""
     hints = {
         "Operation not permitted": "run as root, in a container with CAP_NET_ADMIN "
         "and CAP_SYS_ADMIN",
@@ -50,7 +50,7 @@ def why(doing: str, said: str) -> str:
 
 
 def require_tools() -> None:
-    """Raises `BedUnavailable` where the system or the user cannot make namespaces."""
+    """Raises `BedUnavailable` if the system or the user cannot make namespaces."""
     if sys.platform != "linux":
         raise BedUnavailable(f"network namespaces are Linux's; this is {sys.platform}.")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -67,12 +67,12 @@ def require_tools() -> None:
 
 
 def output(*words: str) -> str:
-    """What a tool prints; '' where it fails."""
+    """The output of a command; '' if it fails."""
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout
 
 
 def names_with(prefix: str) -> tuple[list[str], list[str]]:
-    """The (namespaces, interfaces of the bridge side) that exist with a prefix."""
+    """The names of (namespaces, interfaces at the bridge) with a prefix."""
     spaces = [line.split()[0] for line in output("ip", "netns", "list").splitlines()]
     folders = [p.name for p in HOSTS_ROOT.glob(f"{prefix}w*")]
     links = re.findall(r"^\d+: ([^:@\s]+)", output("ip", "-o", "link"), re.MULTILINE)
@@ -85,20 +85,21 @@ def names_with(prefix: str) -> tuple[list[str], list[str]]:
 
 
 def _parts(name: str) -> tuple[str, str] | None:
-    """(prefix, rest) of a name that a bed gives."""
+    """The prefix and the rest of a name that `bed.py` made."""
     match = re.fullmatch(r"(.+?)(w\d+|v\d+|br)", name)
     return (match[1], match[2]) if match else None
 
 
 def remove(prefix: str) -> list[str]:
-    """Ends the processes in the namespaces of a prefix and removes all of them.
+    """Ends the processes in the namespaces with a prefix, and removes the namespaces.
 
     Returns the names of what was removed.
     """
     spaces, links = names_with(prefix)
     for space in spaces:
         _end_processes(space)
-    for link in links:  # a namespace that lingers would keep its end otherwise
+    # Otherwise a namespace that is removed late would keep its end of the link.
+    for link in links:
         output("ip", "link", "del", link)
     for space in spaces:
         output("ip", "netns", "del", space)
@@ -120,7 +121,7 @@ def _end_processes(space: str, patience_s: float = 5.0) -> None:
 
 
 def clean(everything: bool = False) -> list[str]:
-    """Removes the beds whose makers are dead (or all of them); returns the names."""
+    """Removes namespaces of ended processes, or all of them; returns their names."""
     require_tools()
     spaces = [line.split()[0] for line in output("ip", "netns", "list").splitlines()]
     folders = [p.name for p in HOSTS_ROOT.glob(f"{PREFIX}*")]
@@ -140,7 +141,9 @@ _NEW_NET = 0x40000000  # CLONE_NEWNET of <sched.h>
 
 
 def inside(space: str, function: Callable[[], T]) -> T:
-    """Calls a function in a thread that is in a namespace; its sockets stay there."""
+    """Calls a function in a thread inside a namespace; sockets that it opens stay
+    there.
+    """
 
     def enter() -> T:
         with open(f"/var/run/netns/{space}") as file:

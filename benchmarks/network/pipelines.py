@@ -1,15 +1,16 @@
-"""Steps of pipelines over real links, against plans of one stage, each as predicted.
+"""Compares pipelines with plans of one stage over real links, and with predictions.
 
     python benchmarks/network/pipelines.py --hosts 2 --rates 100 1000 --profile \\
         --plans data tensor pipeline:4 pipeline:8 data+int8 --out steps.json
 
-Each host is a process with one device; a pipeline has a stage for each. A plan is named
-by how it splits the step: "data" splits the batch, "tensor" the model, "pipeline:M" is
-a pipeline of M microbatches ("pipeline": the planner chooses M), "planned" leaves all
-to the planner. What follows "+" is the codec of its gradients. ``--profile`` first
-measures hosts and links at each rate, as ``autopar profile --distributed`` does, to
-plan with. Plans take turns of a step each, so that the noise of the machine meets all
-of them. What a step takes is the longest that any process took.
+Each host is a process with one device; a pipeline has one stage for each host. The name
+of a plan says how it splits the step: "data" splits the batch, "tensor" splits the
+model, and "pipeline:M" is a pipeline with M microbatches (with "pipeline" the planner
+chooses M). With "planned" the planner decides everything. The part after "+" is the
+codec of gradients. ``--profile`` measures hosts and links at each rate, as ``autopar
+profile --distributed`` does, and plans with the result. The plans run one step each in
+turns, so that other load of the machine affects all of them. The seconds of a step are
+those of the slowest process.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ FAST = "1000Gb/s,network_latency=1us"
 def split_plan(
     workload: language_model.Workload, name: str, cluster: autopar.Cluster
 ) -> autopar.Plan:
-    """A plan of one stage as one writes it without a look at the links.
+    """A plan of one stage, chosen without regard to the links.
 
-    It is planned for links that cost next to nothing, and priced for the real ones.
+    The plan is made for links that cost almost nothing, and then priced for the real
+    links.
     """
     name, _, codec = name.partition("+")
     if name == "data":
@@ -60,7 +62,7 @@ def split_plan(
 
 
 def planned(workload: language_model.Workload, **asked: Any) -> autopar.Plan:
-    """The plan of the workload's step on the whole batch."""
+    """Plans the workload's step for the whole batch."""
     state = jax.eval_shape(workload.create)
     data = jax.eval_shape(lambda: workload.batch(0))
     return autopar.plan(workload.step, state, data, seconds=None, **asked)
@@ -69,10 +71,10 @@ def planned(workload: language_model.Workload, **asked: Any) -> autopar.Plan:
 def plan_of(
     workload: language_model.Workload, name: str, cluster: autopar.Cluster
 ) -> autopar.Plan:
-    """The plan of a name; see the module.
+    """The plan with a given name; see the module.
 
     Raises:
-      ValueError: there is no such name.
+      ValueError: no plan has this name.
     """
     how, _, count = name.partition("+")[0].partition(":")
     codec = name.partition("+")[2] or "none"
@@ -89,13 +91,13 @@ def plan_of(
 
 
 class Training:
-    """One plan in training."""
+    """A training under one plan."""
 
     def __init__(self, workload: language_model.Workload, plan: autopar.Plan) -> None:
         """Compiles the step and creates the state.
 
         Args:
-          workload: what is trained.
+          workload: the model and its data.
           plan: how.
         """
         self.workload = workload
@@ -106,7 +108,7 @@ class Training:
         self.losses: list[float] = []
 
     def take(self) -> float:
-        """Takes a step, and returns its seconds."""
+        """Runs a step, and returns its seconds."""
         rows = time_to_loss.rows(self.workload, len(self.losses))
         worker.barrier()
         begin = time.perf_counter()
@@ -118,7 +120,7 @@ class Training:
 
 
 def run(options: argparse.Namespace, rate_mbit: float) -> None:
-    """All plans at one rate, in turns."""
+    """Runs all plans at one rate, in turns."""
     sizes = language_model.Sizes(
         layers=options.layers, d_model=options.width, batch=options.batch
     )
@@ -149,7 +151,7 @@ def run(options: argparse.Namespace, rate_mbit: float) -> None:
 def record(
     name: str, rate_mbit: float, one: Training, taken: Sequence[float], sent: Any
 ) -> dict[str, Any]:
-    """What one process found of a plan, as JSON."""
+    """The results of one process for a plan, as JSON."""
     plan = one.plan
     return {
         "plan": name,
@@ -166,7 +168,7 @@ def record(
 
 
 def merged(found: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One record for each plan and rate, of those of all processes."""
+    """One record for each plan and rate, from the records of all processes."""
     out: list[dict[str, Any]] = []
     for same in zip(*found, strict=False):
         longest = np.max([one["step_s"] for one in same], axis=0).tolist()
@@ -176,7 +178,7 @@ def merged(found: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """The records as text; losses are those of the last step."""
+    """The records as a table; losses are those of the last step."""
     lines = [
         "| Mbit/s | plan | stages x microbatches | measured ms (range) | predicted ms "
         "| most MB sent | loss |",
@@ -195,7 +197,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--hosts", type=int, default=2)
@@ -214,7 +216,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs the command; see the module."""
     options = parse()
     if options.inside:
         worker.start()

@@ -1,31 +1,31 @@
-"""Training in stages over several processes: losses, and bytes between processes.
+"""Trains pipelines over several processes; checks losses and bytes between processes.
 
     python benchmarks/network/process_stages.py --rows rows.jsonl
     python benchmarks/network/process_stages.py --rows rows.jsonl --show \\
         --out docs/data/process_stages.json --page docs/pipelines.md
 
-Trains the examples of `stage_cases.py` in stages that lie over processes in every way
-(`LAYOUTS`). Processes of one machine talk over loopback. A layout "of hosts" has four
-network namespaces (`bed.py`) of two processes each.
+The benchmark trains the examples of `stage_cases.py` with pipeline stages placed on
+processes in many ways (`LAYOUTS`). Processes of one machine communicate over loopback.
+A layout "of hosts" has four network namespaces (`bed.py`) with two processes each.
 
-A row holds the largest relative difference of the losses from one device with the same
-microbatches. It also holds the bytes between processes of each step, as the plan
-predicts them and as they were counted: the difference of what the kernel counted for
-each socket (`socket_bytes.py`) after 5 and after 25 steps, so that set-up cancels.
-Headers of TCP and IP do not count, those of gloo and of JAX's transfer servers do.
-What goes to and from the coordination service is told apart by its port: it does not
-grow with the model. Between hosts the interfaces count, too, without headers
-(`worker.traffic`).
+A row has the largest relative difference between the losses and those of one device
+with the same microbatches. It also has the bytes that processes send each other in a
+step, as the plan predicts them and as the kernel counts them for each socket
+(`socket_bytes.py`). The counted bytes are the difference between the counts after 5 and
+after 25 steps, so set-up does not count. Headers of gloo and of JAX's transfer servers
+count, and headers of TCP and IP do not. Bytes of the coordination service, recognised
+by its port, are left out, because they do not grow with the model. For hosts there are
+also the bytes counted at the interfaces, without headers (`worker.traffic`).
 
-Rows "float64", of one process, take one step of gradient descent. They hold the largest
-difference of the gradients (`stage_cases.Case.gradient_difference`). Some models
-compute parts of a step in float32 even so.
+Rows "float64", with one process, run one step of gradient descent. They have the
+largest difference of the gradients (`stage_cases.Case.gradient_difference`). Some
+models compute parts of a step in float32 even then.
 
-Rows are appended to the file of ``--rows``, and those that it has are left out, so that
-a run can be stopped and continued. The losses of one device stand in a folder beside
-it. Rows are drawn by a seed so that the first ones cover most pairs of values: of
-examples, layouts, schedules and what is beside the step. ``--only`` takes rows whose
-text holds all of its words.
+Rows are appended to the file of ``--rows``. Rows that are already in it are skipped, so
+that a run can be stopped and continued. The losses of one device are stored in a folder
+next to the file. The order of rows is drawn by a seed, such that the first rows cover
+most pairs of values: of examples, layouts, schedules and further options. ``--only``
+takes the rows whose text contains all of its words.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ WARM = 5
 LOSS_BAR, BYTES_BAR = 1e-5, 0.02
 TIMEOUT_S = 600.0
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-# Compiles in a third of the time; the programs are small.
+# With these flags, compilation takes a third of the time; the programs are small.
 FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -72,14 +72,14 @@ _MARK, _ROW = "@count", "@row "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Laid:
-    """Where stages lie.
+    """A placement of pipeline stages.
 
     Attributes:
       stages: how many.
-      processes: how many, on all hosts.
+      processes: number of processes on all hosts.
       devices: of each process.
-      order: the devices of the first stage, of the second and so on.
-      hosts: how many; 0: the processes share this machine's loopback.
+      order: numbers of the devices of the first stage, of the second stage and so on.
+      hosts: number of hosts; 0: the processes use this machine's loopback.
     """
 
     stages: int
@@ -126,7 +126,7 @@ FLOAT64 = "float64"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """What is trained, and how."""
+    """An example and the options with which it is trained."""
 
     example: str
     layout: str
@@ -135,12 +135,12 @@ class Row:
 
     @property
     def laid(self) -> Laid:
-        """Where the stages lie."""
+        """The placement of the stages."""
         return LAYOUTS[self.layout]
 
     @property
     def deep(self) -> bool:
-        """Whether two parts on each of four stages need more layers."""
+        """Whether the model needs more layers, for two parts on each of four stages."""
         return self.laid.stages > 2 and self.schedule == "interleaved"
 
     def case(self) -> stage_cases.Case:
@@ -150,12 +150,12 @@ class Row:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What a row of the file is found by."""
+        """The key by which the row is found in the file."""
         return astuple(self)
 
 
 def drawn_rows(seed: int) -> list[Row]:
-    """All rows; first those that cover most pairs of values not covered before."""
+    """All rows. The first rows cover most pairs of values that earlier rows lack."""
     every: list[Row] = []
     for name, laid in LAYOUTS.items():
         schedules = SCHEDULES if laid.stages > 1 else ("none",)
@@ -185,14 +185,14 @@ def _pairs(row: Row) -> set[Any]:
 
 
 class World:
-    """Processes that take rows one after another, until one of them fails."""
+    """Processes that run rows one after another, until one of the processes fails."""
 
     def __init__(self, laid: Laid, hosts: Sequence[bed.Host]) -> None:
         """Starts them.
 
         Args:
-          laid: how many, with how many devices.
-          hosts: where; none: on this machine's loopback.
+          laid: the number of processes and of their devices.
+          hosts: the hosts; empty: this machine's loopback.
         """
         self.laid, self.hosts = laid, hosts
         address, port = "127.0.0.1", free_port()
@@ -220,7 +220,9 @@ class World:
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """What rows it can take: processes, devices of each, and whether of hosts."""
+        """Which rows these processes can run: processes, devices of each, whether on
+        hosts.
+        """
         return self.laid.processes, self.laid.devices, bool(self.hosts)
 
     def _space(self, number: int) -> list[str]:
@@ -235,24 +237,24 @@ class World:
         self.lines.put((number, "@ended"))
 
     def say(self, number: int, text: str) -> None:
-        """Sends a process a line."""
+        """Sends a line to a process."""
         stdin = self.processes[number].stdin
         assert stdin is not None
         stdin.write(text + "\n")
         stdin.flush()
 
     def count(self) -> tuple[socket_bytes.Counts, list[float]]:
-        """What the sockets and the hosts' interfaces have sent so far."""
+        """The bytes that the sockets and the hosts' interfaces have sent so far."""
         spaces = [host.namespace for host in self.hosts] or [None]
         pids = {p.pid: k for k, p in enumerate(self.processes)}
         counts = socket_bytes.count(spaces, pids)
         return counts, [_interface_bytes(host.namespace) for host in self.hosts]
 
     def take(self, row: Row) -> dict[str, Any]:
-        """Takes a row; what the processes and the counters found.
+        """Runs a row; returns the results of the processes and the counts.
 
         Raises:
-          RuntimeError: a process ended, or they took too long.
+          RuntimeError: a process ended, or the processes took too long.
         """
         for number in range(self.laid.processes):
             self.say(number, json.dumps(asdict(row)))
@@ -281,7 +283,7 @@ class World:
         return made
 
     def _sent(self, counts: Sequence[Any]) -> dict[str, Any]:
-        """Bytes of a step between processes and hosts, and of a second without one."""
+        """Bytes of a step between processes and hosts, and bytes of an idle second."""
         (idle, _), (first, first_out), (last, last_out) = counts
         steps, out = stage_cases.STEPS - WARM, dict[str, Any]()
         quiet = socket_bytes.between(idle, first)
@@ -308,14 +310,16 @@ class World:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _interface_bytes(space: str) -> float:
-    """What a host has sent so far, without headers (`worker.Traffic.data_bytes`)."""
+    """The bytes that a host has sent so far, without headers
+    (`worker.Traffic.data_bytes`).
+    """
     words = ["ip", "-n", space, "-s", "-j", "link", "show", bed.INTERFACE]
     (found,) = json.loads(netns.command(words, "read an interface"))
     sent = found["stats64"]["tx"]
@@ -330,7 +334,7 @@ def _as_list(found: Mapping[tuple[int, int], float], steps: int) -> list[list[fl
 
 
 def serve() -> None:
-    """Takes rows from standard input."""
+    """Runs the rows that arrive on standard input."""
     import jax
 
     count, number = worker.count(), worker.rank()
@@ -346,7 +350,7 @@ def serve() -> None:
 
 
 def _take(row: Row) -> dict[str, Any]:
-    """Trains as a row says; the losses, and the bytes that the plan predicts."""
+    """Trains a row; returns the losses, and the bytes that the plan predicts."""
     import jax
     from example_training import take_step
 
@@ -372,7 +376,7 @@ def _take(row: Row) -> dict[str, Any]:
 
 
 def options(row: Row, case: stage_cases.Case, devices: Sequence[Any]) -> dict[str, Any]:
-    """What a row asks of `autopar.parallelize`."""
+    """The options of a row for `autopar.parallelize`."""
     from jax.sharding import PartitionSpec
 
     laid = row.laid
@@ -396,7 +400,7 @@ def options(row: Row, case: stage_cases.Case, devices: Sequence[Any]) -> dict[st
 
 
 def _losses(step: Any, state: Any, batches: Sequence[Any]) -> Iterator[float]:
-    """Trains, and has the bytes counted: without a step, and before and after some."""
+    """Yields the losses; has bytes counted while idle, and before and after steps."""
     import jax
     from example_training import take_step
 
@@ -418,7 +422,7 @@ _counted: Iterator[int] = itertools.count()
 
 
 def _count(name: str) -> None:
-    """Lets the parent count, while no process sends anything."""
+    """Lets the parent count bytes while no process sends anything."""
     from autopar_passes import jax_compat
 
     found = jax_compat.coordination()
@@ -453,11 +457,12 @@ def predicted(row: Row, step: Any) -> list[list[float]]:
 
 
 def reference(row: Row, cache: pathlib.Path) -> dict[str, Any]:
-    """What one device makes of a row's example (`stage_cases.Case.reference`)."""
+    """The results of one device for a row's example (`stage_cases.Case.reference`)."""
     asked = stage_cases.case_options(row.example, deep=row.deep, float64=False)
     words = json.dumps(asked, sort_keys=True).encode()
     path = cache / f"{row.example}-{zlib.crc32(words):x}.json"
-    if not path.exists():  # once for all rows of these options
+    # The reference is computed once for all rows with these options.
+    if not path.exists():
         words = [sys.executable, __file__, "--reference", json.dumps(asdict(row))]
         env = launch.environment(0, 1, "127.0.0.1", {"XLA_FLAGS": FLAGS})
         made = subprocess.run(words, env=env, check=True, capture_output=True)
@@ -478,7 +483,7 @@ def record(row: Row, made: dict[str, Any], cache: pathlib.Path) -> dict[str, Any
 
 
 def read(path: pathlib.Path) -> dict[tuple[str, ...], dict[str, Any]]:
-    """The rows of a file by key; the last of each."""
+    """Key -> row of the file; the last one if a key occurs twice."""
     lines = path.read_text().splitlines() if path.exists() else []
     names = [field.name for field in dataclasses.fields(Row)]
     found = [json.loads(line) for line in lines]
@@ -486,7 +491,7 @@ def read(path: pathlib.Path) -> dict[tuple[str, ...], dict[str, Any]]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Takes the rows that the file lacks, as long as there is time."""
+    """Runs the rows that are not in the file, as long as time is left."""
     have, end = read(options.rows), time.monotonic() + options.seconds
     cache = options.rows.parent / "one_device"
     cache.mkdir(exist_ok=True)
@@ -495,7 +500,8 @@ def run(options: argparse.Namespace) -> None:
         for row in drawn_rows(options.seed)
         if row.key not in have and all(w in " ".join(row.key) for w in options.only)
     ][: options.count]
-    # Rows of one world one after another: its processes go on.
+    # Rows of the same processes are run one after another, so that the processes are
+    # started once.
     todo.sort(key=lambda row: (row.laid.hosts, row.laid.processes, row.laid.devices))
     world: World | None = None
     with contextlib.ExitStack() as stack:
@@ -553,10 +559,12 @@ class Compared:
     """Bytes of a step, predicted and counted.
 
     Attributes:
-      predicted: between processes, or between hosts.
+      predicted: bytes between processes, or between hosts.
       counted: by sockets.
-      worst: the largest relative difference of a pair that is told a tenth of all.
-      interfaces: by the hosts' interfaces, less what goes to the coordination service;
+      worst: largest relative difference of a pair that is predicted at least a tenth of
+        all bytes.
+      interfaces: bytes at the hosts' interfaces, without those of the coordination
+        service;
         0: there are no hosts.
     """
 
@@ -567,12 +575,12 @@ class Compared:
 
     @property
     def more(self) -> float:
-        """How much more was counted, relative to what was predicted."""
+        """The ratio of counted to predicted bytes, minus 1."""
         return self.counted / self.predicted - 1 if self.predicted else 0.0
 
 
 def compare(row: Mapping[str, Any]) -> Compared:
-    """What a row of the file says of bytes, between hosts where there are any."""
+    """The bytes of a row: between hosts if it has hosts, else between processes."""
     laid = LAYOUTS[row["layout"]]
 
     def place(process: int) -> int:
@@ -599,7 +607,7 @@ def compare(row: Mapping[str, Any]) -> Compared:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as Markdown; what misses a bar is bold."""
+    """The rows as Markdown; figures that miss a bar are bold."""
     lines = [f"| {' | '.join(HEADING)} |", "|" + "---|" * len(HEADING)]
     for row in rows:
         cells = [row["example"], row["layout"], row["schedule"], row["beside"]]
@@ -624,7 +632,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Prints the table of a file, and writes all of it as JSON."""
+    """Prints the table of a file, and writes its content as JSON."""
     rows = sorted(read(options.rows).values(), key=lambda r: (r["layout"], str(r)))
     print(table(rows))
     if options.page:
@@ -652,7 +660,7 @@ def show(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--rows", type=pathlib.Path, help="append rows to this file")
@@ -669,7 +677,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs the command; see the module."""
     options = parse()
     if options.inside:
         serve()

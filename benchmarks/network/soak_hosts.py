@@ -1,13 +1,13 @@
-"""Lets everything fail at random, while a script trains on up to four hosts.
+"""Causes random failures while a script trains on up to four hosts.
 
     python benchmarks/network/soak_hosts.py --seed 61 62 63 --events 200
 
-As `benchmarks/soak.py`, with an agent on each host, the supervisor on a fifth one and
-room for a standby on a sixth. Hosts are network namespaces. Events kill workers, agents
-and the supervisor, take the supervisor's host off for good, cut hosts off for good and
-for a while, part the hosts in halves, stop all processes of a host, and let hosts join
-and leave.
-Two worlds never train at once where no step goes back by more than recovery explains.
+The benchmark works like `benchmarks/soak.py`, with an agent on each host, the
+supervisor on a fifth host, and a sixth host for a standby. Hosts are network
+namespaces. Events kill workers, agents and the supervisor; they switch the supervisor's
+host off; they disconnect hosts for ever or for a while, separate the hosts into halves,
+and stop all processes of a host; and hosts join and leave. If no step goes back further
+than recovery explains, two worlds never trained at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PORT = 7000
 
 
 class HostSoak(soak.Soak):
-    """A run over hosts that events happen to."""
+    """A run over hosts, to which events happen."""
 
     def __init__(
         self, folder: pathlib.Path, seed: int, bed: Bed, processes: int = 3
@@ -48,10 +48,10 @@ class HostSoak(soak.Soak):
         """Starts a run.
 
         Args:
-          folder: for all files.
-          seed: of the events.
-          bed: the hosts; the last two are the supervisor's and its standby's.
-          processes: how many the run begins with.
+          folder: folder for all files.
+          seed: seed of the events.
+          bed: the hosts; the last two are those of the supervisor and the standby.
+          processes: number of processes at the start of the run.
         """
         self._processes = str(processes)
         self.bed, self.secret = bed, folder / "secret"
@@ -63,7 +63,7 @@ class HostSoak(soak.Soak):
 
     @property
     def home(self) -> Host:
-        """The host of the supervisor."""
+        """The supervisor's host."""
         return self.bed.hosts[self._home]
 
     @property
@@ -71,7 +71,7 @@ class HostSoak(soak.Soak):
         return ",".join(f"{x.address}:{PORT}" for x in self.bed.hosts[HOSTS:])
 
     def begin(self) -> None:
-        """Starts a run in a folder of its own, and an agent on each host."""
+        """Starts a run in a new folder, and an agent on each host."""
         self.end_agents()
         self.run_folder = self.folder / f"run{len(self.runs)}"
         self.results = self.folder / f"results{len(self.runs)}"
@@ -94,7 +94,7 @@ class HostSoak(soak.Soak):
             )
 
     def supervise(self, *more: str) -> None:
-        """Starts `autopar run`, again where it was killed."""
+        """Starts `autopar run`, also after it was killed."""
         at = f"{self.home.address}:{PORT}"
         words = ["-m", "autopar", "run", "--listen", at, "--secret", str(self.secret)]
         words += more
@@ -107,7 +107,7 @@ class HostSoak(soak.Soak):
         self.process = self._start(self.home, words)
 
     def start_agent(self, host: int) -> None:
-        """Starts the agent of a host that has none."""
+        """Starts the agent of a host that has no agent."""
         if (agent := self.agents.get(host)) is not None:
             if agent.poll() is None:
                 return
@@ -118,38 +118,38 @@ class HostSoak(soak.Soak):
         self.agents[host] = self._start(self.bed.hosts[host], words)
 
     def status(self) -> dict[str, Any]:
-        """What the supervisor says now; nothing where it does not answer."""
+        """The supervisor's status; empty if it does not answer."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             return self.ask(command="status")["status"]
         return {}
 
     def ask(self, **words: Any) -> Any:
-        """Gives the supervisor a command."""
+        """Sends the supervisor a command."""
         return netns.inside(
             self.home.namespace, lambda: command(self.run_folder, **words)
         )
 
     def pids(self, host: int) -> list[int]:
-        """The processes of a host."""
+        """The process numbers of a host."""
         space = self.bed.hosts[host].namespace
         return [int(x) for x in netns.output("ip", "netns", "pids", space).split()]
 
     def home_of(self, worker: int) -> int:
-        """The host of a worker."""
+        """The host on which a worker runs."""
         self.wait(lambda: bool(self.status()["workers"][str(worker)]["pid"]))
         pid = self.status()["workers"][str(worker)]["pid"]
         return next(h for h in range(HOSTS) if pid in self.pids(h))
 
     def link(self, host: int, *, up: bool) -> None:
-        """Takes a host's link up or down."""
+        """Switches a host's link on or off."""
         words = ["-n", self.bed.hosts[host].namespace, "link", "set", "eth0"]
         netns.command(["ip", *words, "up" if up else "down"], "set a link")
         (self.cut.discard if up else self.cut.add)(host)
 
-    # Events. Each returns what is to be waited for.
+    # Events. Each method returns what the run must recover from.
 
     def event(self) -> bool:
-        """Lets one event happen, and waits until the run has recovered from it."""
+        """Causes one event, and waits until the run has recovered."""
         good = super().event()
         for host in list(self.cut):
             self.link(host, up=True)
@@ -166,13 +166,13 @@ class HostSoak(soak.Soak):
         return frozenset(chosen)
 
     def _agent(self, found: Any, world: Any, generation: int) -> Any:
-        """Kills an agent, whose workers die with it."""
+        """Kills an agent, with which its workers die."""
         worker = self.draw.choice(world)
         self.agents[self.home_of(worker)].kill()
         return {"generation": generation, "dead": frozenset([worker])}
 
     def _goes(self, found: Any, world: Any, generation: int) -> Any:
-        """A host is asked to go."""
+        """Asks a host to leave."""
         worker = self.draw.choice(world)
         self.agents[self.home_of(worker)].terminate()
         return {"generation": generation, "dead": frozenset([worker])}
@@ -182,13 +182,15 @@ class HostSoak(soak.Soak):
         return {"generation": generation, "size": lambda n: n > len(world)}
 
     def _down(self, found: Any, world: Any, generation: int) -> Any:
-        """A host is cut off until the others train without it."""
+        """Disconnects a host until the others train without it."""
         worker = self.draw.choice(world)
         self.link(self.home_of(worker), up=False)
         return {"generation": generation, "dead": frozenset([worker])}
 
     def _glitch(self, found: Any, world: Any, generation: int) -> Any:
-        """A link is down for 2 to 20 s: the world goes on with the host, or without."""
+        """Switches a link off for 2 to 20 s; the world continues with or without the
+        host.
+        """
         host = self.home_of(self.draw.choice(world))
         found["which"] = seconds = round(self.draw.uniform(2, 20), 1)
         self.link(host, up=False)
@@ -197,7 +199,7 @@ class HostSoak(soak.Soak):
         return {"generation": generation - 1}
 
     def _halves(self, found: Any, world: Any, generation: int) -> Any:
-        """Half of the hosts, perhaps all that train, part from the supervisor."""
+        """Separates half of the hosts, perhaps all that train, from the supervisor."""
         hosts = [self.home_of(w) for w in world]
         parted = self.draw.sample(
             hosts, self.draw.choice([len(hosts) // 2, len(hosts)])
@@ -212,7 +214,7 @@ class HostSoak(soak.Soak):
         for host in parted:
             self._master(host, f"{self.bed.prefix}br")
         netns.command(["ip", "link", "delete", bridge], "remove the bridge")
-        # Out of reach, all may have saved and ended.
+        # If all hosts were out of reach, they may have saved the state and ended.
         found["back"] = len(parted) == len(hosts)
         return {"generation": generation - 1}
 
@@ -221,7 +223,7 @@ class HostSoak(soak.Soak):
         netns.command(["ip", "link", "set", outer, "master", bridge], "move a link")
 
     def _slow(self, found: Any, world: Any, generation: int) -> Any:
-        """All processes of a host stand still for a while."""
+        """Stops all processes of a host for a while."""
         pids = self.pids(self.home_of(self.draw.choice(world)))
         found["which"] = seconds = round(self.draw.uniform(0.5, 10), 1)
         for number, pause_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
@@ -232,7 +234,7 @@ class HostSoak(soak.Soak):
         return {"generation": generation - 1}
 
     def _away(self, found: Any, world: Any, generation: int) -> Any:
-        """The supervisor's host is off for a while: its link, and the supervisor."""
+        """Switches off the supervisor's link, and kills the supervisor, for a while."""
         home = ["ip", "-n", self.home.namespace, "link", "set", "eth0"]
         netns.command([*home, "down"], "set a link")
         self.process.kill()
@@ -243,7 +245,9 @@ class HostSoak(soak.Soak):
         return {"generation": generation}
 
     def _lost(self, found: Any, world: Any, generation: int) -> Any:
-        """The supervisor's host is off for good; a standby starts before or later."""
+        """Switches the supervisor's host off for ever; a standby starts before or
+        after.
+        """
         home, old = self._home, self.process
         wait_s = self.draw.uniform(0, 4)
         home_link = ["ip", "-n", self.home.namespace, "link", "set", "eth0"]
@@ -270,7 +274,7 @@ class HostSoak(soak.Soak):
             agent.wait()
 
     def finish(self) -> None:
-        """Ends the run, and all that is left of it."""
+        """Ends the run, and all of its remaining processes."""
         asked, code = self.process.poll() is None, None
         with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
             self.ask(command="stop")
@@ -284,7 +288,7 @@ class HostSoak(soak.Soak):
         self.process.wait()
 
 
-# Fewest and most processes of the world that an event may happen to.
+# Smallest and largest number of processes of the world to which an event may happen.
 KINDS = {
     "kill": (2, HOSTS),
     "agent": (2, HOSTS),
@@ -320,7 +324,7 @@ def run_seed(seed: int, events: int, kinds: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs and reports."""
+    """Runs the events of all seeds, and reports the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, nargs="+", default=[1])
     parser.add_argument("--events", type=int, default=20)

@@ -1,9 +1,9 @@
-"""Bytes that processes send each other, counted by the kernel for each TCP socket.
+"""Counts the bytes that processes send each other, by the kernel's TCP counters.
 
-A socket counts what its peer has acknowledged (``bytes_acked`` of TCP_INFO): the data
-alone, each byte once, without headers of TCP and without what was sent again. ``ss``
-shows the count with the process that holds the socket. Both ends of a connection stand
-in the lists of their namespaces, so that each byte has a sender and a receiver.
+A socket counts the bytes that its peer has acknowledged (``bytes_acked`` of TCP_INFO).
+These are data bytes, each counted once, without TCP headers and retransmissions. ``ss``
+prints the count and the process that holds the socket. Both ends of a connection are in
+the lists of their namespaces, so the sender and the receiver of each byte are known.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ End = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Connection:
-    """One way of a connection between two processes.
+    """One direction of a connection between two processes.
 
     Attributes:
-      source: number of the process that sends.
-      target: number of the process that receives.
-      here: the sender's end.
-      there: the receiver's end.
+      source: number of the sending process.
+      target: number of the receiving process.
+      here: address of the sender's end.
+      there: address of the receiver's end.
     """
 
     source: int
@@ -43,11 +43,11 @@ Counts = Mapping[Connection, int]
 
 
 def count(spaces: Sequence[str | None], process_of: Mapping[int, int]) -> Counts:
-    """Bytes that were acknowledged so far, by connection.
+    """Connection -> bytes acknowledged so far.
 
     Args:
-      spaces: names of the network namespaces; None: that of this process.
-      process_of: number of each process by its pid.
+      spaces: names of the network namespaces; None: the namespace of this process.
+      process_of: process id -> number of the process.
     """
     held: dict[tuple[End, End], tuple[int, int]] = {}
     for space in spaces:
@@ -69,10 +69,11 @@ def count(spaces: Sequence[str | None], process_of: Mapping[int, int]) -> Counts
 
 
 def between(before: Counts, after: Counts) -> dict[Connection, int]:
-    """What was sent between two counts.
+    """The bytes sent between two counts.
 
     Raises:
-      RuntimeError: a connection was closed meanwhile, so that its bytes are not known.
+      RuntimeError: a connection was closed between the counts, so its bytes are not
+        known.
     """
     if gone := before.keys() - after.keys():
         raise RuntimeError(f"connections closed while bytes were counted: {gone}.")
@@ -80,7 +81,7 @@ def between(before: Counts, after: Counts) -> dict[Connection, int]:
 
 
 def matrix(sent: Mapping[Connection, int]) -> dict[tuple[int, int], int]:
-    """Bytes by sender and receiver; what a process sends itself does not count."""
+    """Bytes by sender and receiver; bytes within a process do not count."""
     out: dict[tuple[int, int], int] = defaultdict(int)
     for connection, nbytes in sent.items():
         if connection.source != connection.target and nbytes:

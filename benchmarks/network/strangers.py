@@ -1,13 +1,14 @@
-"""What strangers on the network can do to a run over hosts.
+"""Attacks a run over hosts from a host that does not have the run's secret.
 
     python benchmarks/network/strangers.py --out strangers.json
 
-Two hosts train, another one has the supervisor, and one that has no secret tries: it
-connects to every port that anybody listens at, says nothing, or words of our own
-protocol with a guessed token; greets with the certificate of another run; sends again
-what was sent with the secret; and opens thousands of connections. Each row counts the
-answers with any content, and has the longest time between two steps, beside that
-before. The run has to train on, and losses have to be those of one process.
+Two hosts train, a third host runs the supervisor, and a fourth host has no secret and
+attacks. It connects to every open port and sends nothing, or messages of autopar's
+protocol with a guessed token. It presents the certificate of another run. It replays
+messages that were sent with the secret. And it opens thousands of connections. Each row
+counts the answers with any content. It also has the longest time between two steps
+during the attack, next to that before the attack. The run must continue, and its losses
+must be those of one process.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ QUIET_S = 4.0
 
 
 class Strangers:
-    """One who has no secret, on a host of its own."""
+    """An attacker without the secret, on its own host."""
 
     def __init__(self, run: HostSoak) -> None:
-        """Has done nothing yet."""
+        """Starts before any attack."""
         self._run = run
         self._space = run.bed.hosts[STRANGER].namespace
         self.rows: list[dict[str, Any]] = []
 
     def listening(self) -> list[tuple[str, int]]:
-        """Address and port of all that listens on the other hosts."""
+        """Address and port of each listening socket on the other hosts."""
         found: list[tuple[str, int]] = []
         for host in self._run.bed.hosts:
             words = ("ip", "netns", "exec", host.namespace, "ss", "-Htln")
@@ -61,7 +62,7 @@ class Strangers:
         return sorted(set(found))
 
     def attack(self, name: str, work: Callable[[], dict[str, Any]]) -> None:
-        """Does something, and looks at the steps meanwhile and after."""
+        """Runs an attack; records the steps during and after it."""
         before = self.longest(lambda: time.sleep(QUIET_S))
         found: dict[str, Any] = {}
 
@@ -75,7 +76,7 @@ class Strangers:
         print(json.dumps(row), flush=True)
 
     def longest(self, act: Callable[[], None]) -> float:
-        """The longest time between two steps while something is done."""
+        """The longest time between two steps while a function runs."""
         begin = time.time()
         act()
         times = [t for _, _, t in losses(self._run.results) if t >= begin]
@@ -84,7 +85,7 @@ class Strangers:
         return round(max(gaps), 3)
 
     def say(self, words: bytes) -> dict[str, Any]:
-        """Connects to each port and says something; counts answers."""
+        """Connects to each port and sends bytes; counts answers."""
         answers = ports = 0
         for at in self.listening():
             ports += 1
@@ -95,7 +96,7 @@ class Strangers:
         return {"ports": ports, "answers": answers}
 
     def greet(self) -> dict[str, Any]:
-        """Shows the certificate of another run at each port."""
+        """Presents the certificate of another run at each port."""
         other = Network("127.0.0.1", new_secret())
         ports = got = 0
         for host, port in self.listening():
@@ -108,7 +109,7 @@ class Strangers:
         return {"ports": ports, "answers": got}
 
     def crowd(self, count: int) -> dict[str, Any]:
-        """Opens thousands of connections to the supervisor, and holds them."""
+        """Opens thousands of connections to the supervisor, and keeps them open."""
         at, held = (self._run.home.address, PORT), list[socket.socket]()
         refused = 0
         for _ in range(count):
@@ -121,7 +122,7 @@ class Strangers:
         return {"connections": count, "refused": refused, "answers": 0}
 
     def replay(self) -> dict[str, Any]:
-        """Sends again what an agent has sent, which passed through here."""
+        """Replays the bytes of an agent, which were passed through this host."""
         at, heard = (self._run.home.address, PORT), bytearray()
         server = socket.create_server(("0.0.0.0", PORT))
 
@@ -148,13 +149,14 @@ class Strangers:
         with contextlib.suppress(OSError):
             while data := again.recv(4096):
                 sealed += data
-        # What comes back is the other side's greeting, sealed for nobody.
+        # The answer is the TLS greeting of the other side, which needs the secret to
+        # decrypt.
         found = b"workers" in sealed or b"state" in sealed
         return {"ports": 1, "answers": int(found), "recorded_call_answered": first}
 
 
 def copy(source: socket.socket, target: socket.socket, into: bytearray | None) -> None:
-    """Passes bytes on until one side ends."""
+    """Copies bytes from one socket to another until one side ends."""
     with contextlib.suppress(OSError):
         while data := source.recv(4096):
             if into is not None:
@@ -169,13 +171,13 @@ class Trained(HostSoak):
     """A run on two hosts."""
 
     def start_agent(self, host: int) -> None:
-        """Starts the agent of a host that trains."""
+        """Starts the agent of a host, if the host trains."""
         if host < TRAINING:
             super().start_agent(host)
 
 
 def main() -> None:
-    """Runs and reports."""
+    """Runs the attacks, and reports the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connections", type=int, default=10_000)
     data = pathlib.Path(__file__).parents[2] / "docs" / "data" / "strangers.json"

@@ -1,4 +1,4 @@
-"""From the records of runs to the table of times to the dense run's loss."""
+"""Makes the table of times to the dense run's loss, from the records of runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMOOTH_STEPS = 20
 
 
 def merged(results: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One record from those of all processes: the longest time and all CPU time."""
+    """One record from those of all processes: longest times, and CPU time of all."""
     found: list[dict[str, Any]] = []
     for same in zip(*results, strict=False):
         times = zip(*(record["step_s"] for record in same), strict=True)
@@ -30,7 +30,7 @@ def merged(results: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def smoothed(losses: Sequence[float], window: int = SMOOTH_STEPS) -> list[float]:
-    """Mean of the last ``window`` losses (of fewer at the beginning).
+    """The mean of the last ``window`` losses (of fewer losses at the beginning).
 
     >>> smoothed([4.0, 2.0, 0.0], window=2)
     [4.0, 3.0, 1.0]
@@ -44,7 +44,7 @@ def smoothed(losses: Sequence[float], window: int = SMOOTH_STEPS) -> list[float]
 def steps_to(points: Sequence[tuple[int, float]], target: float) -> float | None:
     """The step at which a loss first reaches a target, or None.
 
-    Between two measurements the loss is taken to fall evenly.
+    Between two measurements, the loss is assumed to fall linearly.
 
     >>> steps_to([(20, 3.0), (40, 2.0)], 2.5)
     30.0
@@ -61,13 +61,15 @@ def steps_to(points: Sequence[tuple[int, float]], target: float) -> float | None
 
 
 def reached(points: Sequence[tuple[int, float]], target: float) -> float | None:
-    """`steps_to`; a loss that ends above the target by rounding has reached it."""
+    """`steps_to`; a final loss that exceeds the target by a rounding error counts as
+    reached.
+    """
     steps = steps_to(points, target)
     return steps_to(points, target * (1 + ROUNDING)) if steps is None else steps
 
 
 def seconds_at(step_s: Sequence[float], steps: float) -> float:
-    """The clock after a number of steps, which may be a fraction.
+    """The time after a number of steps, which may be fractional.
 
     >>> seconds_at([1.0, 2.0], 1.5)
     2.0
@@ -78,14 +80,14 @@ def seconds_at(step_s: Sequence[float], steps: float) -> float:
 
 
 def time_to(record: dict[str, Any], dense: dict[str, Any]) -> float | None:
-    """Seconds to the last evaluation loss of the dense run, or None."""
+    """Seconds until the last evaluation loss of the dense run; None: not reached."""
     target = dense["evaluations"][-1][1]
     steps = reached([tuple(p) for p in record["evaluations"]], target)
     return None if steps is None else seconds_at(record["step_s"], steps)
 
 
 def time_to_smoothed(record: dict[str, Any], dense: dict[str, Any]) -> float | None:
-    """Seconds to the smoothed training loss that the dense run ends with."""
+    """Seconds until the last smoothed training loss of the dense run."""
     target = smoothed(dense["losses"])[-1]
     points = list(enumerate(smoothed(record["losses"]), start=1))
     steps = reached(points[SMOOTH_STEPS - 1 :], target)
@@ -93,7 +95,7 @@ def time_to_smoothed(record: dict[str, Any], dense: dict[str, Any]) -> float | N
 
 
 def groups(records: Sequence[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:
-    """Records of one rate and configuration, over the seeds."""
+    """Groups records by rate and configuration, over the seeds."""
     found: dict[Any, list[dict[str, Any]]] = {}
     for record in records:
         key = (record["rate_mbit"], record["compression"])
@@ -102,7 +104,7 @@ def groups(records: Sequence[dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]
 
 
 def _spread(values: Sequence[float | None], scale: float, digits: int) -> str:
-    """Median, and in brackets the least and the most; 'no' where one is missing."""
+    """The median, with minimum and maximum in brackets; 'no' if a value is missing."""
     known = [v * scale for v in values if v is not None]
     missing = "" if len(known) == len(values) else f" ({len(values) - len(known)} no)"
     if not known:

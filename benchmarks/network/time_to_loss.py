@@ -1,17 +1,18 @@
-"""Time of training over real links to the loss that the dense run ends with.
+"""Seconds of training over real links until the final loss of the dense run.
 
     python benchmarks/network/time_to_loss.py --rates 100 1000 --steps 300 \\
         --compression dense int8 --seeds 0 1 2 --out runs.json
 
 For every rate and seed, the configurations of ``--compression`` train the language
-model on four hosts, a few steps each in turns, so that the noise of the machine meets
-all of them. "dense" is data parallel and sends gradients as they are; "auto" or a
-codec has the same layouts, with ``compression=``; "plan:auto" and "plan:none" leave
-the layouts to the planner too, for these links; "hand:int8" is data parallelism with
-int8 written by hand (`handwritten.py`). ``--profile`` first measures the hosts and the
-links at each rate, as ``autopar profile --distributed`` does, to plan with. The clock
-runs only in steps: not while programs are compiled, batches made or evaluation losses
-measured. What a step takes is the longest that any process took.
+model on four hosts. They run a few steps each in turns, so that other load of the
+machine affects all of them. "dense" is data parallel with dense gradients. "auto" or
+the name of a codec has the same layouts, with ``compression=``. With "plan:auto" and
+"plan:none" the planner also chooses the layouts for these links. "hand:int8" is data
+parallelism with int8, written by hand (`handwritten.py`). ``--profile`` measures hosts
+and links at each rate, as ``autopar profile --distributed`` does, and plans with the
+result. The clock runs only during steps, not while programs are compiled, batches are
+made, or evaluation losses are measured. The seconds of a step are those of the slowest
+process.
 """
 
 from __future__ import annotations
@@ -45,23 +46,23 @@ DENSE = "dense"
 HANDWRITTEN = "hand:int8"
 PLANNED = "plan:"
 WARM_STEPS = 2
-DECAY_STEPS = 100  # at least, so that a short trial run is possible
+DECAY_STEPS = 100  # the minimum, so that a short trial run is possible
 TIMEOUT_S = 3600.0
 
 
 @dataclasses.dataclass(slots=True)
 class Run:
-    """One configuration in training.
+    """A training in one configuration.
 
     Attributes:
-      compression: of the command line.
+      compression: configuration, as on the command line.
       step: the planned step.
-      state: the carried state, global arrays.
-      sent: traffic of one step, by this process.
+      state: training state, as global arrays.
+      sent: bytes that this process sends in one step.
       done: steps taken.
-      step_s: seconds of each.
-      cpu_s: of this process in each.
-      losses: training loss of each.
+      step_s: seconds of each step.
+      cpu_s: CPU seconds of this process in each step.
+      losses: training loss of each step.
       evaluations: (step, evaluation loss).
     """
 
@@ -80,7 +81,7 @@ class Evaluator:
     """The evaluation loss of a state, computed by all processes together."""
 
     def __init__(self, workload: language_model.Workload, rows: int = 256) -> None:
-        """Lays the held-out windows over the processes."""
+        """Distributes the held-out windows over the processes."""
         mesh = jax.make_mesh(
             (jax.device_count(),), ("all",), (jax.sharding.AxisType.Auto,)
         )
@@ -97,17 +98,20 @@ class Evaluator:
         self._loss = jax.jit(workload.eval_loss, out_shardings=whole)
 
     def __call__(self, state: Any) -> float:
-        """Of the parameters; where they are sharded, they are gathered first."""
+        """The loss of the parameters of a state, which are gathered first if they are
+        sharded.
+        """
         params = jax.device_put(state.params, self._whole)
         return float(self._loss(params, self._data))
 
 
 def data_parallel_plan(workload: language_model.Workload) -> autopar.Plan:
-    """The plan of one who has not looked at the links: the batch is split.
+    """A data-parallel plan, chosen without regard to the links.
 
-    Left to itself, the planner may find that links this slow are not worth using
-    for a model this small: every host computes the whole batch. So this is planned
-    for links that cost next to nothing, with all state whole on every host.
+    For links as slow as these and a model as small as this, the planner may find that
+    communication does not pay, so that every host computes the whole batch. Therefore
+    this plan is made for links that cost almost nothing, and all state is pinned to be
+    whole on every host.
     """
     fast = autopar.Cluster.parse(
         f"{worker.count()}x1:cpu,network=1000Gb/s,network_latency=1us"
@@ -149,7 +153,7 @@ def parallel_step(
 def start_run(
     workload: language_model.Workload, compression: str, step: Any, idle: Any
 ) -> Run:
-    """Compiles, counts the bytes of a step and starts again from step 0."""
+    """Compiles, counts the bytes of a step, and starts again from the initial state."""
     example = jax.eval_shape(lambda: workload.batch(0))
     state = step.init(workload.create, batch=example)
     for k in range(WARM_STEPS):
@@ -166,7 +170,7 @@ def rows(workload: language_model.Workload, step: int) -> Any:
 
 
 def advance(run: Run, workload: language_model.Workload, steps: int) -> None:
-    """Takes some steps, each on the clock."""
+    """Runs some steps, and times each of them."""
     for _ in range(steps):
         data = rows(workload, run.done)
         worker.barrier()
@@ -180,7 +184,7 @@ def advance(run: Run, workload: language_model.Workload, steps: int) -> None:
 
 
 def record(run: Run, rate_mbit: float, seed: int) -> dict[str, Any]:
-    """What a run found, as JSON."""
+    """The results of a run, as JSON."""
     plan = run.step.plan
     sent = run.sent
     planned: dict[str, Any] = {}
@@ -209,7 +213,7 @@ def record(run: Run, rate_mbit: float, seed: int) -> dict[str, Any]:
 
 
 def measured(rate_mbit: float) -> autopar.Cluster:
-    """The hosts and the links at a rate, measured by all processes together."""
+    """Measures the hosts and links at a rate, in all processes together."""
     worker.set_rate(rate_mbit or None)
     settings = dataclasses.replace(profile.CPU_SETTINGS, dtypes=("float32",), rounds=3)
     found = profile.run(settings=settings)
@@ -218,7 +222,7 @@ def measured(rate_mbit: float) -> autopar.Cluster:
 
 
 def train(options: argparse.Namespace, rate_mbit: float, seed: int) -> None:
-    """All configurations at one rate with one seed, in turns."""
+    """Trains all configurations at one rate with one seed, in turns."""
     sizes = language_model.Sizes(
         batch=options.batch, decay_steps=max(options.steps, DECAY_STEPS)
     )
@@ -229,7 +233,7 @@ def train(options: argparse.Namespace, rate_mbit: float, seed: int) -> None:
         fits = clusters.load(options.links)
         cluster = clusters.described(rate_mbit or None, worker.count(), fits)
     evaluate = Evaluator(workload)
-    worker.set_rate(None)  # what is not on the clock need not wait for the links
+    worker.set_rate(None)  # Work that is not timed runs without a limit of the rate.
     idle = worker.background()
     runs: list[Run] = []
     for name in options.compression:
@@ -258,7 +262,7 @@ def go_on(
     rate_mbit: float,
     options: argparse.Namespace,
 ) -> None:
-    """Those that are above the dense run's last loss train on, some steps more."""
+    """Trains configurations further whose loss is above the dense run's last loss."""
     target = runs[0].evaluations[-1][1]
     for run in runs[1:]:
         most = run.done + options.further
@@ -279,14 +283,14 @@ def _progress(runs: Sequence[Run]) -> str:
 
 
 def inside(options: argparse.Namespace) -> None:
-    """What every worker does."""
+    """The work of every worker."""
     worker.start()
     for rate, seed in itertools.product(options.rates, options.seeds):
         train(options, rate, seed)
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rates", type=float, nargs="+", default=[100.0, 1000.0],
                         help="Mbit/s; 0: unshaped")  # fmt: skip
@@ -317,7 +321,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs the command; see the module."""
     options = parse()
     if options.inside:
         inside(options)

@@ -1,4 +1,4 @@
-"""What the benchmarks use inside a namespace: the world, counters, and the parent.
+"""Functions of the benchmarks inside a namespace: processes, counters and reports.
 
 `start` makes the processes one JAX program with one CPU device each.
 """
@@ -42,7 +42,7 @@ def count() -> int:
 
 def start() -> None:
     """Joins `jax.distributed`, with one CPU device for this process."""
-    # If the parent is killed, nobody else would end this process.
+    # If the parent process is killed, no other process could end this one.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     import jax
 
@@ -63,12 +63,12 @@ def _tell(message: dict[str, Any]) -> None:
 
 
 def report(value: Any) -> None:
-    """Hands a JSON value to the parent, who keeps it."""
+    """Sends a JSON value to the parent process, which stores it."""
     _tell({"result": value})
 
 
 def say(text: str) -> None:
-    """Lets the parent print a line; only process 0 is heard."""
+    """Prints a line in the parent process; only process 0 may print."""
     if rank() == 0:
         _tell({"say": text})
 
@@ -91,11 +91,11 @@ def set_rate(rate_mbit: float | None) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """What an interface has sent.
+    """Bytes and packets that an interface has sent.
 
-    A packet here is what the interface was handed: up to 64 KiB, which a real card
-    would cut into segments. Each carries its headers once, so that ``data_bytes``
-    is right; ``wire_bytes`` is what a real link would have seen.
+    A packet is a unit of up to 64 KiB that the interface gets, and which a real card
+    would cut into segments. Each packet has one header, so ``data_bytes`` is exact.
+    ``wire_bytes`` is what a real link would carry.
     """
 
     sent_bytes: float
@@ -106,23 +106,25 @@ class Traffic:
         return Traffic(self.sent_bytes - other.sent_bytes, self.packets - other.packets)
 
     def scaled(self, factor: float) -> Traffic:
-        """So many times the traffic."""
+        """The traffic multiplied by a factor."""
         return Traffic(self.sent_bytes * factor, self.packets * factor)
 
     @property
     def data_bytes(self) -> float:
-        """Without the headers of Ethernet, IP and TCP (`HEADER_BYTES` a packet)."""
+        """Bytes without the headers of Ethernet, IP and TCP (`HEADER_BYTES` per
+        packet).
+        """
         return self.sent_bytes - self.packets * HEADER_BYTES
 
     @property
     def wire_bytes(self) -> float:
-        """With the headers of full segments, as a real link would carry it."""
+        """Bytes with the headers of full segments, as on a real link."""
         segments = max(self.packets, self.data_bytes / SEGMENT_BYTES)
         return self.data_bytes + segments * HEADER_BYTES
 
 
 def traffic(interface: str = "eth0") -> Traffic:
-    """What the interface of this namespace has sent so far."""
+    """The traffic that this namespace's interface has sent so far."""
     folder = _STATISTICS / interface / "statistics"
     sent, packets = (
         int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets")
@@ -132,14 +134,14 @@ def traffic(interface: str = "eth0") -> Traffic:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Background:
-    """What is sent without any work: of a second, and of a pair of barriers."""
+    """Traffic without any work: in a second, and of a pair of barriers."""
 
     per_s: Traffic
     barriers: Traffic
 
 
 def background(idle_s: float = 1.0, rounds: int = 5) -> Background:
-    """Measures the heartbeats and the barriers that `measure` adds."""
+    """Measures heartbeats and barriers, which `measure` subtracts."""
     barrier()
     before = traffic()
     time.sleep(idle_s)
@@ -165,10 +167,10 @@ def _between_barriers(work: Callable[[], Any]) -> tuple[Traffic, float]:
 
 
 def measure(work: Callable[[], Any], idle: Background) -> tuple[Traffic, float]:
-    """What this process sends in some work, and how many seconds it takes.
+    """The traffic and the seconds of some work in this process.
 
-    All processes do the work at the same time; it must wait for its own end.
-    The traffic is less what `background` found.
+    All processes do the work at the same time. The work must wait for its own end. The
+    result of `background` is subtracted from the traffic.
     """
     sent, elapsed_s = _between_barriers(work)
     return sent - idle.barriers - idle.per_s.scaled(elapsed_s), elapsed_s
