@@ -1,11 +1,11 @@
-"""Time to select what is sent: exact top-k, block top-k, and a kept threshold.
+"""Time to select the sent elements: exact top-k, block top-k, and a threshold.
 
 python benchmarks/selection.py
 
-Selection is all that a worker does before it sends: elements, places and the
-part of the gradient that was sent. The three are timed in turn, in one process;
-the table holds the medians. A threshold's time is that of a step between two
-refreshes, of a refresh, and their mean over the steps from one to the next.
+Selection is everything that a worker does before it sends: it finds the elements, their
+indices, and the part of the gradient that was sent. The three codecs are timed in turns
+in one process; the table has medians. For the threshold, the table has the time of a
+step between two refreshes, that of a refresh, and the mean over all steps.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Encode = Callable[[jax.Array, jax.Array, jax.Array], object]
 
 
 def encoder(codec: Codec, size: int) -> Encode:
-    """The first message of a worker, compiled: (gradient, state, step) -> bytes.
+    """Compiles a function (gradient, state, step) -> the first message of a worker.
 
-    The answer to the message is a dummy, from which only the contribution of
-    this worker and its state are used: the compiler drops the rest.
+    The answer to the message is a dummy. Only this worker's contribution and its state
+    are used, so the compiler drops the other computations.
     """
     shape = (size,)
     chunk = chunk_elements(codec, size, WORKERS, scatter=False)
@@ -58,7 +58,7 @@ def encoder(codec: Codec, size: int) -> Encode:
 def medians_s(
     calls: dict[str, tuple[Encode, tuple[jax.Array, ...]]], repeats: int
 ) -> dict[str, float]:
-    """Median seconds of each call, in turn."""
+    """Median seconds of each call; the calls run in turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for function, arguments in calls.values():
         jax.block_until_ready(function(*arguments))
@@ -71,7 +71,7 @@ def medians_s(
 
 
 def measure(size: int, repeats: int) -> None:
-    """Prints the rows of gradients of one size."""
+    """Prints the rows for gradients of one size."""
     codecs: dict[str, Codec] = {
         "exact top-k": TopK(ratio=RATIO),
         "block top-k": BlockTopK(k=1, block=round(1 / RATIO)),

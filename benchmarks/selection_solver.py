@@ -1,4 +1,4 @@
-"""Choosing a codec per gradient: L-GreCo's programme, the exact one, and ours.
+"""Chooses a codec per gradient with L-GreCo's program, an exact one, and ours.
 
 python benchmarks/selection_solver.py
 """
@@ -29,28 +29,33 @@ LAYERS = (11, 50, 200)
 SEEDS = range(5)
 TURNS = 3
 LIMIT_S = 20.0
-# Of what the sizes of all layers can change: far less than the differences shown.
+# Gap of the exact solver, relative to what the sizes of all layers can change; it is
+# far smaller than the differences in the table.
 EXACT_GAP = 1e-5
-# L-GreCo's search range around the reference rank, gamma = 1/2 to beta = 2.
+# L-GreCo's range of ranks around the reference rank, gamma = 1/2 to beta = 2.
 REFERENCE_RANK = 12
 RANKS = np.arange(6, 25)
 LINKS_BYTES_PER_S = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s": 1.25e9}
 
 
 def shapes(random: np.random.Generator, layers: int) -> list[tuple[int, int]]:
-    """Rows and columns of matrices, 64 to 4096 each."""
+    """Rows and columns of random matrices, each from 64 to 4096."""
     return [(int(r), int(c)) for r, c in 2 ** random.integers(6, 13, (layers, 2))]
 
 
 def spectrum(random: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Squared singular values that decay as a power; gradients' norms vary widely."""
+    """Squared singular values that decay as a power law; the norms of gradients vary
+    widely.
+    """
     decay = random.uniform(0.4, 1.2)
     squares = np.arange(1.0, min(rows, columns) + 1) ** (-2 * decay)
     return squares / squares.sum() * random.lognormal(sigma=1.5)
 
 
 def lgreco_problem(seed: int, layers: int) -> LGreCoProblem:
-    """PowerSGD: the spectrum's tail is lost, (rows + columns) rank are sent."""
+    """Choices of PowerSGD's rank: the tail of the spectrum is lost, and (rows +
+    columns) rank elements are sent.
+    """
     random = np.random.default_rng(seed)
     errors, sizes = [], []
     for rows, columns in shapes(random, layers):
@@ -62,8 +67,9 @@ def lgreco_problem(seed: int, layers: int) -> LGreCoProblem:
     return LGreCoProblem(error=tuple(errors), size=tuple(sizes), reference=reference)
 
 
-# Bits an element, share of the energy lost, nanoseconds an element to encode and
-# decode: dense, two halves, six quantisers, four supports of 25 to 1 %; then PowerSGD.
+# For each codec: bits per element, fraction of the energy that is lost, and nanoseconds
+# per element to encode and decode. The codecs are dense, two 16-bit formats, six
+# quantisers, four codecs that send 25 to 1 % of the elements, and then PowerSGD.
 FIXED = np.array(
     [
         [32.0, 0.0, 0.0],
@@ -84,7 +90,7 @@ LOW_RANKS = np.array([1, 2, 4, 8, 16, 32])
 
 
 def selection_problem(seed: int, gradients: int, link: float) -> CodecSelection:
-    """18 codecs a gradient; the budget is what 4 bits would lose throughout."""
+    """18 codecs per gradient; the budget is the error of 4 bits for all gradients."""
     random = np.random.default_rng(seed)
     wire, local, error, elements, energies = [], [], [], [], []
     for rows, columns in shapes(random, gradients):
@@ -94,7 +100,7 @@ def selection_problem(seed: int, gradients: int, link: float) -> CodecSelection:
         lost = FIXED[:, 1] * random.lognormal(sigma=0.3) * energy
         low = (rows + columns) * LOW_RANKS * 32.0
         nanoseconds = np.append(FIXED[:, 2], 0.5 + 0.1 * LOW_RANKS)
-        # Ring or two-shot on 4 workers: 2 (4 - 1) / 4 of the payload is sent.
+        # A ring or two-shot sum over 4 workers sends 2 (4 - 1) / 4 of the payload.
         wire.append(np.append(FIXED[:, 0] * size, low) / 8 * 1.5 / link)
         local.append(nanoseconds * 1e-9 * size)
         error.append(np.append(lost, tails[np.minimum(LOW_RANKS, len(squares))]))
@@ -114,7 +120,7 @@ def selection_problem(seed: int, gradients: int, link: float) -> CodecSelection:
 
 
 def in_turns(calls: dict[str, Callable[[], Any]]) -> dict[str, tuple[Any, float]]:
-    """Each call's result and its median time, called in turns."""
+    """The result and the median time of each call; the calls run in turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     results: dict[str, Any] = {}
     for _ in range(TURNS):
@@ -126,12 +132,12 @@ def in_turns(calls: dict[str, Callable[[], Any]]) -> dict[str, tuple[Any, float]
 
 
 def milliseconds(seconds: list[float]) -> str:
-    """The median and the largest of several instances."""
+    """The median and the maximum over several instances, as text."""
     return f"{statistics.median(seconds) * 1e3:.0f} ({max(seconds) * 1e3:.0f})"
 
 
 def lgreco_row(layers: int) -> None:
-    """Medians over the seeds, the largest in brackets; sizes relative to exact."""
+    """Medians over the seeds, maxima in brackets; sizes relative to the exact solution."""
     over, bound, programme_s, exact_s, proved = [], [], [], [], 0
     for seed in SEEDS:
         problem = lgreco_problem(seed, layers)
@@ -164,7 +170,7 @@ def lgreco_row(layers: int) -> None:
 
 
 def selection_row(link: str, gradients: int) -> None:
-    """Medians over the seeds, the largest in brackets; gaps are shares of the step."""
+    """Medians over the seeds, maxima in brackets; gaps as fractions of the step."""
     times: dict[str, list[float]] = {"prices": [], "1e-3": [], "1e-4": []}
     gaps, statuses = [], []
     for seed in SEEDS:

@@ -1,17 +1,17 @@
-"""Planning time, planning memory and step time of two checkouts, in turns in one run.
+"""Planning time, planning memory and step time of two checkouts, measured in turns.
 
     python benchmarks/side_by_side.py OLD [NEW] [--turns 5] [--only planning,steps]
 
-Both checkouts see the same machine in the same minutes: they take turns, and each
-turn begins with the one that ended the turn before. Planning runs in a new process
-each time; importing autopar is a row of its own. Seconds of work are CPU seconds of
-the process, which other work on the machine lengthens less. Steps run on 8 simulated
-devices in one process a checkout, which waits while the other works; each runs under
-its own plan and, where both can load it, under the same plan. NEW is this checkout by
-default.
+Both checkouts run on the same machine at the same time: they take turns, and each turn
+begins with the checkout that ended the turn before. Each planning runs in a new
+process, and importing autopar is a row of its own. Seconds of work are CPU seconds of
+the process, which other load of the machine affects less. Steps run on 8 simulated
+devices, in one process per checkout; one process waits while the other works. Each
+checkout runs its own plan. If both can load the same plan, they run this plan, too. NEW
+is this checkout by default.
 
 Prints a Markdown table: the medians, the ratio new / old of the medians, and the
-least and the largest ratio of one turn.
+smallest and the largest ratio of a single turn.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("llama", {"layers": 2}, "2x4x4:a100"),
     "moe": ("moe", {"layers": 2}, "2x4:cpu"),
 }
-# Unit and what it is times one of the child's SI numbers.
+# Unit -> factor from SI units.
 UNITS = {"s": 1.0, "ms": 1e3, "MB": 1e-6}
 ANSWER = "ANSWER"
 
-# Both run in either checkout: only the public API and the examples are used.
+# Code that runs in both checkouts: it uses only the public API and the examples.
 PLANNING = """
 import json, resource, sys, time
 sys.path.insert(0, sys.argv[1] + "/benchmarks")
@@ -104,16 +104,16 @@ for _ in sys.stdin:
 
 
 class ChildError(Exception):
-    """A checkout could not do what was asked; the text is its last line."""
+    """The process of a checkout failed; the message is its last line."""
 
 
 def command(root: pathlib.Path, code: str, request: Sequence[Any]) -> list[str]:
-    """The words that run code in a checkout."""
+    """The command that runs code in a checkout."""
     return [sys.executable, "-c", code, str(root), json.dumps(request)]
 
 
 def environment(root: pathlib.Path) -> dict[str, str]:
-    """The environment in which a checkout is found, on 8 simulated devices."""
+    """Environment variables with which Python finds a checkout, on 8 simulated devices."""
     folders = [root, root / "solver", root / "passes"]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
@@ -123,10 +123,10 @@ def environment(root: pathlib.Path) -> dict[str, str]:
 
 
 def answer(lines: Iterator[str]) -> Any:
-    """The next answer of a child.
+    """The next answer of a child process.
 
     Raises:
-      ChildError: the child ended without one.
+      ChildError: the child process ended without an answer.
     """
     for line in lines:
         if line.startswith(ANSWER):
@@ -155,10 +155,10 @@ def last_line(text: str) -> str:
 
 
 class Stepper:
-    """A process that runs steps of one checkout when it is asked to."""
+    """A process that runs steps of one checkout on request."""
 
     def __init__(self, root: pathlib.Path, request: Sequence[Any]) -> None:
-        """Starts it; `ready` waits until it has compiled."""
+        """Starts the process; `ready` waits until it has compiled."""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._child = subprocess.Popen(
             command(root, STEPPING, request),
@@ -175,7 +175,7 @@ class Stepper:
         return self._answer()
 
     def step_s(self) -> float:
-        """Runs a turn; returns the seconds of one step."""
+        """Runs a turn; returns the seconds of a step."""
         assert self._child.stdin is not None
         self._child.stdin.write("\n")
         self._child.stdin.flush()
@@ -197,7 +197,7 @@ class Stepper:
 
 
 def in_turns(turns: int) -> Iterator[int]:
-    """Which of two to measure next: 0, 1, 1, 0, 0, 1, and so on.
+    """Yields which of two checkouts to measure next: 0, 1, 1, 0, 0, 1, and so on.
 
     >>> list(in_turns(3))
     [0, 1, 1, 0, 0, 1]
@@ -207,7 +207,7 @@ def in_turns(turns: int) -> Iterator[int]:
 
 
 def row(case: str, quantity: str, old: Sequence[float], new: Sequence[float]) -> None:
-    """Prints medians, their ratio and the spread of the ratio over turns."""
+    """Prints medians, their ratio, and the range of the ratio over turns."""
     scale = UNITS[quantity.split()[-1]]
     medians = [statistics.median(values) for values in (old, new)]
     ratios = [b / a for a, b in zip(old, new, strict=True)]
@@ -219,7 +219,7 @@ def row(case: str, quantity: str, old: Sequence[float], new: Sequence[float]) ->
 def compare_planning(
     roots: Sequence[pathlib.Path], name: str, turns: int, limit: float | None
 ) -> None:
-    """Plans one case in turns."""
+    """Plans one case with the checkouts in turns."""
     example, options, cluster = CASES[name]
     case, request = f"plan {name}, {cluster}", (example, options, cluster, limit)
     found: list[dict[str, list[float]]] = [collections.defaultdict(list) for _ in roots]
@@ -241,7 +241,7 @@ def compare_steps(
     requests: Sequence[Sequence[Any]],
     turns: int,
 ) -> None:
-    """Runs steps in turns, each checkout in a process of its own."""
+    """Runs steps in turns, with one process per checkout."""
     found: tuple[list[float], list[float]] = ([], [])
     with contextlib.ExitStack() as stack:
         steppers: list[Stepper] = []
@@ -255,7 +255,7 @@ def compare_steps(
 
 
 def step_times(roots: Sequence[pathlib.Path], chosen: argparse.Namespace) -> None:
-    """Compares steps under each checkout's own plan, then under a plan of one."""
+    """Compares steps under each checkout's own plan, and then under one common plan."""
     options = {"layers": chosen.layers}
     with tempfile.TemporaryDirectory() as folder:
         files = [str(pathlib.Path(folder, f"{side}.json")) for side in ("old", "new")]

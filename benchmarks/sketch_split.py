@@ -1,13 +1,13 @@
-"""A predicted split against a count sketch, on the gradients of a small model.
+"""Compares a predicted split with a count sketch, on gradients of a small model.
 
 python benchmarks/sketch_split.py
 
-Trains a character model on the text of the standard library with Adam, takes
-the gradients of four workers' batches and Adam's second moments, and sends the
-gradients once with each codec. The count sketch gets its best number of rows and
-its best share of recovered elements for every budget. Times are of one worker,
-without the network: encoding and decoding, the two codecs in turn, medians.
-The network's time is bytes over bandwidth.
+The benchmark trains a character model with Adam on the text of the standard library. It
+takes the gradients of four workers' batches and Adam's second moments, and sends the
+gradients once with each codec. For every budget, the count sketch gets its best number
+of rows and its best fraction of recovered elements. Times are those of one worker for
+encoding and decoding, without the network; the two codecs run in turns, and the figures
+are medians. The time on a network is bytes divided by bandwidth.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEADS = 4
 LAYERS = 2
 BUDGETS = (0.20, 0.10, 0.05)
 ROWS = (1, 3, 5)
-# Shares of recovered elements that are tried, in parts of the sketch's numbers.
+# Fractions of recovered elements to try, relative to the numbers in the sketch.
 HEAVY = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3)
 MBIT_PER_S = (100, 1000)
 
@@ -50,7 +50,9 @@ Params = dict[str, jax.Array]
 
 
 def text_ids(limit: int = 2_000_000) -> tuple[np.ndarray, int]:
-    """Characters of the standard library's modules as numbers, and how many kinds."""
+    """Characters of the standard library's modules as numbers, and how many different
+    ones.
+    """
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = "".join(
         path.read_text(errors="ignore") for path in sorted(folder.glob("*.py"))
@@ -99,7 +101,7 @@ def loss(params: Params, ids: jax.Array) -> jax.Array:
 
 
 def trained(steps: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Gradients (n, D) of the next batch, Adam's second moments (D,), the loss."""
+    """Gradients (n, D) of the next batch, Adam's second moments (D,), and the loss."""
     ids, kinds = text_ids()
     rng = np.random.default_rng(0)
     optimizer = optax.adam(2e-3)
@@ -134,7 +136,7 @@ def trained(steps: int) -> tuple[np.ndarray, np.ndarray, float]:
 
 @dataclasses.dataclass(frozen=True)
 class LocalLinks:
-    """Answers as the collectives do, with this worker's own data for all."""
+    """Collectives that answer as if all workers had this worker's data."""
 
     workers: int
 
@@ -157,7 +159,7 @@ class LocalLinks:
 
 
 def step_function(codec: Codec, size: int, links: Any) -> Callable[..., Any]:
-    """One worker's step: (chunks, state, worker) -> total, sent, state."""
+    """Compiles one worker's step: (chunks, state, worker) -> total, sent, state."""
 
     def run(chunks: jax.Array, state: Any, worker: jax.Array) -> Any:
         context = CodecContext(WORKERS, worker, jnp.int32(150), 1, (size,), size, False)
@@ -168,7 +170,7 @@ def step_function(codec: Codec, size: int, links: Any) -> Callable[..., Any]:
 
 
 def state_of(codec: Codec, size: int, moments: np.ndarray) -> Any:
-    """The codec's state after training: a predictor that knows the moments."""
+    """The codec's state after training, with scores from Adam's moments."""
     padded = WORKERS * chunk_elements(codec, size, WORKERS, scatter=False)
     state = codec.init((size,), padded, WORKERS)
     if isinstance(codec, PredictedTopK):
@@ -179,7 +181,7 @@ def state_of(codec: Codec, size: int, moments: np.ndarray) -> Any:
 
 
 def chunks_of(codec: Codec, gradients: np.ndarray) -> jax.Array:
-    """(n, D) -> (n, n, c)."""
+    """Arranges gradients (n, D) as chunks (n, n, c)."""
     chunk = chunk_elements(codec, gradients.shape[1], WORKERS, scatter=False)
     padding = WORKERS * chunk - gradients.shape[1]
     padded = np.pad(gradients, ((0, 0), (0, padding)))
@@ -200,18 +202,20 @@ def relative_error(codec: Codec, gradients: np.ndarray, moments: np.ndarray) -> 
 
 
 def predicted(budget: float) -> PredictedTopK:
-    """The split whose int8 blocks fill a budget, a share of the bytes of float32."""
+    """The split whose int8 blocks have the size of a budget, a fraction of float32's
+    bytes.
+    """
     explore = 0.005
     bytes_an_element = 1 + 2 / 256
     ratio = 4 * budget / bytes_an_element - explore
-    # Chunks are whole blocks: 4 * 256 elements at most are padding.
+    # Chunks consist of whole blocks, so padding is at most 4 * 256 elements.
     return PredictedTopK(ratio=ratio * 0.99, explore=explore)
 
 
 def best_sketch(
     budget: float, gradients: np.ndarray, moments: np.ndarray
 ) -> dict[int, tuple[Sketch, float]]:
-    """For each number of rows the best sketch and its error."""
+    """Number of rows -> the best sketch, and its error."""
     best: dict[int, tuple[Sketch, float]] = {}
     for rows in ROWS:
         tried: list[tuple[Sketch, float]] = []
@@ -225,7 +229,7 @@ def best_sketch(
 def smallest_split(
     error: float, budget: float, gradients: np.ndarray, moments: np.ndarray
 ) -> tuple[PredictedTopK, float]:
-    """The split with the fewest bytes, halving them, whose error is no larger."""
+    """Halves the bytes of a split as long as its error is not larger than ``error``."""
     codec = predicted(budget)
     found = codec, relative_error(codec, gradients, moments)
     while True:
@@ -242,9 +246,10 @@ def smallest_split(
 def times_s(
     codecs: list[Codec], gradients: np.ndarray, moments: np.ndarray, repeats: int
 ) -> list[float]:
-    """Median seconds of encoding and decoding, the codecs in turn.
+    """Median seconds to encode and decode; the codecs run in turns.
 
-    A split predicts once in `PredictedTopK.every` steps; its time is the mean.
+    A split predicts only once in `PredictedTopK.every` steps; its time is a mean over
+    steps.
     """
     size = gradients.shape[1]
     calls: list[list[Callable[[], Any]]] = []

@@ -1,14 +1,14 @@
-"""Lets everything fail at random, while a script trains in 2 to 4 processes.
+"""Causes random failures while a script trains in 2 to 4 processes.
 
 Usage: python benchmarks/soak.py --seed 31 32 33 --events 200
 
-Events kill workers, the coordination service and the supervisor, one or two at once, at
-rest, as a world forms, as it compiles and as it saves; they stop processes, fill the
-disk, flip bytes of stored programs, add workers and take some away; and they kill all
-that hold the state. After each event the run has to train on, or, where the state is
-gone for good, to end with the error that says so. A run that is asked to stop has to
-end without an error. Losses must be those of a run in one process without events.
-Writes its figures to a file, and exits with 1 where an event went wrong.
+Events kill workers, the coordination service or the supervisor, one or two at once,
+while steps run, or while a world forms, compiles or saves. They stop processes, fill
+the disk, flip bytes of stored programs, and add and remove workers. They also kill all
+workers that hold the state. After each event, the run must train again; if the state is
+lost for good, it must end with the error for this case. A run that is asked to stop
+must end without an error. The losses must be those of a run in one process without
+events. The figures are written to a file. The exit code is 1 if an event went wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from autopar.elastic.processes.records import command
 
 HERE = pathlib.Path(__file__).parent
 LEAST, MOST = 2, 4
-# Longest that an event may take to recover from; a busy machine is slow.
+# The longest recovery from an event, on a busy machine.
 LIMIT_S = 180.0
 SILENCE_S = 6.0
 DISK_BYTES = 48 << 20
@@ -45,20 +45,21 @@ LOST = "was lost with the processes that held it"
 
 
 class Soak:
-    """A run that events happen to, and the next one where that has ended."""
+    """A run to which events happen; when it has ended, the next run begins."""
 
     def __init__(self, folder: pathlib.Path, seed: int) -> None:
         """Starts a run.
 
         Args:
-          folder: for all files.
-          seed: of the events.
+          folder: folder for all files.
+          seed: seed of the events.
         """
         self.folder, self.draw = folder, random.Random(seed)
         self.events: list[dict[str, Any]] = []
-        # What is checked in the end: each run's folder, and where steps may go back.
+        # To check at the end: the folder of each run, and the times at which steps may
+        # go back.
         self.runs: list[pathlib.Path] = []
-        # Whether each run that was asked to stop did.
+        # Whether each run that was asked to stop has stopped.
         self.stops: list[bool] = []
         self.disk = Disk(folder / "disk")
         self.begin()
@@ -66,7 +67,7 @@ class Soak:
     # The run.
 
     def begin(self) -> None:
-        """Starts a run in a folder of its own."""
+        """Starts a run in a new folder."""
         self.run_folder = self.disk.folder / f"run{len(self.runs)}"
         self.results = self.folder / f"results{len(self.runs)}"
         self.run_folder.mkdir()
@@ -76,7 +77,7 @@ class Soak:
         self.wait(lambda: self.trains(-1))
 
     def supervise(self) -> None:
-        """Starts `autopar run`, again where it was killed."""
+        """Starts `autopar run`, also after it was killed."""
         sizes = ["--processes", "3", "--min", "1", "--max", str(MOST)]
         rest = ["--silence", str(SILENCE_S), "--restarts", "1000000", "--no-ahead"]
         rest += ["--recovery", os.environ.get("SOAK_RECOVERY", "auto")]
@@ -92,13 +93,13 @@ class Soak:
             )
 
     def status(self) -> dict[str, Any]:
-        """What the supervisor says now; nothing where it does not answer."""
+        """The supervisor's status; empty if it does not answer."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             return command(self.run_folder, command="status")["status"]
         return {}
 
     def notes(self) -> dict[str, Any]:
-        """What the supervisor wrote down."""
+        """The supervisor's state file."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads((self.run_folder / "run.json").read_text())
         return {}
@@ -112,7 +113,7 @@ class Soak:
         return ProcessId.from_data(self.notes().get("service"))
 
     def step(self) -> int:
-        """The last step that anybody has done since the newest world formed."""
+        """The last step that any process has done in the newest world."""
         return max((x[0] for x in self.latest()), default=-1)
 
     def latest(self) -> list[tuple[int, float, float]]:
@@ -132,7 +133,7 @@ class Soak:
         dead: frozenset[int] = frozenset(),
         size: Callable[[int], bool] = bool,
     ) -> bool:
-        """Whether a world that formed later trains without those that are dead."""
+        """Whether a later world trains without the dead workers."""
         now = self.status()
         good = now.get("state") == "run" and now["formed"]
         good = good and now["generation"] > generation
@@ -147,7 +148,7 @@ class Soak:
         return False
 
     def wait(self, done: Callable[[], bool], limit_s: float | None = None) -> bool:
-        """Waits until something has happened; False where the run ends before."""
+        """Waits until a function returns true; False if the run ends before."""
         end = time.time() + (LIMIT_S if limit_s is None else limit_s)
         while time.time() < end and self.process.poll() is None:
             if done():
@@ -159,10 +160,10 @@ class Soak:
         """Waits until a later world forms."""
         return self.wait(lambda: self.notes().get("generation", 0) > generation)
 
-    # Events. Each returns the workers that it killed.
+    # Events. Each method returns the workers that it killed.
 
     def event(self) -> bool:
-        """Lets one event happen, and waits until the run has recovered from it."""
+        """Causes one event, and waits until the run has recovered."""
         now = self.status()
         world, generation = now["world"], now["generation"]
         kinds = [k for k, (least, most) in KINDS.items() if least <= len(world) <= most]
@@ -192,7 +193,7 @@ class Soak:
         return True
 
     def _some(self, world: list[int], count: int = 1) -> frozenset[int]:
-        """Kills so many workers at once."""
+        """Kills a number of workers at once."""
         chosen = self.draw.sample(world, count)
         for process in [self.worker(w) for w in chosen]:
             if process is not None:
@@ -200,7 +201,7 @@ class Soak:
         return frozenset(chosen)
 
     def _supervisor_again(self, away_s: float) -> None:
-        """Kills the supervisor, and starts it again later."""
+        """Kills the supervisor, and starts it again after some seconds."""
         self.process.kill()
         self.process.wait()
         time.sleep(away_s)
@@ -242,7 +243,7 @@ class Soak:
         return {"generation": generation, "dead": dead}
 
     def _change(self, found: Any, world: Any, generation: int) -> frozenset[int]:
-        """Makes another world form, and kills something as it does."""
+        """Makes another world form, and kills something meanwhile."""
         first = self._some(world)
         if not self.forming(generation):
             return first
@@ -293,7 +294,9 @@ class Soak:
         return {"generation": generation - 1}
 
     def _disk(self, found: Any, world: Any, generation: int) -> Any:
-        """Fills the disk, kills a worker, and the supervisor perhaps, and frees it."""
+        """Fills the disk, kills a worker and perhaps the supervisor, and frees the
+        disk.
+        """
         self.disk.fill(self.notes())
         dead = self._some(world)
         found["which"] = which = self.draw.choice(["worker", "worker, supervisor"])
@@ -306,7 +309,7 @@ class Soak:
         return expects
 
     def _flip(self, found: Any, world: Any, generation: int) -> Any:
-        """Flips a byte of each stored program, and makes a world form that has one."""
+        """Flips a byte of each stored program, and makes a world form that loads one."""
         for path in (self.run_folder / "programs").glob("*"):
             data = bytearray(path.read_bytes())
             if data:
@@ -316,7 +319,7 @@ class Soak:
         return self._service(found, world, generation)
 
     def _lose(self, found: Any, world: Any, generation: int) -> Any:
-        """Kills all workers; the run goes on from its checkpoint, where it has one."""
+        """Kills all workers; the run continues from its checkpoint, if it has one."""
         saved = (self.results / "checkpoint").glob
         found["gone"] = not self.wait(lambda: any(saved("*/manifest.json")), 60.0)
         self._all(found)
@@ -344,7 +347,7 @@ class Soak:
     # The end.
 
     def run(self, count: int) -> None:
-        """Lets so many events happen."""
+        """Causes a number of events."""
         for k in range(count):
             time.sleep(self.draw.uniform(0.0, 0.5))
             good = self.event()
@@ -358,7 +361,7 @@ class Soak:
                 self.begin()
 
     def finish(self) -> None:
-        """Ends the run, and all that is left of it."""
+        """Ends the run, and all of its remaining processes."""
         asked, code = self.process.poll() is None, None
         with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
             command(self.run_folder, command="stop")
@@ -379,7 +382,7 @@ class Soak:
         self.disk.close()
 
 
-# Fewest and most processes of the world that an event may happen to.
+# Smallest and largest number of processes of the world to which an event may happen.
 KINDS = {
     "kill": (2, MOST),
     "leave": (3, MOST),
@@ -399,10 +402,12 @@ KINDS = {
 
 
 class Disk:
-    """A small file system for a run's folder; else files that may not grow."""
+    """A small file system for a run's folder; without permission, a limit of file
+    sizes.
+    """
 
     def __init__(self, folder: pathlib.Path) -> None:
-        """Mounts it where that is allowed."""
+        """Mounts the file system, if this is allowed."""
         self.folder = folder
         folder.mkdir()
         words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder]
@@ -410,7 +415,7 @@ class Disk:
         self._limited: list[ProcessId] = []
 
     def fill(self, notes: Any) -> None:
-        """Lets nothing more be written by a run."""
+        """Makes all writes of a run fail."""
         if self.mounted:
             with contextlib.suppress(OSError), open(self.folder / "full", "wb") as file:
                 while True:
@@ -425,7 +430,7 @@ class Disk:
                 self._limited.append(process)
 
     def free(self) -> None:
-        """Lets all be written again."""
+        """Allows writes again."""
         (self.folder / "full").unlink(missing_ok=True)
         for process in self._limited:
             with contextlib.suppress(OSError):
@@ -440,7 +445,7 @@ class Disk:
 
 
 def data_of(given: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The data file of all seeds so far."""
+    """The content of the data file, for all seeds so far."""
     seeds = " ".join(str(x["seed"]) for x in found)
     names = ("events", "right", "recovered", "ended_as_promised", "began_again")
     names += ("asked_to_stop", "stopped")
@@ -456,7 +461,7 @@ def data_of(given: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def keep_kinds(names: list[str]) -> None:
-    """Lets only events of these kinds happen."""
+    """Allows only events of these kinds."""
     for kind in set(KINDS) - set(names):
         del KINDS[kind]
 
@@ -482,7 +487,7 @@ def run_seed(
 
 
 def main() -> None:
-    """Runs and reports."""
+    """Runs the events of all seeds, and reports the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, nargs="+", default=[1])
     parser.add_argument("--events", type=int, default=20)

@@ -1,4 +1,4 @@
-"""The figures of `soak.py`, from its events and what the processes wrote."""
+"""Computes the figures of `soak.py` from its events and the files of the processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from collections.abc import Iterable
 from typing import Any
 
 SCRIPT = pathlib.Path(__file__).with_name("soak_script.py")
-# So long after all workers were killed, steps may be those of the checkpoint.
+# For this many seconds after all workers were killed, steps may go back to the
+# checkpoint.
 _RETURN_S = 360.0
 
 
 def losses(folder: pathlib.Path) -> list[tuple[int, float, float]]:
-    """Step, loss and time of every step of every process, by time."""
+    """Step, loss and time of every step of every process, in order of time."""
     found: list[tuple[int, float, float]] = []
     for path in folder.glob("losses.*"):
         if path.suffix != ".ledger":
@@ -88,7 +89,7 @@ def report(soak: Any, seed: int, kinds_of: Iterable[str]) -> dict[str, Any]:
 
 
 def began_again(soak: Any, runs: list[list[tuple[int, float, float]]]) -> int:
-    """How often steps went back further than two where nothing had lost the state."""
+    """How often steps went back by more than two although no state was lost."""
     back = [x["time_s"] for x in soak.events if x.get("back")]
     count = 0
     for steps in runs:

@@ -1,4 +1,4 @@
-"""The training script of `soak.py` and `reform.py`: ten lines and a small model.
+"""The training script of `soak.py` and `reform.py`: a small model.
 
 Usage: autopar run --processes 2 benchmarks/soak_script.py OUT STEPS [WIDTH [DEPTH]]
 Every process appends a line to OUT.PID for each step: [step, loss, time].
@@ -24,17 +24,18 @@ OUT, STEPS = sys.argv[1], int(sys.argv[2])
 WIDTH = int(sys.argv[3]) if len(sys.argv) > 3 else 16
 DEPTH = int(sys.argv[4]) if len(sys.argv) > 4 else 2
 PACE_S = float(os.environ.get("SOAK_PACE_S", "0.01"))
-# Links that cost nothing make plans split even small states, so that processes need
-# each other's shards; links that cost much make plans keep all of it everywhere.
+# With links that cost nothing, plans split even small states, so processes need each
+# other's shards. With expensive links, plans keep the whole state in every process.
 SPLIT = os.environ.get("SOAK_SPLIT", "1")
 LINKS = {"1": (1e-12, 1e15), "whole": (1.0, 1e6)}
 SURVIVE = int(os.environ.get("SOAK_SURVIVE", "2"))
-# It forgets roundings: other sums in other worlds do not add up.
+# Weight decay makes rounding differences fade, so that other orders of summation in
+# other worlds do not add up.
 TX = optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(0.02, momentum=0.9))
 
 
 def cluster() -> autopar.Cluster | None:
-    """A cluster of one process, which grows with the world; None: this machine's."""
+    """A cluster of one process, which is extended to the world; None: this machine's."""
     if SPLIT not in LINKS:
         return None
     latency_s, bandwidth = LINKS[SPLIT]
@@ -58,7 +59,8 @@ def cluster() -> autopar.Cluster | None:
 def train_step(state: Any, batch: Any) -> Any:
     """One step of a sum of layers, which is linear in its parameters.
 
-    Other sums in other worlds then do not grow as they would in a deep network.
+    In a linear model, rounding differences between worlds do not grow as in a deep
+    network.
     """
 
     def loss(params: Any) -> jax.Array:
@@ -74,7 +76,7 @@ def train_step(state: Any, batch: Any) -> Any:
 
 
 def create_state(key: jax.Array) -> Any:
-    """The state of a run that begins."""
+    """The initial state of a run."""
     params = {
         "layers": [
             {
@@ -88,14 +90,14 @@ def create_state(key: jax.Array) -> Any:
 
 
 def source(position: int, rows: int) -> Any:
-    """Samples by their number, whoever asks for how many."""
+    """Samples by their number, the same for any process and batch size."""
     number = np.arange(position, position + rows, dtype=np.float32)[:, None]
     x = np.sin(number * np.arange(1, WIDTH + 1, dtype=np.float32)).astype(np.float32)
     return {"x": x, "y": np.sin(3 * x)}
 
 
 def started(**options: Any) -> Any:
-    """The run of this process, with further options of `autopar.elastic`."""
+    """Starts the run of this process, with further options of `autopar.elastic`."""
     return autopar.elastic(
         train_step,
         create_state,
@@ -109,7 +111,7 @@ def started(**options: Any) -> Any:
 
 
 def main() -> None:
-    """Trains, and writes every step down."""
+    """Trains, and writes a line for every step."""
     folder = os.environ.get("SOAK_CHECKPOINT")
     options = {"checkpoint": folder, "every": 200} if folder else {}
     run = started(ledger=f"{OUT}.ledger", **options)

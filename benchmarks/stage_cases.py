@@ -1,10 +1,11 @@
-"""The examples that `network/process_stages.py` trains, and one device's training.
+"""The examples that `network/process_stages.py` trains, and training on one device.
 
-Each example is wide enough for its data to outweigh what is sent around it, and keeps
-rounding small: a step in which one unit in the last place grows is no evidence. In 25
-steps with AdamW it grows to 3e-4 of the loss of the GPT, and with SGD to 2.5e-7; to
-5.6e-3 of that of 8 layers of gpt-nnx, and with clipping to 1.5e-7; with Adam and towers
-of 256 to 1.2e-2 of that of the recommendation model, and with these to 1.9e-7.
+Each example is so wide that its data outweighs control messages, and its optimizer
+keeps rounding errors small. A step that enlarges rounding errors proves nothing: a
+change of one unit in the last place grows, in 25 steps, to 3e-4 of the loss of the GPT
+with AdamW, and to 2.5e-7 with SGD. For 8 layers of gpt-nnx it grows to 5.6e-3, and to
+1.5e-7 with clipping. For the recommendation model it grows to 1.2e-2 with Adam and
+towers of 256, and to 1.9e-7 with the options used here.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt-nnx": {**_LONG, "clip": 1.0},
     "llama": {**_LONG, "kv_heads": 2, "ffn": 256},
     "vit": {**_WIDE, "size": 16},
-    # XLA's convolutions take 20 to 30 times as long where they are not optimised, as in
-    # `process_stages.FLAGS`, but compile in a fifth of the time.
+    # Without XLA's optimizations (`process_stages.FLAGS`), convolutions take 20 to 30
+    # times as long, but compile in a fifth of the time.
     "resnet-slow": {"width": 8, "size": 16, "batch": 16},
     "moe": {**_LONG, "ffn": 256},
     "lstm": {"d_model": 128, "seq": 32, "batch": 32, "layers": 4},
@@ -55,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "unet": {"widths": (32, 64), "heads": 2, "size": 4, "batch": 16},
 }
-# Its layers compute in what its parameters are in.
+# The layers of these examples compute in the dtype of their parameters.
 _WITHOUT_DTYPE = {"recommendation"}
 _WITHOUT_OPTIMIZER = {"resnet-slow"}  # momentum keeps the gradient
 
@@ -65,9 +66,9 @@ def case_options(name: str, *, deep: bool, float64: bool) -> dict[str, Any]:
 
     Args:
       name: in `CASES`.
-      deep: whether it has eight layers, where it has layers: two parts on each of four
-        stages need as many.
-      float64: whether it takes steps of gradient descent in float64.
+      deep: whether the example has eight layers, as needed by two parts on each of four
+        stages; ignored if it has no layers.
+      float64: whether the example runs steps of gradient descent in float64.
     """
     options = dict(CASES[name])
     if deep and "layers" in options:
@@ -80,14 +81,14 @@ def case_options(name: str, *, deep: bool, float64: bool) -> dict[str, Any]:
 
 
 class UNet:
-    """The U-Net of the benchmarks, as the examples have their training."""
+    """The U-Net of the benchmarks, with the interface of the examples."""
 
     def __init__(self, dtype: str = "float32", **options: Any) -> None:
-        """Makes its step; ``dtype`` is that of its state."""
+        """Makes the step; ``dtype`` is the dtype of the state."""
         self.step, (self.structs, self.batch) = unet.train_step(**options, dtype=dtype)
 
     def create_state(self, key):
-        """Kernels drawn by their fan-in, scales of one, all else zero."""
+        """Random kernels scaled by their fan-in, scales of one, and zeros for all else."""
 
         def made(path, struct):
             name, shape = jax.tree_util.keystr(path), struct.shape
@@ -111,23 +112,23 @@ class UNet:
 
 
 class Case:
-    """An example, with its state, its batches, and what one device makes of them.
+    """An example with its state, its batches and its results on one device.
 
     Attributes:
       run: its training.
-      batches: of each step.
+      batches: the batch of each step.
       couples: whether the rows of a batch are coupled, so that each microbatch computes
-        on its own what couples them.
+        the coupled values for its own rows.
     """
 
     def __init__(self, name: str, *, deep: bool = False, float64: bool = False) -> None:
-        """Makes it; the arguments are those of `case_options`."""
+        """Makes the example; the arguments are those of `case_options`."""
         options = case_options(name, deep=deep, float64=float64)
         is_unet = name == "unet"
         self.float64, self.couples = float64, name == "moe"
         self.run = UNet(**options) if is_unet else workloads.training(name, **options)
         created = self.run.create_state
-        # XLA takes minutes for the one program of all draws of the U-Net.
+        # XLA needs minutes to compile one program for all random draws of the U-Net.
         self.create = created if is_unet else nnx.jit(created)
         found = itertools.islice(self.run.batches(seed=0), 1 if float64 else STEPS)
         self.batches = [jax.tree.map(self._cast, batch) for batch in found]
@@ -151,7 +152,7 @@ class Case:
 
     @functools.cached_property
     def _one(self):
-        """The step on one device, which adds up over microbatches."""
+        """The step on one device, with gradient accumulation over microbatches."""
         split = in_microbatches(self._analysis, MICROBATCHES, couple=self.couples)
         return jax.jit(lambda *flat: evaluate(split.program, *flat))
 
@@ -162,7 +163,7 @@ class Case:
         return [np.asarray(_plain(x)) for x in call.arrays[:count]]
 
     def on_one_device(self, state) -> tuple[list[np.ndarray], list[float]]:
-        """Trains on one device; returns the last state, as arrays, and the losses."""
+        """Trains on one device; returns the arrays of the last state, and the losses."""
         call = open_arguments(self.run.step, self._arguments(state))
         flat, losses = list(call.arrays), list[float]()
         carried = self._analysis.carried_arguments
@@ -178,10 +179,10 @@ class Case:
         return [np.asarray(_plain(x)) for x in flat[: len(carried)]], losses
 
     def reference(self) -> dict[str, Any]:
-        """The losses of one device, and how far they move.
+        """The losses on one device, and their sensitivity to rounding.
 
-        ``sensitivity`` is the largest difference of the losses of `NUDGED` runs whose
-        first parameters are changed by one unit in the last place.
+        ``sensitivity`` is the largest difference of the losses of `NUDGED` runs, whose
+        initial parameters are changed by one unit in the last place.
         """
         _, losses = self.on_one_device(self.state())
         nudged = [
@@ -192,11 +193,12 @@ class Case:
         return {"losses": losses, "sensitivity": moved}
 
     def gradient_difference(self, state) -> float:
-        """How far a first step to ``state`` differs from that of one device.
+        """The difference between a first step to ``state`` and that of one device.
 
-        It is the largest difference of the arrays' changes, which are the gradients:
-        relative to the largest change of each array, or to a thousandth of that of any
-        where it is more (the biases of keys have no gradient).
+        The result is the largest difference of the arrays' changes, which are the
+        gradients. It is relative to the largest change of the array, or to a thousandth
+        of the largest change of any array if this is more (the biases of keys have no
+        gradient).
         """
         before = self._flat(self.state())
         after, _ = self.on_one_device(self.state())
@@ -213,7 +215,7 @@ class Case:
 
 
 def difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The largest difference of losses, relative to the others."""
+    """The largest difference of losses, relative to the other losses."""
     a, b = np.array(losses), np.array(others)
     return float(np.max(np.abs(a - b) / np.abs(b)))
 

@@ -1,4 +1,4 @@
-"""Cutting chains of layers into pipeline stages: times, sizes and gaps.
+"""Cuts chains of layers into pipeline stages: times, sizes and gaps of the solver.
 
 python benchmarks/stage_solver.py
 """
@@ -28,7 +28,7 @@ SCHEDULES = (
     Schedule(ScheduleKind.ZERO_BUBBLE),
 )
 HOST = 8
-# Bytes a second of each device's share: within a host, and between hosts.
+# Bytes per second of each device's share: within a host, and between hosts.
 INSIDE, BETWEEN = 250e9, 20e9
 LATENCY_S = 2e-5
 STATE_BYTES = 16.0
@@ -36,7 +36,7 @@ STATE_BYTES = 16.0
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """A logical mesh: tensor parallel in a host, the rest data parallel."""
+    """A logical mesh: tensor parallel within a host, data parallel otherwise."""
 
     devices: int
     tensor: int
@@ -44,7 +44,7 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return self.devices // self.tensor
 
 
@@ -52,7 +52,7 @@ class Mesh:
 class Case:
     """A random chain on hosts of eight devices.
 
-    ``kinds`` is how many kinds of layers there are; 0 makes them all different.
+    ``kinds`` is the number of different layers; with 0 all layers are different.
     """
 
     name: str
@@ -78,7 +78,9 @@ CASES = (
 
 
 def meshes(hosts: int) -> list[Mesh]:
-    """Powers of two up to a host, then of hosts; six at most for each size."""
+    """Meshes whose sizes are powers of two, within a host and then of hosts; at most
+    six for each size.
+    """
     sizes = [1, 2, 4] + [
         HOST * 2**k for k in range(hosts.bit_length()) if 2**k <= hosts
     ]
@@ -92,7 +94,7 @@ def meshes(hosts: int) -> list[Mesh]:
 
 
 def layer_sizes(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Parameters, and activation bytes a sample, by layer."""
+    """Parameters, and activation bytes per sample, of each layer."""
     random = np.random.default_rng(case.seed)
     scale = np.ones(case.layers)
     if case.kinds != 1:
@@ -104,7 +106,7 @@ def layer_sizes(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def costs_of(case: Case, options: list[Mesh], speeds: list[float], count: int):
-    """A roofline of transformer layers under data and tensor parallelism."""
+    """A roofline model of transformer layers under data and tensor parallelism."""
     parameters, activations = (x[:, None] for x in layer_sizes(case))
     data = np.array([mesh.data for mesh in options])
     tensor = np.array([mesh.tensor for mesh in options])
@@ -142,7 +144,7 @@ def costs_of(case: Case, options: list[Mesh], speeds: list[float], count: int):
 
 
 def problem_of(case: Case) -> StageProblem:
-    """The stage problem of a case, for all powers of two as microbatches."""
+    """The stage problem of a case; numbers of microbatches are powers of two."""
     mixed = case.slower != 1
     hosts = case.hosts // 2 if mixed else case.hosts
     each = meshes(hosts)

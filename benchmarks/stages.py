@@ -1,4 +1,4 @@
-"""Planning of pipeline stages: how long it takes, and Megatron's own plans priced.
+"""Planning time of pipeline stages, and prices of Megatron's own plans.
 
     python benchmarks/stages.py planning
     python benchmarks/stages.py published [--rows FILE] [--only TEXT]
@@ -6,16 +6,17 @@
 
 ``planning`` plans GPTs on A100s and prints the CPU seconds of each part.
 
-``published`` reads a JSON list of measured runs: ``id``, ``cluster``, ``model``,
-``sequence``, ``global_batch``, ``dtype``, ``remat``, ``tensor``, ``pipeline`` and
-``data`` of the run, its ``schedule``, and ``step_s``. Each row's own plan is priced:
-tensor parallel layouts with sequence parallelism or without, replicas over the data
-axis, equal stages, full rematerialisation of all layers. The size of a microbatch and
-the number of chunks are the fastest that fit, for the source does not give them.
-Beside it stands our own plan for the same cluster by the same model.
+``published`` reads a JSON list of measured runs. Each has ``id``, ``cluster``,
+``model``, ``sequence``, ``global_batch``, ``dtype``, ``remat``, ``tensor``,
+``pipeline`` and ``data`` of the run, its ``schedule``, and ``step_s``. The run's own
+plan is priced: tensor parallel layouts with or without sequence parallelism, replicas
+over the data axis, equal stages, and full rematerialisation of all layers. The source
+does not give the size of a microbatch and the number of chunks, so the fastest values
+that fit are used. The table also has our own plan for the same cluster under the same
+cost model.
 
 ``mixed`` plans a GPT on two groups of hosts, one of them half as fast, and prices the
-best pipeline that gives all stages as many layers and devices.
+best pipeline whose stages all have equally many layers and devices.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ CASES = (
     (8192, 48, 1024, 2048, "64x8:a100"),
     (12288, 96, 1536, 2048, "128x8:a100"),
 )
-# As many devices again are half as fast.
+# The cluster is doubled by as many devices of half the speed.
 MIXED = (4096, 32, 256, 1024, "2x8:a100")
 HEAD, VOCAB = 128, 51200
 CHUNKS = (1, 2, 3, 4, 5)
@@ -122,7 +123,7 @@ def described(found: PipelineChoice) -> dict[str, Any]:
 
 
 def planning(seconds: float, only: str) -> None:
-    """Plans each case, and prints how long it took."""
+    """Plans each case, and prints the CPU seconds."""
     for width, layers, batch, sequence, text in CASES:
         name = f"GPT {width} wide, {layers} layers, {text}"
         if only not in name:
@@ -137,7 +138,7 @@ def planning(seconds: float, only: str) -> None:
 
 
 def published(rows: list[dict[str, Any]], seconds: float, *, ours: bool) -> None:
-    """Prices the plan of each measured run, and plans its cluster ourselves."""
+    """Prices the plan of each measured run, and makes our own plan for its cluster."""
     for row in rows:
         cluster = autopar.Cluster.parse(row["cluster"])
         analysis = analysed(row)
@@ -164,7 +165,7 @@ def published(rows: list[dict[str, Any]], seconds: float, *, ours: bool) -> None
 
 
 def mixed(seconds: float) -> None:
-    """Plans for devices of two speeds, against the best even split."""
+    """Plans for devices of two speeds, and compares the best equal stages."""
     width, depth, batch, sequence, text = MIXED
     fast = autopar.Cluster.parse(text)
     slow = dataclasses.replace(fast, device=halved(fast.device))
@@ -199,7 +200,7 @@ def halved(device: DeviceSpec) -> DeviceSpec:
 
 
 def even_split_s(problem: StageProblem, prices: Sequence[Priced], stages: int) -> float:
-    """Seconds of the best pipeline whose stages have equal shares; inf without one."""
+    """Seconds of the best pipeline with equal stages; infinite if there is none."""
     best = math.inf
     layers, half = problem.num_layers, stages // 2
     cuts = tuple(round(k * layers / stages) for k in range(stages + 1))
@@ -231,7 +232,7 @@ def even_split_s(problem: StageProblem, prices: Sequence[Priced], stages: int) -
 
 
 def analysed(row: dict[str, Any]) -> Analysis:
-    """The step of a row; what is computed again is the schedule's choice."""
+    """The step of a row; the schedule decides what is rematerialised."""
     run = decoder.Run(
         sequence=row["sequence"],
         batch=row["global_batch"],
@@ -245,9 +246,11 @@ def analysed(row: dict[str, Any]) -> Analysis:
 def priced_run(
     analysis: Analysis, cluster: autopar.Cluster, row: dict[str, Any]
 ) -> tuple[Pipeline, PipelineCost, Submesh] | None:
-    """The fastest microbatch, chunks and layouts of a row's plan that fit; or None."""
-    # One layer for each of the model's, and one for the logits, as the run's stages had
-    # them: the last one is not computed again.
+    """The fastest microbatch, number of chunks and layouts of a row's plan that fit;
+    None if none fits.
+    """
+    # The model's layers, and one layer for the logits, as in the stages of the run. The
+    # last layer is not rematerialised.
     layers = layers_of(analysis, cluster, row["model"]["layers"] + 1)
     counts = [
         count
@@ -265,7 +268,9 @@ def priced_run(
 def run_layouts(
     analysis: Analysis, cluster: autopar.Cluster, row: dict[str, Any]
 ) -> list[Submesh]:
-    """The layouts of one stage of a row: data x tensor, with or without sequence."""
+    """The layouts of one stage of a row: data x tensor, with or without sequence
+    parallelism.
+    """
     devices = row["tensor"] * row["data"]
     host = cluster.levels[-1].size
     shape = (devices // host, host)

@@ -1,12 +1,12 @@
-"""Real step time on 8 simulated devices: our plan against every expert plan.
+"""Measured step time on 8 simulated devices: our plan and every expert plan.
 
     python benchmarks/step_time.py [--profile FILE] [--rounds 30] [example ...]
 
-Plans are made for the local machine (its saved profile if there is one) and take
-turns. A plan's time is the median of its turns. The 95 % interval of ours over the
-best expert plan is that of 2,000 resamples of the rounds, whole: a round that was slow
-for one plan was slow for all. A pair of plans whose times are over 10 % apart is
-misordered if the slower one was predicted to be faster.
+The plans are made for the local machine (from its saved profile, if there is one), and
+run in turns. The time of a plan is the median of its turns. The 95 % interval of the
+ratio of our plan to the best expert plan comes from 2,000 resamples of whole rounds,
+because a round that was slow for one plan was slow for all. A pair of plans whose times
+differ by more than 10 % is misordered if the slower plan was predicted to be faster.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ APART = 1.1
 def plans_of(
     analysis: Analysis, cluster: Cluster, seconds: float
 ) -> Iterator[tuple[str, Plan]]:
-    """Ours first, then the experts' plans that fit."""
+    """Yields our plan first, then the experts' plans that fit."""
     experts = expert_plans(analysis, cluster, seconds=seconds)
     starts = [e.candidate for e in experts if e.candidate is not None]
     result = search(analysis, cluster, seconds=seconds, starts=starts)
@@ -63,7 +63,7 @@ def interval(ours: np.ndarray, best: np.ndarray) -> tuple[float, float]:
 def misordered(
     predicted: Mapping[str, float], measured: Mapping[str, float]
 ) -> tuple[list[tuple[str, str]], int]:
-    """The wrong pairs, the faster plan first, and how many pairs are apart."""
+    """The misordered pairs, the faster plan first, and the number of pairs."""
     wrong, pairs = [], 0
     for one, other in itertools.combinations(measured, 2):
         fast, slow = sorted((one, other), key=lambda name: measured[name])
@@ -76,7 +76,9 @@ def misordered(
 
 
 def main() -> int:
-    """Prints the table; returns 1 where ours is over 1.03 of the best expert plan."""
+    """Prints the table; returns 1 if our plan takes more than 1.03 of the best expert
+    plan.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("examples", nargs="*")
     parser.add_argument("--profile", default=None)

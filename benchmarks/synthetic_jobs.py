@@ -1,10 +1,11 @@
-"""Programs and jobs made from seeds, for `scheduling_more.py`: nothing is measured.
+"""Synthetic programs and jobs, drawn by seed, for `scheduling_more.py`.
 
-A program has seconds of a sample by kind of devices, parameters, a noise scale and
-batches. A step on n nodes of d devices computes, and sends its gradients round a ring
-between nodes; two thirds of the computation overlap with that. As a pipeline over the
-nodes it sends activations instead, and idles (stages - 1) of (microbatches + stages -
-1) of the time. A codec sends fewer bytes, takes time to encode, and adds noise.
+A program has seconds per sample for each kind of device, a number of parameters, a
+noise scale and batch sizes. Its step on n nodes of d devices computes, and sums its
+gradients in a ring between nodes; two thirds of the computation overlap with the ring.
+As a pipeline over the nodes, it sends activations instead, and its devices wait for
+(stages - 1) / (microbatches + stages - 1) of the time. A codec sends fewer bytes, takes
+time to encode, and adds noise.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from autopar.scheduler.simulator.jobs import CurveJob, Moves
 # Bytes per second between nodes, and inside one.
 FAR, NEAR = 1.25e9, 1.0e10
 MICROBATCHES = 8
-# Bytes of state of a parameter: itself and two moments.
+# Bytes of state per parameter: the parameter and two moments.
 STATE = 12
 START_S, REFORM_S, COMPILE_S = 45.0, 2.0, 20.0
-# Share of dense bytes, noise added to the gradient's norm, seconds a byte to encode.
+# Codec -> fraction of dense bytes, noise relative to the gradient's norm, and seconds
+# per byte to encode.
 CODECS = {
     "dense": (1.0, 0.0, 0.0),
     "int8": (0.26, 0.0005, 2e-11),
@@ -43,14 +45,14 @@ class Program:
 
     Attributes:
       name: of it.
-      sample_s: seconds of a sample on one device, by kind.
+      sample_s: kind of device -> seconds of a sample on one device.
       parameters: how many.
       activations: bytes of a sample between two stages.
-      base: the batch it was written for.
-      largest: no larger batch.
-      local: samples of a device that fit.
+      base: batch size for which the program was written.
+      largest: largest batch size.
+      local: samples that fit on a device.
       phi: noise scale in samples.
-      hours: typical work on one device of the first kind at the base batch.
+      hours: typical hours of work on one device of the first kind, with the base batch.
     """
 
     name: str
@@ -66,7 +68,9 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Abilities:
-    """What a choice may range over: plans, batches, codecs, costs of pairs."""
+    """The decisions that a policy may make: plans, batches, codecs, and costs of moves
+    per pair.
+    """
 
     plan: bool = True
     batch: bool = True
@@ -75,7 +79,7 @@ class Abilities:
 
 
 ALL = Abilities()
-# Speeds beside the first kind; no program gains alike.
+# Speeds relative to the first kind of device. Each program has other ratios.
 _SPEEDS = {
     "small": {"t4": 1.0, "rtx": 1.4, "a100": 1.9},
     "image": {"t4": 1.0, "rtx": 1.9, "a100": 4.2},
@@ -110,9 +114,9 @@ def curve(
 
     Args:
       program: the program.
-      kinds: each kind with its nodes and devices of a node.
+      kinds: each kind of device, with its nodes and devices per node.
       far: bytes per second between nodes.
-      can: what there is to choose from.
+      can: the decisions that may be made.
     """
     points = [
         _best(program, kind, -(-n // per), n, far, can)
@@ -175,7 +179,9 @@ def jobs(
     count: int = 120,
     hours: float = 8.0,
 ) -> list[CurveJob]:
-    """Jobs of the programs: arrivals of a Poisson process, work around the typical."""
+    """Jobs of the programs, with a Poisson process of arrivals and random amounts of
+    work.
+    """
     generator = np.random.default_rng(seed)
     times = np.sort(generator.uniform(0.0, hours * 3600.0, count))
     shares = np.array([0.3, 0.25, 0.2, 0.15, 0.1])
@@ -201,7 +207,9 @@ def jobs(
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """A curve whose steps are base batches of progress, at the goodput of the table."""
+    """A curve whose steps each make the progress of a base batch, at the table's
+    goodput.
+    """
 
     table: CurveTable
     kind: str
@@ -225,19 +233,19 @@ class Rate:
         )
 
     def step_s(self, nodes: int, devices: int) -> float:
-        """Seconds of as much progress as a base batch makes."""
+        """Seconds to make the progress of a base batch."""
         speed = self._speed(nodes, devices)
         return self.table.base_batch / speed if speed else float("inf")
 
 
 def _moves(program: Program, table: CurveTable, far: float, can: Abilities) -> Moves:
-    """What moves of a program take, pair by pair."""
+    """Seconds of moves for each pair of placements."""
     first = table.on(table.kinds[0])
 
     def pair_s(old: Shape, new: Shape) -> float:
         state = STATE * program.parameters
         plans = [first.plan(*shape).split(" ")[0] for shape in (old, new)]
-        # Nodes that join need the state, and all need it where it lies otherwise.
+        # Joining nodes need the whole state. If the layouts change, all nodes need it.
         moved = max(new[0] - old[0], 0) if plans[0] == plans[1] else new[0]
         sent = state * moved / max(new[0], 1) if plans[1] == "pipeline" else state
         sent_s = sent / far if moved else 0.0

@@ -21,11 +21,11 @@ class Ran:
 
     Attributes:
       key: the task.
-      microbatch: of which microbatch; -1: of the step.
-      issued_s: when it was issued, in seconds since the step began.
-      begin_s: when its devices could begin: what it reads was there, and the task
-        before it on the stage was done.
-      end_s: when its results were there.
+      microbatch: number of the microbatch; -1 for a task of the whole step.
+      issued_s: when the task was issued, in seconds since the start of the step.
+      begin_s: when the task could begin: its inputs were ready, and the previous task
+        of the stage had ended.
+      end_s: when the results of the task were ready.
     """
 
     key: TaskKey
@@ -36,14 +36,16 @@ class Ran:
 
 
 class Recorder:
-    """Watches the tasks of one step: a thread for each stage waits for its results.
+    """Watches the tasks of one step, with a thread for each stage that waits for
+    results.
 
-    A task that is done while its stage's thread waits for an earlier one is seen when
-    that one is done, which it follows on the same devices anyway.
+    If a task ends while its stage's thread waits for an earlier task, it is recorded
+    when that task ends. It cannot end much earlier, because it runs on the same devices
+    after that task.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Has seen nothing yet; the step begins now.
+        """Starts without tasks; the step begins now.
 
         Args:
           clock: seconds now.
@@ -65,14 +67,14 @@ class Recorder:
         made: Any,
         makers: Sequence[TaskKey],
     ) -> None:
-        """Takes a task down that was issued.
+        """Records that a task was issued.
 
         Args:
           key: the task.
-          microbatch: of which microbatch; -1: of the step.
-          issued_s: when it was issued (`now`).
+          microbatch: number of the microbatch; -1 for a task of the whole step.
+          issued_s: when the task was issued (`now`).
           made: its results.
-          makers: the tasks whose results it reads.
+          makers: the tasks whose results this task reads.
         """
         with self._lock:
             if key.stage not in self._watchers:
@@ -81,7 +83,7 @@ class Recorder:
         watcher.todo.put(_Issued(key, microbatch, issued_s, made, tuple(makers)))
 
     def finished(self) -> list[Ran]:
-        """Waits for all tasks, and returns when each ran, by stage and time."""
+        """Waits for all tasks; returns when each ran, by stage and time."""
         for watcher in self._watchers.values():
             watcher.todo.put(None)
             watcher.thread.join()
@@ -110,7 +112,7 @@ class _Watcher:
 
     def _watch(self) -> None:
         while (task := self.todo.get()) is not None:
-            # Sums are handed on to the next task, which takes their memory.
+            # The next task consumes the sums and reuses their memory.
             for array in jax.tree.leaves(task.made):
                 with contextlib.suppress(RuntimeError):
                     array.block_until_ready()
@@ -118,7 +120,7 @@ class _Watcher:
 
 
 def _ran(stages: Sequence[Sequence[tuple[_Issued, float]]]) -> list[Ran]:
-    """When tasks could begin, and when they ended."""
+    """Computes when tasks could begin, and when they ended."""
     ends = {(t.key, t.microbatch): end for done in stages for t, end in done}
     out: list[Ran] = []
     for done in stages:

@@ -164,7 +164,7 @@ class HostLauncher:
         return True
 
     def _await_claimed(self) -> None:
-        """Gives up workers that no agent has reported because they waited for a host."""
+        """Gives up workers that no agent has reported: they wait for a host."""
         while True:
             time.sleep(_RETRY_S)
             late_s = time.monotonic() - self._silent_s
