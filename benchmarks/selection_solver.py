@@ -137,7 +137,7 @@ def milliseconds(seconds: list[float]) -> str:
 
 
 def lgreco_row(layers: int) -> None:
-    """Medians over the seeds, maxima in brackets; sizes relative to the exact solution."""
+    """Medians over the seeds, maxima in brackets; sizes relative to the exact ones."""
     over, bound, programme_s, exact_s, proved = [], [], [], [], 0
     for seed in SEEDS:
         problem = lgreco_problem(seed, layers)

@@ -113,7 +113,7 @@ def command(root: pathlib.Path, code: str, request: Sequence[Any]) -> list[str]:
 
 
 def environment(root: pathlib.Path) -> dict[str, str]:
-    """Environment variables with which Python finds a checkout, on 8 simulated devices."""
+    """Environment variables for a process of a checkout, on 8 simulated devices."""
     folders = [root, root / "solver", root / "passes"]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),

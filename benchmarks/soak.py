@@ -309,7 +309,7 @@ class Soak:
         return expects
 
     def _flip(self, found: Any, world: Any, generation: int) -> Any:
-        """Flips a byte of each stored program, and makes a world form that loads one."""
+        """Flips a byte of each stored program, and makes a world form that loads it."""
         for path in (self.run_folder / "programs").glob("*"):
             data = bytearray(path.read_bytes())
             if data:

@@ -35,7 +35,7 @@ TX = optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(0.02, momentum=0.9))
 
 
 def cluster() -> autopar.Cluster | None:
-    """A cluster of one process, which is extended to the world; None: this machine's."""
+    """A cluster of one process, which is extended to a world; None: this machine's."""
     if SPLIT not in LINKS:
         return None
     latency_s, bandwidth = LINKS[SPLIT]

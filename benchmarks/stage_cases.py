@@ -88,7 +88,7 @@ class UNet:
         self.step, (self.structs, self.batch) = unet.train_step(**options, dtype=dtype)
 
     def create_state(self, key):
-        """Random kernels scaled by their fan-in, scales of one, and zeros for all else."""
+        """Random kernels scaled by their fan-in, scales of one, and zeros elsewhere."""
 
         def made(path, struct):
             name, shape = jax.tree_util.keystr(path), struct.shape
@@ -163,7 +163,7 @@ class Case:
         return [np.asarray(_plain(x)) for x in call.arrays[:count]]
 
     def on_one_device(self, state) -> tuple[list[np.ndarray], list[float]]:
-        """Trains on one device; returns the arrays of the last state, and the losses."""
+        """Trains on one device; returns the last state's arrays, and the losses."""
         call = open_arguments(self.run.step, self._arguments(state))
         flat, losses = list(call.arrays), list[float]()
         carried = self._analysis.carried_arguments

@@ -1,17 +1,18 @@
-"""Tries autopar on train steps that nobody here wrote.
+"""Tries autopar on train steps that other people wrote.
 
     python benchmarks/third_party.py --source DIR [--transformers PYTHON]
 
-DIR is a checkout of github.com/google/flax. Nothing is copied from it: its examples are
-imported, and what their data pipelines need is stubbed. ``--python`` names the
-interpreter for the rows, whose environment holds dm-haiku, clu, jraph, ml-collections,
-absl-py and equinox beside autopar's own dependencies; ``--transformers`` the one that
-holds transformers 4. What is not there is skipped, with the reason.
+DIR is a checkout of github.com/google/flax. Nothing is copied from it: the examples are
+imported, and stubs replace the packages of their data pipelines. ``--python`` is the
+interpreter for the rows; its environment needs dm-haiku, clu, jraph, ml-collections,
+absl-py and equinox in addition to autopar's dependencies. ``--transformers`` is an
+interpreter with transformers 4. Steps whose packages are missing are skipped, with the
+reason.
 
-Each step is planned at its authors' size for two clusters. Then it runs 4 steps small,
-on 8 simulated devices, and everything that it returns and leaves behind is compared
-with one device. Prints a table; ``--markdown FILE`` writes it as well. ``--parts w``
-runs each step with microbatches, in two stages, and with all layers computed again.
+Each step is planned at its authors' size for two clusters. Then a small version runs 4
+steps on 8 simulated devices, and all its results and changed objects are compared with
+one device. Prints a table; ``--markdown FILE`` also writes it to a file. ``--parts w``
+runs each step with microbatches, in two stages, and with all layers rematerialised.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ HEADER = ("step", *CLUSTERS, "ran", "returned", "state", "rounding", "user chang
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step: the module that builds it, and how its process is started.
+    """A step: the module that builds it, and the command of its process.
 
     Attributes:
       family: module in ``third/``.
-      name: of its builder there.
-      python: interpreter; empty: skipped.
-      source: checkout with its example; empty: it needs none.
-      reason: why it is skipped.
+      name: name of the builder function in this module.
+      python: interpreter; empty: the step is skipped.
+      source: checkout with the example; empty: none is needed.
+      reason: reason to skip the step.
     """
 
     family: str
@@ -66,13 +67,13 @@ class Step:
 
     @property
     def title(self) -> str:
-        """For the table."""
+        """The title of the step in the table."""
         prefix = {"flax_examples": "flax/", "huggingface": "transformers/"}
         return prefix.get(self.family, "") + self.name
 
 
 def steps(source: str, python: str, transformers: str) -> list[Step]:
-    """All steps; those that cannot be tried here have a reason."""
+    """All steps; a step that cannot be tried here has a reason."""
     found: list[Step] = []
     for name in FLAX:
         folder = pathlib.Path(source, "examples", name)
@@ -84,7 +85,7 @@ def steps(source: str, python: str, transformers: str) -> list[Step]:
 
 
 def tried(step: Step, parts: str, limit_s: float) -> dict[str, Any]:
-    """What a process of its own says of a step."""
+    """The output of a separate process about a step."""
     if step.reason:
         return {"skipped": step.reason}
     command = [step.python, str(FOLDER / "row.py"), step.family, step.name]
@@ -144,7 +145,7 @@ def _ran(found: dict[str, Any] | None) -> tuple[str, str, str, str]:
 
 
 def way_cells(title: str, found: dict[str, Any]) -> tuple[str, ...]:
-    """A row of the table of other ways to run a step."""
+    """A row of the table of options that run a step in another way."""
     if why := found.get("skipped") or found.get("error"):
         kind = "skipped" if "skipped" in found else "failed"
         return (title, f"{kind}: {why}", *("" for _ in WAYS[1:]))

@@ -1,9 +1,9 @@
 """A diffusion U-Net with attention, as a train step on abstract arrays.
 
-Each level has two residual blocks, and attention below the first level. The way up
-reads what the way down left at its level (skips). The step learns to predict the noise
-in an image. Parameters are float32 and are cast where they are used; the optimizer is
-AdamW.
+Each level has two residual blocks. Levels below the first one also have attention. Each
+level on the upward path also reads the results of the same level on the downward path
+(skip connections). The step learns to predict the noise in an image. Parameters are
+float32 and are cast where they are used; the optimizer is AdamW.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-BLOCKS = 2  # of each level, on the way down and on the way up
+BLOCKS = 2  # of each level, on the downward and on the upward path
 
 
 class Residual(nn.Module):
-    """Two convolutions with group normalisation, told the time."""
+    """Two convolutions with group normalisation; their input includes the diffusion
+    time.
+    """
 
     channels: int
     dtype: str
@@ -40,7 +42,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention among all pixels."""
+    """Attention among all pixels of an image."""
 
     heads: int
     dtype: str
@@ -55,13 +57,13 @@ class Attention(nn.Module):
 
 
 class UNet(nn.Module):
-    """Images with noise and their times to the noise.
+    """Predicts the noise of images from noisy images and their times.
 
     Attributes:
-      widths: channels of each level, the largest images first.
+      widths: channels of each level; the level of the largest images comes first.
       heads: of attention.
-      dtype: in which it computes.
-      remat: whether residual blocks are computed again in the backward pass.
+      dtype: dtype of the computation.
+      remat: whether residual blocks are rematerialised in the backward pass.
     """
 
     widths: Sequence[int]
@@ -114,7 +116,7 @@ def train_step(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step ``(state, batch) -> (state, loss)`` and its abstract arguments.
 
-    Without an ``optimizer`` it is AdamW.
+    The default ``optimizer`` is AdamW.
     """
     model = UNet(tuple(widths), heads, dtype, remat)
     optimizer = optimizer or optax.adamw(1e-4)

@@ -1,11 +1,11 @@
-"""Where a planned step helps, and where the usual plans are as good.
+"""Cases in which a planned step is faster than the usual plans, or only as fast.
 
     python benchmarks/when.py [--out docs/data/when.json] [--only NAME ...]
     python benchmarks/when.py --table          # the file as the tables of docs/when.md
 
-Each case of `CASES` is one `autopar compare --json`: the plan beside the best mesh of
-each usual plan. Cases on described clusters are predicted; those with ``measure`` run
-on 8 simulated devices. `by_hand` times the planned step beside `jax.jit` with a batch
+Each case of `CASES` is one call of `autopar compare --json`: our plan and the best mesh
+of each usual plan. Cases with described clusters are predicted; those with ``measure``
+run on 8 simulated devices. `by_hand` times the planned step and `jax.jit` with a batch
 that is split by hand, on the same devices in turns.
 """
 
@@ -46,8 +46,8 @@ class Case:
     """One call of ``autopar compare``."""
 
     name: str
-    what: str  # what the table says of it
-    kind: str  # which part of the page it belongs to
+    what: str  # description in the table
+    kind: str  # part of the page that shows the case
     example: str
     cluster: str
     options: str = ""
@@ -194,10 +194,11 @@ def compared(case: Case) -> dict[str, Any]:
 
 
 def by_hand(rounds: int = ROUNDS) -> dict[str, Any]:
-    """Step times of a small GPT: planned, planned with the batch split, and by hand.
+    """Step times of a small GPT: planned, planned as data parallel, and split by hand.
 
-    The second has the layouts of the third, so what differs is what autopar adds to a
-    step. The first calls, and the CPU seconds that each takes, are of fresh programs.
+    The second and the third step have the same layouts, so their difference is the time
+    that autopar adds to a step. The first calls, and the CPU seconds that each takes,
+    compile the programs anew.
     """
     jax.config.update("jax_num_cpu_devices", DEVICES)
     run = workloads.training("gpt", batch=32)
@@ -243,7 +244,9 @@ def by_hand(rounds: int = ROUNDS) -> dict[str, Any]:
 
 
 def best(rows: Iterable[dict[str, Any]], names: Sequence[str], key: str) -> float:
-    """The least of a quantity over plans of these names that fit; infinite if none."""
+    """The least value of a quantity, over plans of these names that fit; infinite if
+    none fits.
+    """
     return min(
         (r[key] for r in rows if r["name"] in names and r["fits"] and key in r),
         default=float("inf"),
@@ -291,7 +294,7 @@ def _time(seconds: float) -> str:
 
 
 def write(out: pathlib.Path, found: dict[str, Any]) -> None:
-    """Keeps what is measured so far."""
+    """Writes the figures that are measured so far."""
     found |= {"jax": jax.__version__, "cores": os.cpu_count()}
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The examples and clusters that the benchmarks run over."""
+"""The examples and clusters that the benchmarks use."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "lstm": ("lstm", {}),
     "recommendation": ("recommendation", {}),
 }
-# The ResNet at a tenth of its learning rate: at its own, a change of one unit in
-# the last place of the parameters grows to 3e-4 of the loss within 20 steps.
+# The ResNet with a tenth of its learning rate. With its own rate, a change of one unit
+# in the last place of the parameters grows to 3e-4 of the loss within 20 steps.
 SLOW = {"resnet-slow": ("resnet", {"learning_rate": 0.003})}
 CLUSTERS = ("8", "2x4", "4x8", "8x8", "2x4x4", "16x16")
 
@@ -42,8 +42,7 @@ def training(name: str, **options: Any) -> Any:
 def arguments(name: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
     """Returns an example's step and its abstract arguments.
 
-    Batches grow with the cluster, so that 256 devices have something to split:
-    give ``batch=``.
+    With many devices, pass ``batch=``, so that the batch is large enough to be split.
     """
     step, state, batch = module(name).workload(
         **{**{**EXAMPLES, **SLOW}[name][1], **options}
@@ -53,7 +52,9 @@ def arguments(name: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def batch_for(devices: int) -> int:
-    """Batch size for a cluster: at least the examples' own, and one a device."""
+    """Batch size for a cluster: at least that of the examples, and at least one row per
+    device.
+    """
     return max(32, devices)
 
 
@@ -65,8 +66,8 @@ def row(*cells: object) -> None:
 def nudged(state: Any, seed: int = 0) -> Any:
     """The state with every float changed by about one unit in the last place.
 
-    How far the losses of one device move under this says how far apart two
-    correct runs of the same step may be.
+    The resulting change of the losses on one device is the difference to expect between
+    two correct runs of the same step.
     """
     import jax
     import numpy as np

@@ -1,12 +1,12 @@
-"""Predicted times of collectives and matrix products against XLA's own measurements.
+"""Compares predicted times of collectives and products with XLA's own measurements.
 
     python benchmarks/xla_tables.py --tables FILE [--no-held-out]
 
-Prints a JSON line for each group of rows: how many, the median and the 90th percentile
-of predicted over measured time, and the share of rows within 10, 15, 25 and 40 %.
-Only rows that no constant was fitted to count (`held_out`); with --no-held-out all do.
-The 90th percentile is that of the distance from 1: 0.25 means that 90 % of the rows
-are within 25 %.
+Prints a JSON line for each group of rows: their number, the median and the 90th
+percentile of the ratio of predicted to measured time, and the fraction of rows within
+10, 15, 25 and 40 %. Rows to which constants were fitted do not count (`held_out`),
+unless --no-held-out is given. The 90th percentile is that of the ratio's distance from
+1: 0.25 means that 90 % of the rows are within 25 %.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from autopar.cluster import LinkSpec, MeshAxis
 from autopar.cluster.presets import PRESETS
 from autopar.cost.collectives import collective_s
 
-# The dtype, bytes of an element of the operands and its name in a preset.
+# dtype -> bytes of an element of the operands, and the dtype's name in presets.
 TYPES = {
     "bf16xbf16->bf16": (2, "bfloat16"),
     "f32xf32->f32": (4, "float32"),
     "f8e4m3fnxf8e4m3fn->bf16": (1, "float8"),
 }
 SMALL_BYTES = 1 << 20
-# Sizes (log2 of the bytes) and depths of which no row is fitted.
+# Sizes (log2 of the bytes) and depths whose rows are not used for fits.
 UNSEEN_SIZES = (13, 18, 23, 28)
 UNSEEN_DEPTH = 1024
-# The runs on 72 devices have groups and sizes that the runs on 64 have not.
+# The measurements on 72 devices have other group sizes than those on 64 devices.
 UNSEEN_DEVICES = 72
 # Half of 8, 64 and 72 devices.
 _ONE_WAY_PAIRS = (4, 32, 36)
@@ -43,7 +43,7 @@ BOUNDS = (0.10, 0.15, 0.25, 0.40)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transfer:
-    """A measured collective; sizes as `autopar.cluster.specs.Kind` has them."""
+    """A measured collective; its size is defined as in `autopar.cluster.specs.Kind`."""
 
     device: str
     kind: str
@@ -55,7 +55,7 @@ class Transfer:
 
     @property
     def held_out(self) -> bool:
-        """Whether nothing may be fitted to it."""
+        """Whether the row must not be used for fits."""
         if self.devices == UNSEEN_DEVICES:
             return True
         if int(math.log2(self.nbytes)) in UNSEEN_SIZES:
@@ -65,7 +65,7 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Product:
-    """Measured products of `batch` matrices; `itemsize` is that of the operands."""
+    """A measured batch of `batch` products; `itemsize` is that of the operands."""
 
     device: str
     batch: int
@@ -78,7 +78,9 @@ class Product:
 
     @property
     def held_out(self) -> bool:
-        """Whether nothing may be fitted to it; the same for all devices and dtypes."""
+        """Whether the row must not be used for fits; the same for all devices and
+        dtypes.
+        """
         if self.k == UNSEEN_DEPTH:
             return True
         return _hash(self.batch, self.m, self.n, self.k) % 4 == 0
@@ -100,7 +102,7 @@ def transfers(tables: dict[str, Any]) -> list[Transfer]:
     for row in _rows(tables["collectives"]):
         pairs, kind = row["permute_pairs"], row["collective"].replace("-", "_")
         device = row["device"].lower()
-        # Half of the devices send to the other half, or all of them send.
+        # Either half of the devices send to the other half, or all devices send.
         one_way = pairs in _ONE_WAY_PAIRS
         if pairs is not None:
             size = devices = 2 * pairs if one_way else pairs
@@ -135,13 +137,13 @@ def _axis(device: str, size: int) -> MeshAxis:
 
 
 def predicted_transfer_s(row: Transfer) -> float:
-    """What the cost model says."""
+    """The time that the cost model predicts."""
     axis = _axis(row.device, row.group_size)
     return collective_s(row.kind, row.nbytes, [axis])
 
 
 def predicted_product_s(row: Product) -> float:
-    """What the cost model says."""
+    """The time that the cost model predicts."""
     from autopar.cost.compute import product_s
 
     device = PRESETS[row.device].device

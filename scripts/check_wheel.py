@@ -1,7 +1,7 @@
-"""Builds the wheel and checks that it works where the source tree is not.
+"""Builds the wheel, and checks that it works without the source tree.
 
-The wheel is built from the sdist, installed in a virtual environment of its own
-with only the dependencies that it declares, and used from an empty folder.
+The wheel is built from the sdist and installed in a new virtual environment, with only
+the dependencies that it declares. Then it is used from an empty folder.
 """
 
 import os
@@ -14,7 +14,7 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = ("autopar", "autopar_errors", "autopar_passes", "autopar_solver")
-# Data that modules read.
+# Data files that modules read.
 DATA = (
     "autopar/cluster/rates/xla.json",
     *(
@@ -22,7 +22,7 @@ DATA = (
         for path in (ROOT / "autopar" / "cluster" / "devices").glob("*.toml")
     ),
 )
-# Imports everything, and proves that nothing came from outside the environment.
+# Imports all modules, and checks that each comes from the environment.
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys
 for package in map(importlib.import_module, {PACKAGES!r}):
@@ -34,7 +34,7 @@ for package in map(importlib.import_module, {PACKAGES!r}):
 
 
 def run(*command: str | pathlib.Path, cwd: pathlib.Path) -> None:
-    """Runs a command away from the source tree, with nothing of ours in its path."""
+    """Runs a command outside of the source tree, without the project in its path."""
     print("+", *command, flush=True)
     unwanted = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     environment = {k: v for k, v in os.environ.items() if k not in unwanted}
@@ -52,7 +52,7 @@ def build(folder: pathlib.Path) -> pathlib.Path:
 
 
 def check_contents(wheel: pathlib.Path) -> None:
-    """Checks that the wheel holds the three typed packages and nothing else."""
+    """Checks that the wheel contains the typed packages and nothing else."""
     names = zipfile.ZipFile(wheel).namelist()
     modules = [name for name in names if ".dist-info/" not in name]
     missing = {f"{package}/py.typed" for package in PACKAGES} - set(modules)
@@ -67,7 +67,7 @@ def check_contents(wheel: pathlib.Path) -> None:
 
 
 def pinned_versions() -> str:
-    """The lock without its hashes, which pip refuses in a constraint."""
+    """The lock file without hashes, which pip does not accept in a constraint."""
     lock = (ROOT / "requirements.lock").read_text()
     return "\n".join(re.findall(r"^(?![# ]).+?(?= \\$)", lock, re.MULTILINE))
 

@@ -1,10 +1,10 @@
-"""Counts the code of the project: lines, files, and names that the style forbids.
+"""Counts lines of code, files, and names that the style forbids.
 
     python scripts/count_code.py [--at COMMIT] [--names] [--json F]
 
-A line counts where it has a token of code: blank lines, comments and docstrings do not.
-A bare participle is a function whose name is one word such as ``asked`` or ``found``;
-it says neither what is done nor what is returned.
+A line counts if it has a token of code; blank lines, comments and docstrings do not
+count. A bare participle is a function name of one word, such as ``asked`` or ``found``,
+that names neither what the function does nor what it returns.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _IRREGULAR = frozenset(
         "written",
     ]
 )
-# Nouns and verbs that look like participles.
+# Nouns and verbs that have the form of a participle.
 _NO_PARTICIPLES = frozenset(
     {"bed", "embed", "exceed", "feed", "need", "proceed", "read", "run"}
     | {"seed", "set", "split", "cut", "put", "speed", "spread"}
@@ -99,14 +99,14 @@ _NO_PARTICIPLES = frozenset(
 
 @dataclasses.dataclass
 class Count:
-    """What was counted of some files.
+    """The counts of some files.
 
     Attributes:
-      lines: of code, by room.
-      files: how many there are, by room.
-      short: files under `SHORT` lines.
-      participles: functions that are bare participles.
-      classes: names of classes, and where each is.
+      lines: lines of code, by part of the project.
+      files: number of files, by part of the project.
+      short: files with fewer than `SHORT` lines.
+      participles: functions whose name is a bare participle.
+      classes: name of a class -> the places where it is defined.
     """
 
     lines: collections.Counter[str] = dataclasses.field(
@@ -122,7 +122,7 @@ class Count:
     )
 
     def add(self, path: str, source: str) -> None:
-        """Counts a file."""
+        """Adds the counts of a file."""
         tree = ast.parse(source)
         room = "/".join(pathlib.PurePath(path).parts[:2])
         if room.startswith(("passes", "solver")):
@@ -140,12 +140,12 @@ class Count:
 
     @property
     def twice(self) -> dict[str, list[str]]:
-        """The names of classes that several classes have."""
+        """The class names that occur more than once."""
         return {n: paths for n, paths in self.classes.items() if len(paths) > 1}
 
 
 def is_participle(name: str) -> bool:
-    """Whether a name is one word, a participle."""
+    """Whether a name consists of a single participle."""
     word = name.strip("_")
     if "_" in word or word in _NO_PARTICIPLES:
         return False
@@ -153,7 +153,7 @@ def is_participle(name: str) -> bool:
 
 
 def code_lines(source: str, tree: ast.Module) -> int:
-    """Lines that hold code."""
+    """The number of lines with code."""
     docstrings = set(_docstring_lines(tree))
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -174,7 +174,7 @@ def files_at(commit: str | None) -> Iterable[tuple[str, str]]:
     """The paths and texts of the project's own modules.
 
     Args:
-      commit: of which; None: as they lie on the disk.
+      commit: the commit; None: the files on disk.
     """
     if commit is None:
         for folder in SOURCES:
@@ -194,7 +194,7 @@ def _git(*words: str) -> str:
 
 
 def main() -> None:
-    """Prints what was counted."""
+    """Prints the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at", help="a commit; else the files on the disk")
     parser.add_argument("--names", action="store_true", help="print each name, too")

@@ -1,6 +1,7 @@
-"""Fences the examples of docstrings on the site, as an extension of griffe.
+"""Puts fences around the examples of docstrings, as an extension of griffe.
 
-Docstrings hold their examples as plain doctests, which Markdown takes for quotations.
+Docstrings contain their examples as plain doctests, which Markdown would read as
+quotations.
 """
 
 import re
@@ -8,15 +9,15 @@ from typing import Any
 
 import griffe
 
-# An example, and the lines below it up to an empty one.
+# An example, with the lines below it up to an empty line.
 _EXAMPLE = re.compile(r"^>>> .*(?:\n(?!\s*$).+)*", re.M)
 
 
 class FencedExamples(griffe.Extension):
-    """Writes ``>>>`` examples as blocks of code."""
+    """Formats ``>>>`` examples as blocks of code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Fences the examples of one function, class or module."""
+        """Puts fences around the examples of a function, class or module."""
         if obj.docstring is not None:
             obj.docstring.value = fenced(obj.docstring.value)
 

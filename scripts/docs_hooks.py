@@ -1,8 +1,8 @@
-"""Puts the README and its like on the site, for mkdocs (``hooks:`` of mkdocs.yml).
+"""Hooks of mkdocs that add the README and similar files to the site.
 
-They lie beside the folder of the pages, so their links are made relative to it. A link
-from a page to a file that is not a page, such as an example, becomes plain text. In
-place of ``<!-- data -->`` stand the data files that no plot shows.
+These files are not in the folder of pages, so their links are changed to be relative to
+this folder. A link to a file that is not a page, such as an example, becomes plain
+text. ``<!-- data -->`` is replaced by a table of the data files that have no plot.
 """
 
 import json
@@ -30,13 +30,13 @@ SHOWN = {
 DATA = "<!-- data -->"
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
-# Blocks of code, which break nowhere, and code within text.
+# Blocks of code, in which no line may break, and code within text.
 _CODE = re.compile(r"<pre.*?</pre>|<code>[^<]*</code>", re.DOTALL)
 _OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Adds the pages that lie outside the folder."""
+    """Adds the pages that are outside of the pages' folder."""
     for page, source in PAGES.items():
         text = (ROOT / source).read_text("utf-8")
         files.append(File.generated(config, page, content=moved(text)))
@@ -44,26 +44,29 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Takes links out of a page that lead to no page."""
+    """Removes links that do not lead to a page."""
     return _LINK.sub(_without_source, markdown.replace(DATA, further_data()))
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keeps an option such as ``--out`` whole, and takes backslashes from pipes."""
+    """Prevents line breaks within options such as ``--out``, and unescapes pipes."""
     return _CODE.sub(_with_whole_options, html)
 
 
 def moved(text: str) -> str:
-    """The text of a file beside the folder, with links as within the folder."""
+    """The text of a file outside of the pages' folder, with links relative to this
+    folder.
+    """
     for page, source in PAGES.items():
         text = text.replace(f"]({source}", f"]({page}")
     return text.replace("](docs/", "](")
 
 
 def further_data(folder: pathlib.Path = ROOT / "docs" / "data") -> str:
-    """A table of what else was measured; '' while there is nothing.
+    """A table of further measurements; '' if there are none.
 
-    A data file tells its ``command``, and its figures under ``summary`` or beside it.
+    A data file has its ``command``. Its figures are under ``summary``, or at the top
+    level.
     """
     rows: list[str] = []
     for file in sorted(folder.glob("*.json")):
@@ -86,7 +89,7 @@ def further_data(folder: pathlib.Path = ROOT / "docs" / "data") -> str:
 
 
 def _without_source(match: re.Match[str]) -> str:
-    """The link as it is if it leads to a page, and its text otherwise."""
+    """The link itself if it leads to a page; otherwise its text."""
     return (
         match[0] if match[2].endswith((".md", ".ipynb", ".png", ".svg")) else match[1]
     )
@@ -95,5 +98,6 @@ def _without_source(match: re.Match[str]) -> str:
 def _with_whole_options(match: re.Match[str]) -> str:
     if match[0].startswith("<pre"):
         return match[0]
-    text = match[0].replace("\\|", "|")  # escaped in a table, as GitHub wants it
+    # Tables on GitHub need a backslash before a pipe.
+    text = match[0].replace("\\|", "|")
     return _OPTION.sub(r'<span class="option">\g<0></span>', text)

@@ -2,8 +2,8 @@
 
     python scripts/draw_sentences.py --seed 1 --count 40
 
-The sentences are those of docstrings, comments, the README and the pages in docs. Left
-out are headings, tables, blocks of code, and sentences under six words.
+The sentences are those of docstrings, comments, the README and the pages in docs.
+Headings, tables, blocks of code, and sentences with fewer than six words are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _ITEM = re.compile(r"^\s*(?:[-*]|\d+\.|[\w`*]+:)\s+")
 
 
 def sentences(lines: Sequence[str], first: int) -> Iterator[tuple[int, str]]:
-    """The sentences in lines of prose, each with the number of its paragraph's line."""
+    """Yields the sentences in lines of prose, each with the first line of its
+    paragraph.
+    """
     start, paragraph, is_code, is_example = first, list[str](), False, False
     for number, line in enumerate([*lines, ""], first):
         is_fence = line.lstrip().startswith("```")

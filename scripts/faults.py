@@ -1,22 +1,23 @@
-"""Draws small faults in the code, and asks which tests find them.
+"""Draws small faults in the code, and finds out which tests detect them.
 
     python scripts/faults.py draw --seed 1 --count 30
     python scripts/faults.py reach --seed 1 --count 30 --work F tests/solver ...
     python scripts/faults.py run --seed 1 --count 30 --work F
 
 A fault changes one expression or statement in a copy of the commit `--at`; the checkout
-stays as it is. ``reach`` runs tests once without a fault, and notes which of
-them execute the statement of each fault, for how long they run and whether they pass.
-Processes that a test starts inherit its name, and note what they execute, too.
-``run`` gives each fault the passing tests that execute it, the nearest and shortest
-first, up to the first that fails; a test that takes `TIMEOUT_S` has found the fault.
-The rows in docs/data/faults.json are written as they come: a run that was stopped goes
-on with the faults that have none, or whose tests were not all run for `--limit-s`. A
-reader adds to the rows of those that no test finds: `verdict` (equivalent, or speed)
-with its `reason`, and `test_added`, a test that finds the fault since.
+is not changed. ``reach`` runs the tests once without a fault. For each test it records
+which faults' statements it executes, its duration and whether it passes. Processes that
+a test starts are included. ``run`` runs, for each fault, the passing tests that execute
+its statement, the nearest and shortest first, until one fails. A test that takes
+`TIMEOUT_S` has detected the fault, too. Each row is written to docs/data/faults.json as
+soon as it is known. A run that was stopped continues with the faults that have no row,
+or for which not all tests were run within `--limit-s`. For faults that no test detects,
+a reader adds to the row: `verdict` (equivalent, or speed) with its `reason`, and
+`test_added`, a new test that detects the fault.
 
-cosmic-ray and mutmut were not taken: they draw by no seed, have no left-out statements
-or defaults, and run one command or their own coverage for each fault.
+The tools cosmic-ray and mutmut are not used. They do not draw by a seed and have no
+faults that leave out statements or defaults. For each fault they run one command, or
+their own coverage.
 """
 
 from __future__ import annotations
@@ -53,14 +54,15 @@ AREAS = {
         "passes/autopar_passes/microbatches",
     ),
 }
-# Modules and functions that make the words of errors and reports.
+# Modules and functions that make texts of errors and reports, in which faults are not
+# drawn.
 _TEXTS = ("planner/option_texts.py", "planner/infeasible.py")
 _TEXT_FUNCTIONS = re.compile(r"__repr__|__str__|text|message|lines?$|^_why|^_short$")
 _SAYING = re.compile(r"warnings\.warn|\bsay$|progress\.|LOGGER|log\.")
 TIMEOUT_S = 240
 # Tests that read the signatures of functions without calling them.
 _SIGNATURES = "tests/project/test_options_page.py"
-# Some tests of every file that executes a fault come first, for so long.
+# For this many seconds, the first tests of every file that executes a fault are run.
 FIRST_S = 60.0
 
 _TURNED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
@@ -83,11 +85,12 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv,
 }
-# Their sums and multiples are no arithmetic.
+# Sums and multiples of sequences are not arithmetic.
 _SEQUENCES = ast.Tuple | ast.List | ast.JoinedStr
 _OPPOSITE = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
 
-# Written beside the copy: a plug-in of pytest, and what the copy calls.
+# This code is written into the copy: a plug-in of pytest, and a function that the copy
+# calls.
 _PROBE = """
 import json, os
 OUT = os.environ.get("FAULTS_OUT", os.devnull)
@@ -116,16 +119,17 @@ def pytest_collectreport(report):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """A text that stands in place of another.
+    """A fault: a part of a file that is replaced by another text.
 
     Attributes:
-      path: of the file.
-      line: of the expression or the statement, from 1.
-      kind: what is changed.
+      path: path of the file.
+      line: line of the expression or the statement, from 1.
+      kind: kind of the change.
       start: first byte that is replaced, and `end` the first after it.
-      new: the other text.
-      probe: line before which the statement's execution is noted, and its indentation;
-        None: it runs as the module is imported, or is compiled.
+      new: the new text.
+      probe: the line before which the execution of the statement is recorded, and its
+        indentation;
+        None: the statement runs when the module is imported or compiled.
     """
 
     path: str
@@ -145,7 +149,7 @@ class Places:
     """All faults that a file can have."""
 
     def __init__(self, path: str, source: bytes) -> None:
-        """Looks through the file."""
+        """Reads the file."""
         self.path = path
         self.faults: list[Fault] = []
         self._lines = source.splitlines(keepends=True)
@@ -196,7 +200,7 @@ class Places:
 
 
 def _is_passed_over(node: ast.AST) -> bool:
-    """Whether a node is a word to the reader, or a check of what never happens."""
+    """Whether a node is a text for people, or a check of a case that never happens."""
     if isinstance(node, ast.Call):
         return bool(_SAYING.search(ast.unparse(node.func)))
     if isinstance(node, ast.If):
@@ -207,7 +211,7 @@ def _is_passed_over(node: ast.AST) -> bool:
 
 
 def _constants(node: ast.AST) -> Iterator[ast.expr]:
-    """Other values of a number or a truth value."""
+    """Yields other values of a number or a truth value."""
     if isinstance(node, ast.Constant):
         value = node.value
         if isinstance(value, bool):
@@ -221,7 +225,7 @@ def _constants(node: ast.AST) -> Iterator[ast.expr]:
 def _faults(
     node: ast.AST,
 ) -> Iterator[tuple[str, ast.expr | ast.stmt, ast.AST | str]]:
-    """The kinds of faults at a node, what they replace, and by what."""
+    """Yields the faults at a node: kind, replaced node, and replacement."""
     new: Any = copy.deepcopy(node)
     if isinstance(node, ast.Constant):
         for changed in _constants(node):
@@ -266,7 +270,7 @@ def _faults(
 
 
 def _shifted(node: ast.Subscript) -> Iterator[ast.AST]:
-    """The subscript with one integer more in an index or a bound of a slice."""
+    """Yields the subscript with an index or a slice bound increased by one."""
     is_slice = isinstance(node.slice, ast.Slice)
     for name in ("lower", "upper") if is_slice else ("slice",):
         new: Any = copy.deepcopy(node)
@@ -292,9 +296,10 @@ def tree_at(commit: str) -> dict[str, bytes]:
 
 
 def draw(tree: dict[str, bytes], area: str, seed: int, count: int) -> list[Fault]:
-    """The first faults of an area: kinds in turn, a random place of each.
+    """Draws faults of an area: the kinds in turn, each at a random place.
 
-    The first ten of thirty are the ten of ten; a line has at most one.
+    With the same seed, ten faults are the first ten of thirty. A line has at most one
+    fault.
     """
     rng = random.Random(f"{seed}/{area}")
     places: dict[str, list[Fault]] = collections.defaultdict(list)
@@ -323,10 +328,10 @@ def _compiles(source: bytes) -> bool:
 
 
 class Copy:
-    """A copy of the tree, whose files can be changed and whose tests can be run."""
+    """A copy of the source tree, in which files can be changed and tests run."""
 
     def __init__(self, work: pathlib.Path, sources: dict[str, bytes]) -> None:
-        """Writes all files anew."""
+        """Writes all files."""
         self.work = work.resolve()
         self.sources = sources
         self.tree = self.work / "tree"
@@ -336,7 +341,7 @@ class Copy:
             (self.tree / path).write_bytes(source)
 
     def write(self, path: str, source: bytes) -> None:
-        """Changes a file, and drops what Python has compiled of it."""
+        """Changes a file, and removes its compiled version."""
         file = self.tree / path
         file.write_bytes(source)
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
@@ -345,7 +350,7 @@ class Copy:
     def test(
         self, tests: Sequence[str], out: pathlib.Path, *options: str, limit_s: float
     ) -> int | None:
-        """Runs tests; the status of pytest, None if it took too long."""
+        """Runs tests; returns pytest's status, or None if they took too long."""
         listed = self.work / "tests.txt"
         listed.write_text("\n".join(tests))
         folders = (self.tree, self.tree / "passes", self.tree / "solver")
@@ -357,7 +362,8 @@ class Copy:
             "FAULTS_OUT": str(out),
         }
         words = ["-m", "pytest", "-p", "fault_probe"]
-        # Two folders, each with a `conftest.py`, would be one module to the doctests.
+        # Doctests would treat two files `conftest.py` in different folders as one
+        # module.
         words += ["--ignore-glob=*/conftest.py", f"--timeout={TIMEOUT_S}", *options]
         with (self.work / "pytest.log").open("a") as log:
             process = subprocess.Popen(
@@ -380,7 +386,7 @@ class Copy:
 def note_reach(
     work: Copy, faults: Sequence[Fault], tests: Sequence[str], marks: str
 ) -> None:
-    """Runs tests without a fault, and notes what each executes."""
+    """Runs tests without a fault, and records the faults that each test executes."""
     probes: dict[str, dict[tuple[int, int], list[str]]] = {}
     for fault in faults:
         if fault.probe is not None:
@@ -396,15 +402,15 @@ def note_reach(
 
 
 def key_of(fault: Fault) -> str:
-    """What a fault is called in notes."""
+    """The name of a fault in the records."""
     return f"{fault.path}:{fault.line}"
 
 
 class Reach:
-    """Which tests execute a fault, as `note_reach` has noted it."""
+    """The tests that execute each fault, from the records of `note_reach`."""
 
     def __init__(self, file: pathlib.Path) -> None:
-        """Reads the notes."""
+        """Reads the records."""
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self._failed: set[str] = set()
         self._tests: dict[str, set[str]] = collections.defaultdict(set)
@@ -429,10 +435,12 @@ class Reach:
             return -len(rooms.intersection(pathlib.PurePath(test).parts))
 
         def by_file(tests: Iterable[str]) -> list[str]:
-            # The fixtures of a module are made once if its tests stand together.
+            # The fixtures of a module are made only once if its tests run one after
+            # another.
             return sorted(tests, key=lambda t: (distance(t), t))
 
-        # The shortest test of each file, then the next: tests of one file are alike.
+        # Tests of one file are alike, so the shortest test of each file comes first,
+        # then the second test of each.
         turns: dict[str, int] = collections.defaultdict(int)
         ranked: list[tuple[int, int, str]] = []
         for test in sorted(reached, key=lambda t: (self.seconds[t], t)):
@@ -444,13 +452,14 @@ class Reach:
             spent += self.seconds[test]
             if spent <= FIRST_S:
                 first.append(test)
-        # What runs as a module is imported, or between tests, may concern any of them.
+        # Statements that run when a module is imported, or between tests, may affect
+        # any test.
         is_everywhere = fault.probe is None or "" in self._tests[key_of(fault)]
         others = good - reached if is_everywhere else ()
         return [*first, *by_file(reached.difference(first)), *by_file(others)]
 
     def within(self, tests: Iterable[str], limit_s: float) -> Iterator[str]:
-        """The first tests that take no longer than a limit, together."""
+        """Yields the first tests that together take no longer than a limit."""
         for test in tests:
             limit_s -= self.seconds[test]
             if limit_s < 0:
@@ -461,7 +470,7 @@ class Reach:
 def try_fault(
     work: Copy, fault: Fault, tests: Sequence[str], limit_s: float
 ) -> dict[str, Any]:
-    """Runs tests with a fault, and says which of them found it, and which did not."""
+    """Runs tests with a fault; returns those that detect it and those that do not."""
     out = work.work / "fault.jsonl"
     out.write_text("")
     shutil.rmtree(work.tree / ".hypothesis", ignore_errors=True)
@@ -480,7 +489,7 @@ def try_fault(
 
 
 def row_of(area: str, number: int, fault: Fault, source: bytes) -> dict[str, Any]:
-    """What is written of a fault before it is tried."""
+    """The row of a fault before it is tried."""
     texts = (source[fault.start : fault.end].decode(), fault.new)
     before, after = (" ".join(text.split())[:160] for text in texts)
     place = {"area": area, "number": number, "file": fault.path, "line": fault.line}
@@ -488,10 +497,10 @@ def row_of(area: str, number: int, fault: Fault, source: bytes) -> dict[str, Any
 
 
 class Table:
-    """The rows of the data, written anew with each that is added."""
+    """The rows of the data file, which is written again for each new row."""
 
     def __init__(self, path: pathlib.Path, command: str) -> None:
-        """Reads the rows that are there."""
+        """Reads the existing rows."""
         self.path = path
         self.data: dict[str, Any] = {"command": command, "rows": []}
         if path.exists():
@@ -499,7 +508,7 @@ class Table:
         self.rows = {(r["area"], r["number"]): r for r in self.data["rows"]}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Adds a row, or replaces that of the same fault."""
+        """Adds a row, or replaces the row of the same fault."""
         self.rows[row["area"], row["number"]] = row
         areas = list(AREAS)
         order = sorted(self.rows, key=lambda key: (areas.index(key[0]), key[1]))
@@ -516,7 +525,7 @@ def go_on(
     among: tuple[str, ...],
     most_s: float,
 ) -> None:
-    """Tries a fault with tests that it has not passed yet; fills in its row."""
+    """Tries a fault with the tests that were not run yet; completes its row."""
     known = work.work / "passed" / f"{row['area']}{row['number']}.json"
     passed = set(json.loads(known.read_text())) if known.exists() else set[str]()
     tests = [t for t in reach.tests(fault) if t not in passed]
@@ -536,7 +545,7 @@ def go_on(
 
 
 def main() -> None:
-    """Prints faults, notes which tests reach them, or tries them."""
+    """Prints faults, records which tests reach them, or tries them."""
     parser = argparse.ArgumentParser(description="Tries the tests with faults.")
     parser.add_argument("what", choices=("draw", "reach", "run"))
     parser.add_argument("tests", nargs="*", help="files and folders")
@@ -558,7 +567,7 @@ def main() -> None:
     ).stdout.strip()
     tree = tree_at(commit)
     drawn = {area: draw(tree, area, given.seed, given.count) for area in AREAS}
-    # The first of each area, then the second.
+    # The first fault of each area, then the second of each.
     order = [(a, k + 1, drawn[a][k]) for k in range(given.count) for a in AREAS]
     if given.what == "draw":
         for area, number, fault in order:
@@ -573,7 +582,7 @@ def main() -> None:
     table = Table(
         given.json, f"python scripts/faults.py run --at {commit} --seed {given.seed}"
     )
-    # Those that were tried already, but not with all tests, come last.
+    # Faults that were tried already, but not with all tests, come last.
     order.sort(key=lambda fault: fault[:2] in table.rows)
     for area, number, fault in order:
         row = row_of(area, number, fault, tree[fault.path])
@@ -581,7 +590,7 @@ def main() -> None:
         row |= table.rows.get((area, number), {})
         if given.only and f"{area}{number}" not in given.only:
             continue
-        # What a reader has judged to change no result is not tried again.
+        # A fault that a reader has judged to change no result is not tried again.
         if not row["found"] and "verdict" not in row:
             go_on(work, reach, fault, row, among, given.limit_s)
             print(json.dumps(row), flush=True)

@@ -1,7 +1,7 @@
 """Fits the rates of permutations and all-to-alls for `scripts/fit_rates.py`.
 
-The form is that of `autopar.cost.collectives`, with NCCL's rules. Its constants are
-fitted first, then the knots of what is left.
+The model is that of `autopar.cost.collectives`, with NCCL's rules. First its constants
+are fitted, and then the knots of the remaining errors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from autopar.cluster.rates import PartnerRates
 from autopar.cost.collectives import beside, channels, modelled_s
 
 KINDS = ("all_to_all", "collective_permute")
-# NCCL's channels: pow2Up of those of its rings, and of those to one partner. On 8 H100s
-# messages get no more than 16, on Blackwell 32: larger ones take longer again.
+# NCCL's numbers of channels: of all rings, rounded up to a power of two; and for one
+# partner. On 8 H100s a message gets at most 16 channels, on Blackwell 32: larger
+# messages take longer again.
 CHANNELS = {"h100": (32, 16), "b200": (32, 32), "gb200": (32, 32)}
 NAMES = (
     "start_s", "partner_s", "small_bytes_per_s", "large_bytes_per_s",
@@ -34,7 +35,8 @@ OCTAVES = {
     "all_to_all": (12.0, 15.0, 17.0, 19.0, 21.0, 23.0, 25.0, 27.0, 29.0),
     "collective_permute": (12.0, 16.0, 19.0, 22.0, 24.0, 26.0, 28.0, 30.0),
 }
-# Delays only add to the time of a small message: as for other collectives.
+# Delays only lengthen small messages, so a time above the curve has this weight, as for
+# other collectives.
 SLOWER_COUNTS = 0.35
 ROBUST = 0.3
 KNOTS_ROBUST = 0.2
@@ -43,7 +45,9 @@ SHRINKAGE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Messages of one size to every partner; `weight` is below 1 where delays add."""
+    """Messages of one size to every partner; `weight` is below 1 if delays may lengthen
+    them.
+    """
 
     nbytes: float
     size: int
@@ -86,7 +90,7 @@ def _values(rates: PartnerRates) -> dict[str, float]:
 
 
 def _sent(rows: Sequence[xla_tables.Transfer]) -> list[Sent]:
-    """The rows; of rows that are alike, a ring and pairs, the geometric mean."""
+    """The rows; of equal rows (a ring and pairs), their geometric mean."""
     alike: dict[tuple[float, int], list[float]] = {}
     for row in rows:
         alike.setdefault((row.nbytes, row.group_size), []).append(row.seconds)
@@ -101,7 +105,7 @@ def _sent(rows: Sequence[xla_tables.Transfer]) -> list[Sent]:
 
 
 def _left(sent: Sequence[Sent], rates: PartnerRates) -> np.ndarray:
-    """Logarithm of measured over modelled time."""
+    """Logarithm of measured divided by modelled time."""
     return np.array([math.log(s.seconds / _one(s, rates)) for s in sent])
 
 
@@ -122,7 +126,7 @@ def _knots(
     sizes: Sequence[int],
     octaves: Sequence[float],
 ) -> list[list[float]]:
-    """The knots of what the form leaves, by robust ridge regression."""
+    """The knots of the errors of the model, by robust ridge regression."""
     left = _left(sent, rates)
     shape = (len(sizes), len(octaves))
     columns: list[np.ndarray] = []

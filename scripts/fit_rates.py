@@ -1,9 +1,9 @@
-"""Condenses OpenXLA's performance tables to the knots of `autopar.cluster.rates`.
+"""Fits the knots of `autopar.cluster.rates` to OpenXLA's performance tables.
 
     python scripts/fit_rates.py --tables FILE
 
 Writes `autopar/cluster/rates/xla.json` from the rows that `benchmarks/xla_tables.py`
-does not keep out. Needs SciPy, which autopar does not.
+does not hold out. The script needs SciPy, on which autopar does not depend.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ SOURCE = (
 )
 # log2 of the bytes at the knots. Below 1 MiB times hardly depend on the size.
 KNOTS = (10, 14, 16, 17, 19, 20, 21, 22, 24, 25, 26, 27, 29, 31, 33, 35)
-# Delays only add to the time of a small message: what is slower than the curve counts
-# less than what is faster.
+# Delays only lengthen small messages, so a time above the curve has less weight than a
+# time below it.
 SLOWER_COUNTS = 0.35
-# Against bends of the logarithm that no measurement asks for.
+# Weight against bends of the curve's logarithm that the measurements do not require.
 STIFFNESS = 0.1
-# Knots of the residuals of products, log2.
+# Knots of the errors of products, log2.
 AREAS = (16.0, 18.0, 20.0, 22.0, 24.0, 26.0)
 DEPTHS = (8.0, 9.0, 11.0, 12.0)
 SIDES = (8.0, 9.0, 10.0, 11.0, 12.0)
@@ -50,7 +50,7 @@ ROBUST = 0.05
 
 
 def curve(sizes: np.ndarray, seconds: np.ndarray, knots: np.ndarray) -> np.ndarray:
-    """Seconds at the knots of the rising curve nearest to the measurements."""
+    """Seconds at the knots of the increasing curve that fits the measurements best."""
     small = sizes < xla_tables.SMALL_BYTES
 
     def values(steps: np.ndarray) -> np.ndarray:
@@ -111,7 +111,7 @@ def partners(rows: Sequence[xla_tables.Transfer]) -> dict[str, Any]:
 
 
 def _seen(rows: Sequence[xla_tables.Transfer]) -> list[xla_tables.Transfer]:
-    """The rows that something may be fitted to."""
+    """The rows that may be used for fits."""
     return [row for row in rows if not (row.held_out or row.one_way)]
 
 
@@ -201,7 +201,7 @@ def _smoothed(design: np.ndarray, left: np.ndarray) -> np.ndarray:
 
 
 def products(rows: Sequence[xla_tables.Product]) -> dict[str, Any]:
-    """Rates by device and bytes of an element."""
+    """Rates, by device and bytes per element."""
     out: dict[str, Any] = {}
     seen = [row for row in rows if not row.held_out]
     for (device, size), group in _by(seen, "device", "itemsize"):

@@ -1,16 +1,17 @@
-"""Opens each page of a built site in a browser, and measures what a reader would see.
+"""Opens each page of a built site in a browser, and checks how it looks.
 
     make docs
     python scripts/look_at_site.py build/site --shots build/shots
 
-Each page and each drawing is opened as on a phone and as on a desk, light and dark.
-What is wrong is printed as JSON, and the exit code is 1: a page that scrolls sideways,
-text that is cut or written over other text, letters too small or too pale, an image,
-link or anchor that leads nowhere, a file of another site, an error of a script.
+Each page and each drawing is opened with the sizes of a phone and of a desktop screen,
+in light and in dark mode. Problems are printed as JSON, and the exit code is then 1: a
+page that scrolls sideways, text that is cut off or overlaps other text, letters that
+are too small or too pale, an image, link or anchor without a target, a file of another
+site, or an error of a script.
 
-Playwright and Chromium are needed (`pip install playwright`, and a `chromium` on the
-path or `playwright install chromium`). Nothing else of the project needs them: without
-them the script says so, and its exit code is 0.
+The script needs Playwright and Chromium (`pip install playwright`, and a `chromium` on
+the path or `playwright install chromium`). The rest of the project does not need them.
+Without them, the script prints this and exits with 0.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ WIDTHS = {360: 740, 1440: 900}
 SCHEMES = ("light", "dark")
 LEAST_CONTRAST = 4.5  # WCAG 2.1, level AA
 LEAST_LETTERS_PX = 9
-HIGHEST = 6000  # px of a page on its picture
+HIGHEST = 6000  # px of a page in its picture
 
-# All that is measured in a page. `texts` are the lines of letters as they are drawn.
+# All measurements in a page. `texts` are the lines of letters as they are drawn.
 MEASURE = """
 ([leastContrast, leastLetters]) => {
   const wrong = [];
@@ -169,7 +170,7 @@ MEASURE = """
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves the site without a line for each request."""
+    """Serves the site without printing a line for each request."""
 
     def log_message(self, format: str, *args: Any) -> None:
         """Says nothing."""
@@ -177,7 +178,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(site: pathlib.Path) -> Generator[str]:
-    """The address of the site while it is served to this machine."""
+    """Serves the site to this machine, and yields its address."""
     handler = functools.partial(Quiet, directory=str(site))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -191,7 +192,7 @@ def served(site: pathlib.Path) -> Generator[str]:
 def look(
     browser: Any, site: pathlib.Path, home: str, shots: pathlib.Path | None, only: str
 ) -> list[dict[str, str]]:
-    """All that is wrong, and in which views."""
+    """All problems, with the views in which they occur."""
     found: dict[tuple[str, str, str], list[str]] = {}
     ids: dict[str, set[str]] = {}
     links: dict[str, set[str]] = {}
@@ -210,7 +211,7 @@ def look(
             for page in (x for x in pages if only in x):
                 heard.clear()
                 tab.goto(home + page, wait_until="load")
-                tab.wait_for_timeout(50)  # the theme's script places its layers
+                tab.wait_for_timeout(50)  # the theme's script first places its layers
                 seen = tab.evaluate(MEASURE, [LEAST_CONTRAST, LEAST_LETTERS_PX])
                 ids[page] = set(seen["ids"])
                 links.setdefault(page, set()).update(seen["links"])
@@ -243,7 +244,7 @@ def look(
 
 
 def _listen(tab: Any, home: str, heard: list[tuple[str, str]]) -> None:
-    """Adds what goes wrong in the tab to *heard*; nothing is fetched from elsewhere."""
+    """Adds errors of the tab to *heard*; prevents loading from other sites."""
 
     def fetch(route: Any) -> None:
         address = route.request.url
@@ -264,7 +265,7 @@ def _listen(tab: Any, home: str, heard: list[tuple[str, str]]) -> None:
 def _drawing(
     tab: Any, site: pathlib.Path, home: str, drawing: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """What is wrong with the letters of a drawing, at the size at which it is shown."""
+    """Problems of the letters in a drawing, at the size at which the page shows it."""
     path = urllib.parse.urlsplit(drawing["src"]).path.lstrip("/")
     if not drawing["src"].startswith(home) or not (site / path).is_file():
         return []
@@ -280,7 +281,9 @@ def _drawing(
 def _leads_nowhere(
     site: pathlib.Path, home: str, target: str, ids: dict[str, set[str]]
 ) -> str | None:
-    """Why a link of the site leads nowhere; None if it does, or leads elsewhere."""
+    """Why a link of the site has no target; None if it has one, or leads to another
+    site.
+    """
     if not target.startswith(home):
         return None
     parts = urllib.parse.urlsplit(target)
@@ -296,7 +299,7 @@ def _leads_nowhere(
 
 
 def main() -> int:
-    """Looks at the site that is given; the exit code."""
+    """Checks the given site; returns the exit code."""
     words = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     words.add_argument("site", type=pathlib.Path, help="the folder of the built site")
     words.add_argument(

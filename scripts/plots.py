@@ -2,8 +2,8 @@
 
     python scripts/plots.py
 
-A plot is drawn where its data file is there. Lines and letters follow the reader's
-choice of light or dark.
+A plot is drawn if its data file exists. Lines and letters follow the reader's choice of
+light or dark mode.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Found = dict[str, Any]
 
 
 def svg(height: float, title: str, parts: Iterable[str]) -> str:
-    """A whole drawing, which says its title to those who cannot see it."""
+    """A whole drawing; its title is read to users of screen readers."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
         f'role="img" aria-label="{escape(title)}">\n'
@@ -41,7 +41,7 @@ def svg(height: float, title: str, parts: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
-    """Words at a place."""
+    """A text at a position."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(words)}</text>'
 
 
@@ -68,18 +68,18 @@ def bars(
 ) -> str:
     """Horizontal bars in groups, from 0.
 
-    Each bar is ``(kind, value, words)``; an infinite one is words alone. The dashed
-    line stands at *mark*.
+    Each bar is ``(kind, value, words)``; for an infinite value only the words are
+    drawn. The dashed line is at *mark*.
     """
     high = max(v for _, rows in groups for _, v, _ in rows if math.isfinite(v))
     longest = max(len(name) for name, _ in groups)
-    above = longest > 24  # a sentence stands above its bars, a name to their left
+    above = longest > 24  # a sentence is drawn above its bars, a name to their left
     left = 10.0 if above else 22 + 7.4 * longest
     scale = (WIDTH - 75 - left) / high
     parts: list[str] = []
     top = 12.0
     if len(kinds) > 1:
-        for number, kind in enumerate(kinds):  # two in a row
+        for number, kind in enumerate(kinds):  # two entries in a row
             x, y = 10 + number % 2 * WIDTH / 2, 8 + number // 2 * 18
             parts.append(box(x, y, 11, 11, f"c{number}"))
             parts.append(text(x + 16, y + 10, kind, "small"))
@@ -105,7 +105,7 @@ def bars(
 
 
 def when(found: Found) -> str:
-    """How many times as long the best usual plan takes, case by case."""
+    """For each case, the ratio of the best usual plan's time to ours."""
     groups = []
     for case in found["cases"]:
         ours, *others = case["plans"]
@@ -120,7 +120,7 @@ def when(found: Found) -> str:
 
 
 def links(found: Found) -> str:
-    """Step times over real links, by how gradients are sent."""
+    """Step times over real links, by codec."""
     kinds = ("dense", "int8", "auto", "plan:auto")
     groups = []
     for rate in dict.fromkeys(row["Mbit/s"] for row in found["rows"]):
@@ -135,7 +135,7 @@ def links(found: Found) -> str:
 
 
 def experts(found: Found) -> str:
-    """The best expert plan over ours, model by model, as predicted."""
+    """For each model, the predicted ratio of the best expert plan's time to ours."""
     told = [row for row in found["rows"] if isinstance(row.get("ours / best"), float)]
     kinds = tuple(dict.fromkeys(row["cluster"] for row in told))[:4]
     groups = []
@@ -151,7 +151,7 @@ def experts(found: Found) -> str:
 
 
 def published(found: Found) -> str:
-    """Predicted against measured seconds of published runs."""
+    """Predicted and measured seconds of published runs."""
     rows = found["rows"]
     low, high, left, size = 0.04, 40.0, 46, 310
 
@@ -189,7 +189,7 @@ def published(found: Found) -> str:
 
 
 def guarantees(found: Found) -> str:
-    """Average seconds to completion of traces with guaranteed jobs."""
+    """Mean completion time on traces with guaranteed jobs."""
     kinds = ("Rubick's policy", "goodput")
     groups = []
     for row in found["rows"]:
@@ -209,13 +209,13 @@ PLOTS: dict[str, Callable[[Found], str]] = {
 
 
 def drawn(name: str) -> str | None:
-    """The plot of a data file, or None while there is none."""
+    """The plot of a data file; None if the file does not exist."""
     file = DOCS / "data" / f"{name}.json"
     return PLOTS[name](json.loads(file.read_text())) if file.exists() else None
 
 
 def main() -> None:
-    """Draws all that has data."""
+    """Draws all plots whose data files exist."""
     (DOCS / "plots").mkdir(exist_ok=True)
     for name in PLOTS:
         if (picture := drawn(name)) is not None:

@@ -1,7 +1,7 @@
-"""Runs what autopar needs of JAX, in the JAX that is installed, and compares with jit.
+"""Runs autopar on the installed JAX, and compares the results with `jax.jit`.
 
-`make jax-versions` calls it under the oldest and the newest release that the bounds of
-pyproject.toml allow. It uses public names only and takes some seconds.
+`make jax-versions` runs it with the oldest and the newest release that pyproject.toml
+allows. It uses only public names and takes some seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import autopar
 
 DEVICES, WIDTH, ROWS = 8, 32, 64
 OPTIMIZER = optax.adam(1e-2)
-# What each run asks of the planner.
+# Name -> options of the planner for a run.
 RUNS: dict[str, dict[str, Any]] = {
     "one stage": {},
     "microbatches": {"microbatches": 4},
@@ -31,7 +31,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def create_state(key: jax.Array) -> Any:
-    """Four layers in a loop, a head, and the state of Adam."""
+    """Four layers in a loop, a head, and Adam's state."""
     body, head = jax.random.split(key)
     params = {
         "body": 0.2 * jax.random.normal(body, (4, WIDTH, WIDTH)),
@@ -41,7 +41,7 @@ def create_state(key: jax.Array) -> Any:
 
 
 def step(params: Any, opt_state: Any, batch: jax.Array) -> Any:
-    """One step of the loop's model."""
+    """One training step of this model."""
 
     def loss_of(params: Any) -> jax.Array:
         def layer(x: jax.Array, w: jax.Array) -> Any:
@@ -65,7 +65,7 @@ def losses(run: Any, state: Any, batches: Any) -> list[float]:
 
 
 def check_plain(batches: Any) -> None:
-    """Plans of all kinds train as jit does."""
+    """Checks that plans of all kinds train like `jax.jit`."""
     key = jax.random.key(0)
     expected = losses(jax.jit(step), create_state(key), batches)
     for name, options in RUNS.items():
@@ -76,7 +76,7 @@ def check_plain(batches: Any) -> None:
 
 
 def check_changes(batches: Any) -> None:
-    """Codecs, another cluster and a checkpoint."""
+    """Checks codecs, a change of the cluster, and a checkpoint."""
     run: Any = autopar.parallelize(
         step,
         cluster="4x2:cpu,network=10Mb/s",
@@ -99,7 +99,7 @@ def check_changes(batches: Any) -> None:
 
 
 def check_nnx(batches: Any) -> None:
-    """A model of NNX, changed in place."""
+    """Checks a Flax NNX model, which is changed in place."""
     model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
 
@@ -118,7 +118,7 @@ def check_nnx(batches: Any) -> None:
 
 
 def main() -> None:
-    """All of it."""
+    """Runs all checks."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     print(f"jax {jax.__version__}, flax {flax.__version__}")
     random = np.random.default_rng(0)

@@ -1,7 +1,7 @@
-"""A train step that somebody else wrote, and how it is called.
+"""A train step written by somebody else, and the way its authors call it.
 
-A case says how its state is made, how the step is called, and what the caller does
-with the result. The arguments for planning are those of the call itself.
+A case defines how its state is made, how the step is called, and what the caller does
+with the result. Planning uses the arguments of the first call.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from flax import nnx
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Whether a case is small enough to run, or as large as its authors made it.
+    """The size of a case: small enough to run, or the size of its authors.
 
     Attributes:
-      full: as large; then nothing is allocated, and arrays are structs.
-      devices: for which the batch is made, where it is so much for each device.
+      full: whether the case has its authors' size. Then nothing is allocated, and
+        arrays are structs.
+      devices: number of devices, for batches whose size is given per device.
     """
 
     full: bool = False
     devices: int = 8
 
     def of(self, small: Any, full: Any) -> Any:
-        """One of the two."""
+        """Returns one of two values, by the size."""
         return full if self.full else small
 
     def normal(self, seed: int, *shape: int) -> Any:
@@ -64,13 +65,13 @@ class Case:
     """A step.
 
     Attributes:
-      step: what is given to `autopar.parallelize`.
+      step: the step as it is given to `autopar.parallelize`.
       plain: the same step on one device, compiled.
-      state: makes what the caller keeps between steps.
-      call: ``(step, state, number) -> (next state, what the step returned)``, as the
-        authors call it.
-      changed: what the user changed beside the decorator.
-      options: of `autopar.parallelize` and `autopar.plan`.
+      state: makes the state that the caller keeps between steps.
+      call: ``(step, state, number) -> (next state, result of the step)``, a call as the
+        authors write it.
+      changed: what the user must change besides adding the decorator.
+      options: options of `autopar.parallelize` and `autopar.plan`.
     """
 
     step: Callable[..., Any]
@@ -90,7 +91,7 @@ class Case:
 
 
 class _RecordedError(Exception):
-    """Ends a call whose arguments are known."""
+    """Ends a call once its arguments are recorded."""
 
 
 def _recorder(found: list[Any]) -> Callable[..., Any]:
@@ -102,9 +103,9 @@ def _recorder(found: list[Any]) -> Callable[..., Any]:
 
 
 def abstract(make: Callable[[], Any]) -> Any:
-    """What a function makes, with structs in the place of arrays."""
+    """The result of a function, with structs in place of arrays."""
     equinox = sys.modules.get("equinox")
     if equinox is not None:
-        # Its modules hold functions and texts beside arrays.
+        # Equinox's modules contain functions and texts, too.
         return equinox.filter_eval_shape(make)
     return nnx.eval_shape(make)

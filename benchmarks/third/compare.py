@@ -1,4 +1,4 @@
-"""Runs a step on one device and under a plan, and compares everything it returns."""
+"""Runs a step on one device and under a plan, and compares all results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flax import nnx
 import autopar
 
 STEPS = 4
-# Largest relative difference of an array.
+# Largest allowed relative difference of an array.
 TOLERANCE = 1e-5
-# An array that one rounding of the first state moves by more than a tenth of that is
-# mostly rounding, such as the momentum of a bias in front of a batch norm, whose
-# gradient is 0. It may differ by so many times what the rounding does.
+# Some arrays are mostly rounding errors, such as the momentum of a bias before a batch
+# norm, whose gradient is 0. If one rounding of the initial state changes an array by
+# more than a tenth of `TOLERANCE`, the array may differ by this multiple of the change.
 TIMES_ROUNDING = 10.0
 ULP = 2.0**-23
 SEEDS = (0, 1, 2)
@@ -29,7 +29,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a few steps returned, and the state that they left, as arrays by path."""
+    """The results of a few steps, and the last state, as arrays by path."""
 
     returned: Arrays
     state: Arrays
@@ -41,12 +41,12 @@ class Difference:
 
     Attributes:
       arrays: number of arrays.
-      largest: largest difference of an array, relative to its largest number, where
-        rounding does not move the array itself.
-      path: where it is.
-      rounded: number of arrays that one rounding of the first state moves.
-      times: the largest ratio of their difference to what the rounding does.
-      wrong: paths of arrays that differ by more than they may.
+      largest: largest relative difference of an array, among arrays that rounding
+        hardly changes.
+      path: path of this array.
+      rounded: number of arrays that one rounding of the initial state changes.
+      times: largest ratio of such an array's difference to the change by rounding.
+      wrong: paths of arrays that differ by more than allowed.
     """
 
     arrays: int
@@ -59,11 +59,11 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What a case does on one device.
+    """The results of a case on one device.
 
     Attributes:
       one: the run of the authors' step.
-      moved: the same from rounded states.
+      moved: runs of the same step from rounded states.
     """
 
     one: Run
@@ -71,7 +71,7 @@ class Reference:
 
 
 def referred(case: Case) -> Reference:
-    """Runs a case on one device, also from rounded states."""
+    """Runs a case on one device, from its state and from rounded states."""
     one = ran(case, case.plain, case.state())
     moved = (ran(case, case.plain, perturbed(case, seed)) for seed in SEEDS)
     return Reference(one, tuple(moved))
@@ -95,10 +95,10 @@ def compared(case: Case, reference: Reference, cluster: str) -> dict[str, Any]:
 def compared_way(
     case: Case, reference: Reference, cluster: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The same under options that choose how the step is run.
+    """Does the same under options that decide how the step runs.
 
-    What a plan computes of each microbatch alone, such as batch statistics, one device
-    does not know. The comparison is with one device and as many microbatches then.
+    If a plan computes some values for each microbatch alone, such as batch statistics,
+    the comparison is with one device and as many microbatches.
     """
     try:
         planned = autopar.parallelize(
@@ -121,13 +121,13 @@ def compared_way(
 def differences(
     one: Run, other: Run, moved: Sequence[Run], unmoved: Run | None = None
 ) -> dict[str, Any]:
-    """How a run differs from one on one device, by name of what it made.
+    """The differences between two runs, by name of the result.
 
     Args:
       one: the run on one device.
       other: the run under a plan.
       moved: runs on one device from rounded states.
-      unmoved: the run that these are to be compared with; None: ``one``.
+      unmoved: the run from which those differ only by rounding; None: ``one``.
     """
     found = {}
     for name in ("returned", "state"):
@@ -151,7 +151,7 @@ def ran(case: Case, step: Any, state: Any) -> Run:
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:
-    """All arrays of a tree, whatever objects it holds, by path."""
+    """Path -> array, for all arrays of a tree of any objects."""
     keyed, _ = jax.tree_util.tree_flatten_with_path(nnx.to_tree(tree))
     found = {}
     for path, leaf in keyed:
@@ -163,7 +163,7 @@ def arrays(tree: Any) -> dict[str, np.ndarray]:
 def _array(leaf: Any) -> np.ndarray:
     if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    # A copy: a later step may reuse the memory.
+    # The array is copied, because a later step may reuse its memory.
     return np.array(leaf)
 
 
@@ -174,9 +174,9 @@ def differ(
 
     Args:
       one: the arrays of the run on one device.
-      other: those of the planned run.
-      rounded: those of runs on one device from states that are off by a rounding.
-      unrounded: those of the run from the state itself.
+      other: the arrays of the planned run.
+      rounded: the arrays of runs on one device from rounded states.
+      unrounded: the arrays of the run from the state without rounding.
     """
     if list(one) != list(other):
         missing = tuple(sorted(set(one) ^ set(other)))
@@ -203,7 +203,8 @@ def differ(
 def relative(a: np.ndarray, b: np.ndarray) -> float:
     """The largest difference, relative to the largest number.
 
-    Infinite where shapes, dtypes or integers differ, or where one is not finite.
+    The result is infinite if shapes, dtypes or integers differ, or if one array is not
+    finite.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return np.inf
@@ -221,7 +222,7 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def perturbed(case: Case, seed: int) -> Any:
-    """The first state, each floating-point number off by about one rounding."""
+    """The initial state, each floating-point number changed by about one rounding."""
     rng = np.random.default_rng(seed)
 
     def moved(x: Any) -> Any:

@@ -1,7 +1,7 @@
 """The train steps of google/flax's ``examples/``, run on random data.
 
-Each function imports an example from a checkout and builds its state by the example's
-own classes, with its own configuration or a small one.
+Each function imports an example from a checkout. It builds the state with the example's
+own classes, and with its own configuration or a small one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from cases import Case, Size
 from flax import nnx
 from flax.training import train_state
 
-# What a user of a step that was written for ``jax.pmap`` leaves out.
+# The change that a user makes to a step that was written for ``jax.pmap``.
 PMAPPED = "no `jax.pmap` around it: whole state, whole batch"
 
 
 def returns_state(arguments: Callable[[Any, int], Any]) -> Callable[..., Any]:
-    """The loop around ``state, metrics = train_step(state, ...)``.
+    """Makes the loop around ``state, metrics = train_step(state, ...)``.
 
     Args:
-      arguments: ``(state, number)`` -> the arguments of a call, and those by name.
+      arguments: ``(state, number)`` -> the positional and the keyword arguments of a
+        call.
     """
 
     def call(step: Any, state: Any, number: int) -> tuple[Any, Any]:
@@ -157,7 +158,9 @@ def seq2seq(size: Size) -> Case:
 
 
 def ogbg_molpcba(size: Size) -> Case:
-    """A graph network over padded batches of molecules; jitted by its author."""
+    """A graph network over padded batches of molecules; the example itself jits the
+    step.
+    """
     train = importlib.import_module("train")
     config = importlib.import_module("configs.default").get_config()
     config.latent_size = size.of(16, config.latent_size)
@@ -199,7 +202,7 @@ def _zeros(x: Any) -> Any:
 
 
 def ppo(size: Size) -> Case:
-    """An epoch of minibatches of reinforcement learning; a static batch size."""
+    """An epoch of reinforcement learning over minibatches; the batch size is static."""
     train = importlib.import_module("ppo_lib")
     config = importlib.import_module("configs.default").get_config()
     config.batch_size = size.of(16, config.batch_size)
@@ -230,7 +233,7 @@ def ppo(size: Size) -> Case:
 
 
 def _batch_shape(size: Size, config: Any) -> tuple[int, int]:
-    """The rows of a batch of texts, and their length."""
+    """The number of rows of a batch of texts, and their length."""
     rows = size.of(16, size.devices * config.per_device_batch_size)
     return rows, size.of(16, config.max_target_length)
 
@@ -257,9 +260,9 @@ def _transformer(size: Size, config: Any) -> dict[str, Any]:
 
 
 def lm1b(size: Size) -> Case:
-    """A Linen language model; the caller jits it with shardings and static arguments.
+    """A Linen language model; the example jits it with shardings and static arguments.
 
-    The step is jitted as the example does, without the shardings of its mesh.
+    Here the step is jitted without the shardings of the example's mesh.
     """
     train = importlib.import_module("train")
     config = importlib.import_module("configs.default").get_config()

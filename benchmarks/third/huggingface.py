@@ -1,7 +1,7 @@
 """Flax models of HuggingFace transformers 4, with the train steps of its scripts.
 
-The scripts are ``examples/flax/*/run_*_flax.py``: their steps are functions within
-``main``, so they are written again here, as they stand there. All are written for
+The scripts are ``examples/flax/*/run_*_flax.py``. Their steps are functions within
+``main`` and cannot be imported, so they are repeated here. All steps are written for
 ``jax.pmap(step, "batch")``.
 """
 
@@ -20,12 +20,13 @@ from flax.training import train_state
 from flax.training.common_utils import onehot
 from flax_examples import PMAPPED, one_replica, returns_state
 
-# Not among the packages of this project: its rows have an interpreter of their own.
+# The project does not depend on transformers. These rows run in a separate interpreter,
+# which has it.
 transformers: Any = importlib.import_module("transformers")
 
 
 class TrainState(train_state.TrainState):
-    """With the key of the next dropout, as most of the scripts have it."""
+    """A train state with a random key for dropout, as in most of the scripts."""
 
     dropout_rng: jax.Array
 
@@ -63,7 +64,7 @@ def mean_step(loss_fn: Callable[..., Any], rate: Callable[..., Any]) -> Any:
 
 
 def masked_step(rate: Callable[..., Any]) -> Any:
-    """The step of run_mlm_flax.py: sums of losses, and a key that it returns."""
+    """The step of run_mlm_flax.py, which sums losses and returns a random key."""
 
     def train_step(state: Any, batch: Any, dropout_rng: Any) -> Any:
         dropout_rng, new_dropout_rng = jax.random.split(dropout_rng)
@@ -144,7 +145,7 @@ RATE = optax.join_schedules(
 
 
 def _decay_mask(params: Any) -> Any:
-    """Weight decay for kernels alone."""
+    """Marks kernels, to which alone weight decay applies."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key not in ("bias", "scale"), params
     )
@@ -174,7 +175,7 @@ def _case(step: Any, model: Any, batch: Callable[[int], Any], **named: Any) -> C
     )
 
 
-# The options of a small transformer, and of one that reads texts.
+# The options of a small transformer, and of a small one for texts.
 _SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -185,7 +186,7 @@ _SMALL_TEXT = {**_SMALL, "vocab_size": 64, "max_position_embeddings": 16}
 
 
 def _texts(size: Size, number: int, config: Any, *shape: int) -> dict[str, Any]:
-    """A batch of texts, (rows, length), whose words are to be told."""
+    """A batch of texts, (rows, length), with the words to predict."""
     tokens = size.integers(number, 0, config.vocab_size, *shape)
     return {
         "input_ids": tokens,

@@ -1,9 +1,10 @@
-"""One row of the table, in a process of its own; prints it as JSON.
+"""Tries one step in a separate process; prints the table row as JSON.
 
     python benchmarks/third/row.py FAMILY NAME SOURCE [PARTS]
 
-The process imports a step from SOURCE, plans it at full size for two clusters, runs it
-small on 8 simulated devices and compares it with one device, or what PARTS says of it.
+The process imports a step from SOURCE, and plans it at full size for two clusters. It
+runs a small version on 8 simulated devices, and compares it with one device; or it runs
+the comparisons that PARTS names.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CLUSTERS = ("8x8:h100", "2x4:a100")
 DEVICES = 8
-# Other ways to run a step, by the options that ask for them.
+# Name -> options that run a step in another way.
 WAYS: dict[str, dict[str, Any]] = {
     "microbatches": {"microbatches": 2},
     "stages": {"stages": 2, "schedule": "1f1b", "microbatches": 2},
     "remat": {"remat": "all"},
 }
-# Eight devices on which splitting small arrays pays: slow ones on fast links.
+# Eight slow devices on fast links, on which splitting small arrays pays off.
 SMALL = "2x4:cpu,efficiency=0.0001,network_latency=1us,network=100GB/s"
 
 
 def prepared(source: str, name: str) -> None:
-    """Sets devices and paths, before JAX is imported."""
+    """Sets devices and import paths; must run before JAX is imported."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
         f"--xla_force_host_platform_device_count={DEVICES} "
@@ -69,7 +70,7 @@ def planned(build: Any, cluster: str) -> dict[str, Any]:
 
 
 def row(family: str, name: str, parts: str) -> dict[str, Any]:
-    """Everything that is known of a step; errors in the place of what failed."""
+    """All figures of a step; an error replaces the figures of a part that failed."""
     compare = importlib.import_module("compare")
     cases = importlib.import_module("cases")
     build = importlib.import_module(family).CASES[name]
@@ -90,7 +91,7 @@ def row(family: str, name: str, parts: str) -> dict[str, Any]:
 
 
 def attempted(do: Any) -> dict[str, Any]:
-    """What a function returns, or its error."""
+    """The result of a function, or its error."""
     try:
         return do()
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Stands in for packages that the imports of an example need and its step does not.
+"""Replaces packages that an example imports but that its step does not use.
 
-Data pipelines, loggers and games are imported by the modules that hold the steps. A
-stub is made for each of them that is not installed: every name in it is a stub again.
-A step that used one would return no array, and fail.
+The modules with the steps also import data pipelines, loggers and games. Each of these
+packages that is not installed is replaced by a stub, in which every name is a stub,
+too. A step that used a stub would return no array, and fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-# Packages that only data, logging, games and checkpoints need.
+# Packages that are used only for data, logging, games and checkpoints.
 STUBBED = (
     "PIL",
     "cv2",
@@ -28,21 +28,21 @@ STUBBED = (
     "tensorflow_datasets",
     "tensorflow_text",
 )
-# Of every stubbed package, for those who compare versions as they are imported.
+# The version of every stub package, for code that compares versions at import.
 VERSION = "2.99.0"
 
 
 class Stub:
-    """A name of a stubbed module: it can be called, indexed and inherited from."""
+    """A stub of a name in a module: it can be called, indexed and subclassed."""
 
     __version__ = VERSION
 
     def __init__(self, name: str) -> None:
-        """Names it, for people."""
+        """Stores the name, for messages."""
         self._name = name
 
     def __getattr__(self, name: str) -> Stub:
-        """A stub of every public name."""
+        """Returns a stub for every public name."""
         if name.startswith("__"):
             raise AttributeError(name)
         return Stub(f"{self._name}.{name}")
@@ -56,17 +56,17 @@ class Stub:
         return Stub(f"{self._name}[...]")
 
     def __or__(self, other: Any) -> Stub:
-        """As in the annotation ``tf.Tensor | None``."""
+        """Allows annotations such as ``tf.Tensor | None``."""
         return self
 
     __ror__ = __or__
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
-        """As a base class it adds nothing."""
+        """Adds no base class to a subclass."""
         return ()
 
     def __repr__(self) -> str:
-        """Says what is missing."""
+        """Names the missing package."""
         return f"<stub of {self._name}>"
 
 
@@ -80,7 +80,7 @@ class _StubModule(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a stub for each missing package, and for the modules in it."""
+    """Finds a stub for each missing package and its modules."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = frozenset(packages)
@@ -98,7 +98,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(packages: Sequence[str] = STUBBED) -> list[str]:
-    """Stubs those of the packages that are not installed; returns their names."""
+    """Installs stubs for the packages that are missing; returns their names."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     sys.meta_path.append(_Finder(missing))
     return missing
