@@ -1,8 +1,8 @@
 """Process 0 plans, and all processes check that they hold the same plan.
 
-This module also tells the other processes when this process ends. Without this message,
-they would wait minutes for it: `jax.distributed` at the end of a program, and a
-collective if the process has failed.
+This module also tells the other processes when this process ends. Without this message
+they would wait for it for minutes: in the shutdown barrier of `jax.distributed` if this
+process ended normally, and in a collective if it failed.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class _Message(msgspec.Struct, omit_defaults=True):
     """A message from one process to the others.
 
     Attributes:
-      what: the current work of the process, such as "planning".
+      what: the work that the sending process does, such as "planning".
       versions: versions of the packages on which the trace of a step depends.
       failed: the error text of a failed process; '' for other processes.
       kind: name of the error's class.
       where: the line of the user's code that raised the error.
-      data: the data to exchange.
+      data: the bytes that the processes exchange.
     """
 
     what: str
@@ -73,11 +73,11 @@ def package_versions() -> dict[str, str]:
 
 
 def exchange_data(world: World, what: str, data: bytes = b"") -> list[bytes]:
-    """Exchanges data between all processes; returns the data of each, by its number.
+    """Exchanges data between all processes; returns process number -> its data.
 
     Args:
       world: the processes.
-      what: the current work, such as "planning".
+      what: the work that this process does, such as "planning"; named in errors.
       data: the data of this process.
 
     Raises:
@@ -131,9 +131,8 @@ def message_of_end(failed: str, kind: str, where: str) -> bytes:
 def _failure(what: str, error: BaseException) -> bytes:
     """Encodes the message of a process that has failed.
 
-    The message holds the error's text and a line of the user's code. For an error of
-    autopar with a cause, this is the line that raised the cause. For an error of any
-    other class, it is the line that raised the error.
+    The message holds the error's text and the line of user code that raised it. If an
+    error of autopar has a cause, the message holds the line that raised the cause.
     """
     kind = type(error).__name__
     text = " ".join(str(error).split()) or kind
@@ -162,12 +161,14 @@ def compare_between_processes(
 
     Args:
       world: the processes.
-      what: the current work, in words.
-      key: the bytes that must be equal on all processes.
-      detail: returns plain data that explains the key; exchanged if keys differ.
+      what: the work that the processes do, such as "planning"; named in errors.
+      key: bytes that must be equal on all processes.
+      detail: returns plain data that the key is a digest of. The processes exchange
+        this data only if their keys differ, so that an error can name the differences.
 
     Returns:
-      The detail of each process if keys differ; None if all keys are equal.
+      The data from ``detail`` of each process if keys differ; None if all keys are
+      equal.
     """
     digest = hashlib.sha256(key).digest()
     if len(set(exchange_data(world, what, digest))) == 1:
@@ -222,7 +223,7 @@ def _check_versions(found: Mapping[int, Mapping[str, str]]) -> None:
         )
 
 
-# The largest number of differences that an error message names.
+# The largest number of differing plan fields that an error message names.
 _MOST = 4
 
 
@@ -242,9 +243,9 @@ def agree(world: World, make: Callable[[], Plan]) -> Plan:
 def content_digest(plan: Plan) -> str:
     """Returns a digest of a plan's decisions: 32 hex digits.
 
-    The digest ignores the seconds that planning took. Saving and reading a plan turns
-    whole numbers in float fields into floats. The digest is the same before and after
-    this, because it is always computed from the plan as read back from JSON.
+    The digest ignores the seconds that planning took. It is computed from the plan as
+    read back from JSON, which turns whole numbers in float fields into floats. So a
+    plan has the same digest before and after it is saved.
     """
     solver = msgspec.structs.replace(plan.solver, seconds=0.0)
     zero = Seconds(trace=0.0, graph=0.0, solve=0.0, total=0.0)
@@ -308,7 +309,7 @@ def check_plans(world: World, plan: Plan) -> None:
 def _odd(values: Sequence[Any]) -> int:
     """Returns the first process whose value differs from the most common value.
 
-    If two processes have different values, the result is the second process.
+    If there are two processes and their values differ, the result is process 1.
     """
     texts = [msgspec.json.encode(value) for value in values]
     common = Counter(texts).most_common(1)[0][0]
@@ -332,7 +333,8 @@ def check_rows(world: World, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
     Args:
       world: the processes.
-      shapes: path -> shape of the arrays that this process passes.
+      shapes: the shape of each batch array that this process passes, by the array's
+        path in the arguments.
 
     Raises:
       PlanError: the shapes differ between processes.
@@ -364,15 +366,15 @@ def check_rows(world: World, shapes: Mapping[str, tuple[int, ...]]) -> None:
 def check_equal(world: World, leaves: Mapping[str, Any], *, first: bool) -> None:
     """Checks that arrays have equal values on all processes.
 
-    Each process holds its own copy of the arrays. The check runs in every step.
-    Therefore each process sends only a digest of its arrays, by a collective of the
+    Each process holds its own copy of the arrays. The check runs in every step, so it
+    must be fast: each process sends only a digest of its arrays, by a collective of the
     devices.
 
     Args:
       world: the processes.
-      leaves: path -> array.
-      first: whether this is a first step. In a first step, a process may send a failure
-        instead of its digest.
+      leaves: the arrays, by path in the arguments.
+      first: whether this is the first step of a program. In a first step, the processes
+        exchange digests on the host, so that a process may send a failure instead.
 
     Raises:
       PlanError: the values differ between processes.
@@ -433,7 +435,7 @@ def warn_of_equal_rows(world: World, rows: Mapping[str, Any]) -> None:
 
     Args:
       world: the processes.
-      rows: path -> rows of this process.
+      rows: this process's rows of each batch array, by path in the arguments.
     """
     if world.process_count == 1 or not rows:
         return
@@ -459,7 +461,7 @@ def _varies(rows: Any) -> bool:
 
 
 def digests_of(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Returns path -> digest of each array; this process must hold whole arrays."""
+    """Returns the digest of each array, by path; each array must be whole here."""
     return {path: _digest(leaf) for path, leaf in leaves.items()}
 
 
@@ -470,7 +472,7 @@ def refuse_different(world: World, digests: Mapping[str, str]) -> None:
 
     Args:
       world: the processes.
-      digests: path -> digest of this process's array.
+      digests: the digest of this process's copy of each array, by path.
 
     Raises:
       PlanError: the digests of some arrays differ.
@@ -490,7 +492,8 @@ def refuse_different(world: World, digests: Mapping[str, str]) -> None:
     )
 
 
-# A memory address of an object in the text of a program.
+# The memory address of a Python object in the text of a program; it differs between
+# processes.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -515,20 +518,22 @@ def shared_array(world: World, values: np.ndarray) -> np.ndarray:
     return np.frombuffer(data, dtype=values.dtype).reshape(values.shape)
 
 
-# Keys in the coordination service's store: of the error of the first failed process,
-# and of the ended processes.
+# Keys in the key-value store of the coordination service. The first stores the error
+# of the process that failed first. The second is a prefix of one key for each process
+# that has ended.
 _FAILED, _ENDED = "autopar/failed", "autopar/ended"
-# Process 0 hosts the store. At its end it waits for the other processes to read the
-# store, at most this many seconds. It checks at this interval, in seconds.
+# Process 0 runs the coordination service. When process 0 fails, it waits at most
+# _STAY_S seconds for the other processes to read its error. It checks every _POLL_S
+# seconds whether they have ended.
 _STAY_S, _POLL_S = 3.0, 0.05
-# Seconds that the other processes need to end after they have read the store.
+# Seconds that process 0 goes on waiting after all processes have announced their end.
 _LEAVE_S = 0.5
 
 
 def announce_end() -> None:
-    """Registers the exit hook that tells the other processes of this process's end.
+    """Registers the exit hook by which this process tells the others that it ends.
 
-    Does nothing without a coordination service.
+    Does nothing if the coordination service of `jax.distributed` does not run.
     """
     if jax_compat.coordination() is not None:
         atexit.unregister(_end)  # so that the hook runs only once
@@ -536,15 +541,16 @@ def announce_end() -> None:
 
 
 def leave_at_end() -> None:
-    """Lets this process end without waiting for the others, because one is lost."""
+    """Makes this process exit without waiting for the others, one of which is lost."""
     atexit.unregister(jax_compat.leave_coordination)
     atexit.register(jax_compat.leave_coordination)
 
 
 def _end() -> None:
-    """Runs at exit, before the hook of `jax.distributed`.
+    """Tells the other processes that this process ends, and with which error.
 
-    Python runs exit hooks in reverse order of registration.
+    Python runs exit hooks in reverse order of registration, so this hook runs before
+    the hook of `jax.distributed`, which waits for all processes.
     """
     found = jax_compat.coordination()
     if found is None or found.count == 1:
@@ -566,9 +572,9 @@ def _end() -> None:
 
 
 def _stay(found: jax_compat.Coordination) -> None:
-    """Waits a few seconds, so that other processes can read this process's store.
+    """Keeps process 0 alive for a few seconds, so that others can read its error.
 
-    The key-value store ends together with this process.
+    The key-value store runs in process 0 and ends with it.
     """
     end = time.monotonic() + _STAY_S
     with contextlib.suppress(jax.errors.JaxRuntimeError):

@@ -91,14 +91,14 @@ class BatchArguments:
 
 
 def named_shapes(call: StepCall) -> dict[str, tuple[int, ...]]:
-    """Returns path -> shape of each array among the arguments."""
+    """Returns the shape of each array among the arguments, by the array's path."""
     paths = call.form.paths(call.arrays)
     shapes = [tuple(x.shape) for x in call.arrays]
     return dict(zip(paths, shapes, strict=True))
 
 
 def row_dims(step: Callable[..., Any], call: StepCall) -> dict[int, int]:
-    """Returns the position of each batch array -> the dimension of its rows."""
+    """Returns the dimension of the rows of each batch array, by array position."""
     traced = trace_call(step, call)
     owners = call.form.argument_of(call.arrays)
     state = {owners[k] for k in traced.carried}
@@ -111,7 +111,7 @@ def row_dims(step: Callable[..., Any], call: StepCall) -> dict[int, int]:
 
 
 def _global(leaf: Any, struct: Any, process_count: int, dim: int) -> Any:
-    """Returns the struct of a whole array, of which each process holds some rows."""
+    """Returns the global shape of an array of which each process has some rows."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return struct
     shape = placement.global_shape(leaf, process_count, dim)
@@ -130,7 +130,7 @@ def check_alive(name: str, call: StepCall) -> None:
         if isinstance(x, jax.Array) and x.is_deleted()
     ]
     if gone:
-        # A deleted array still knows its shape.
+        # JAX keeps the shape of a deleted array, so the error can name it.
         paths = call.form.paths(call.arrays)
         raise PlanError(
             f"{name}: '{paths[gone[0]]}'{_more(gone)} was consumed by an earlier call: "
@@ -187,10 +187,11 @@ class BatchRows:
 def fewer_rows(
     call: StepCall, running: PlannedStep, process_count: int
 ) -> BatchRows | None:
-    """Returns the rows of a call that has fewer rows than the running step.
+    """Returns the rows of a call if they are fewer than the running step's; else None.
 
-    None for any other call. All batch arrays must have fewer rows in the same ratio.
-    Everything else must be as in the calls that the step was planned for.
+    All batch arrays must have fewer rows in the same ratio, and everything else must be
+    as in the calls that the step was planned for. For any other call the result is
+    None.
     """
     analysis = running.analysis
     if analysis.pytrees.form != call.form:
@@ -225,7 +226,7 @@ def fit_rows(
     """Drops or repeats rows of a call that has fewer rows than planned.
 
     Args:
-      call: the call.
+      call: the call with fewer rows.
       running: the running step.
       how: what to do with the rows; ``run`` changes nothing.
       process_count: number of processes; all processes hold equally many rows.
@@ -261,7 +262,7 @@ def fit_rows(
 
 
 def _split(call: StepCall, rows: BatchRows, plan: Plan) -> int:
-    """Returns the number of parts into which the plan splits the batch's rows."""
+    """Returns the number of shards into which the plan splits the rows of the batch."""
     paths = call.form.paths(call.arrays)
     axes = plan.mesh["axes"]
     found = 1
@@ -274,7 +275,7 @@ def _split(call: StepCall, rows: BatchRows, plan: Plan) -> int:
 
 
 def _resize_rows(array: Any, size: int, dim: int) -> Any:
-    """Returns the first ``size`` rows; repeats the last row if there are fewer."""
+    """Returns the first ``size`` rows; if there are fewer, repeats the last row."""
     xp = jax.numpy if isinstance(array, jax.Array) else np
     places = np.minimum(np.arange(size), array.shape[dim] - 1)
     return xp.take(array, places, axis=dim)

@@ -1,8 +1,8 @@
-"""Changes the batch size, microbatches, codecs or world of a `ParallelStep`.
+"""Changes the batch size, microbatches, codecs or devices of a `ParallelStep`.
 
 Only this module may change private attributes of `ParallelStep`. A *world* is the set
-of processes and devices that run the step. In another world the step keeps its analyses
-and plans, and drops its programs and arrays.
+of processes and devices that run the step. When the world changes, the step keeps its
+analyses and plans, and drops its compiled programs and its arrays.
 """
 
 # pyright: reportPrivateUsage=false
@@ -31,11 +31,11 @@ from autopar_passes.program.trace import opened_within
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallShape:
-    """A step for arguments of given shapes, and the setting to plan it for.
+    """A step traced for arguments of given shapes, and the setting to plan it for.
 
     Attributes:
-      analysed: the step on these arguments.
-      setting: the cluster and codecs.
+      analysed: the analysis of the step for these shapes.
+      setting: the cluster and the codecs to plan for.
     """
 
     analysed: Analysed
@@ -71,7 +71,7 @@ def shape_for_call(
       call: the arguments, from `call_of`.
       codecs: how to send gradients, as a value of ``compression=``.
       microbatches: the number of microbatches.
-      layouts: a plan whose layouts are to be kept.
+      layouts: a plan whose layouts the new plan must have; None to choose layouts.
 
     Raises:
       TraceError: JAX cannot trace the step on these arguments.
@@ -121,7 +121,7 @@ def fixed_layouts(step: ParallelStep[..., Any]) -> bool:
 
 
 def _budget(setting: Setting, options: Any, codecs: str) -> float | None:
-    """Returns the error budget of the user; None if ``codecs`` is not ``auto``."""
+    """Returns the user's limit on gradient errors; None unless codecs are ``auto``."""
     asked = setting.codecs or options
     given = asked.error_budget if asked.error_budget is not None else None
     return (given or options.error_budget) if codecs == "auto" else None
@@ -145,8 +145,8 @@ def go_on(
 ) -> Any:
     """Moves a state to another plan of a step; the next call uses this plan.
 
-    If this raises an error before the state is moved, nothing has changed. Each old
-    array is freed after it has been moved.
+    If this raises an error before the first array is moved, nothing has changed. Each
+    old array is freed as soon as its copy is complete.
 
     Args:
       step: the step.
@@ -169,7 +169,7 @@ def go_on(
 
 
 def _setting_to_keep(step: ParallelStep[..., Any], setting: Setting) -> Setting:
-    """Returns the setting for later steps, with the layouts option from before.
+    """Returns the setting for later plans, with the user's own ``layouts`` option.
 
     The ``layouts`` of the given setting apply only to this change of the plan.
     """
@@ -180,7 +180,7 @@ def _setting_to_keep(step: ParallelStep[..., Any], setting: Setting) -> Setting:
 
 
 def begin_with(step: ParallelStep[..., Any], *, codecs: str, microbatches: int) -> None:
-    """Gives a step without a plan the codecs and microbatches of an earlier run.
+    """Sets the codecs and microbatches of an earlier run in a step without a plan.
 
     Args:
       step: the step.
@@ -249,16 +249,16 @@ def enter_world(
 ) -> None:
     """Moves a step to another world, after the devices of the old world were lost.
 
-    The step has no plan in use afterwards, but keeps its analyses and the plans that
-    were made. The state of codecs and the averages of the noise scale start anew,
-    unless saved ones are assigned.
+    Afterwards the step has no plan in use, but keeps its analyses and all plans that it
+    made. Codec states (such as residuals) and the averages of the noise scale are
+    reset, unless the caller assigns saved ones.
 
     Args:
       step: the step.
       world: the processes and devices of the new world.
       cluster: the cluster to plan for.
       donate: whether calls consume the carried state.
-      cache: the plans on disk, used if the step has no cache yet.
+      cache: the folder of saved plans, used if the step has no such folder yet.
     """
     if step._current is not None:
         step._codecs.start_anew()
@@ -272,10 +272,10 @@ def enter_world(
 
 
 def is_pure(step: ParallelStep[..., Any]) -> bool:
-    """Whether a call of the prepared step has no side effects.
+    """Whether a call of the prepared step changes nothing outside its results.
 
-    Side effects are: codecs or the noise scale update their state, the call consumes
-    arguments, or the call has to compile the program first.
+    A call is not pure if the step updates codec state or the averages of the noise
+    scale, if it donates its arguments, or if it first has to compile the program.
     """
     current = step.running
     keeps = current.planned.sums is not None or current.planned.noise is not None
@@ -283,12 +283,12 @@ def is_pure(step: ParallelStep[..., Any]) -> bool:
 
 
 def load(step: ParallelStep[..., Any], function: Any) -> None:
-    """Replaces the prepared program of a step by a compiled one.
+    """Replaces the step's program, which is not compiled yet, by a compiled one.
 
     Args:
       step: the step.
       function: the compiled program, for arguments with the same shapes and shardings.
-        All processes must have it.
+        All processes must make this call with their compiled program.
     """
     current = step.running
     planned = dataclasses.replace(current.planned, function=function)

@@ -1,4 +1,4 @@
-"""Runs steps whose gradients are sent by codecs, and reports how the codecs do.
+"""Runs steps whose gradients are sent by codecs, and reports the errors of the codecs.
 
 *Telemetry* is what a step measures of its codecs, such as their relative errors. A
 *policy* changes codecs while training. *Fallback levels* number the codecs that a step
@@ -86,15 +86,15 @@ _NO_CODEC = (
 
 
 class CodecRun:
-    """The codecs of a planned step: their state, telemetry and policy."""
+    """The codecs of a running step: their state, their telemetry and their policy."""
 
     def __init__(self, policy: Policy | None) -> None:
         """Creates a run without codec state; the first step creates the state."""
         self.policy = policy
         self.recoding = Recoding()
         self.adoption = Adoption()
-        # A policy reads the errors of codecs from its observations. Only runs without
-        # a policy therefore warn of large errors.
+        # A policy gets the errors of codecs in its observations and reacts to them.
+        # So warnings of large errors are given only without a policy.
         self._reader = TelemetryReader(warns=policy is None)
         self._probed: dict[str, dict[str, float]] = {}
         self._state: State | None = None
@@ -102,14 +102,15 @@ class CodecRun:
         self._owner: AnySums | None = None
         self._links: Links | None = None
         self._telemetry: Any = None
-        # The telemetry of the last step that measured it, and the number of steps that
-        # have updated the codecs' state.
+        # `_known` is the telemetry of the last step that measured it. `_turn` counts
+        # the steps that have updated the codecs' state.
         self._known: Any = None
         self._turn = 0
         self._level: Any = None
         self._taken: Any = None
-        # The last columns of telemetry measure the signal of gradients. These are their
-        # sums since the policy's last observation.
+        # The last columns of the telemetry measure the signal of gradients.
+        # `_signals` is the sum of these columns over the steps since the policy's last
+        # observation.
         self._signals: Any = None
         # Whether the counts of fallback levels and the sums of signals restart at 0
         # with the next step.
@@ -124,7 +125,7 @@ class CodecRun:
     def copy_state(self, plan: Plan | None) -> Any:
         """Returns a copy of the state after the last step; None before the first step.
 
-        The next step consumes the state, but not the copy.
+        The next step donates the state itself, but not the copy.
 
         Args:
           plan: the plan in use; its codecs are saved with the state.
@@ -137,12 +138,13 @@ class CodecRun:
         return {**jax.tree.map(_copy_array, state), "codecs": texts}
 
     def restore(self, state: Any, *, held: bool) -> None:
-        """Restores a saved state, which the next step places.
+        """Takes a saved codec state, which the next step places on its devices.
 
         Args:
-          state: the saved state; None to start without residuals.
-          held: whether steps without codecs may come first, such as after a re-plan to
-            a plan without codecs; the state is then kept for later.
+          state: the saved state; None to start without residuals (the errors that error
+              feedback carries from step to step).
+          held: whether plans without codecs may run first. The saved state then waits
+            for the next plan with codecs.
         """
         self._saved, self._state, self._owner = state, None, None
         if held and state is not None:
@@ -151,11 +153,11 @@ class CodecRun:
 
     @property
     def has_saved(self) -> bool:
-        """Whether a saved state waits for the next step."""
+        """Whether a restored state has not been used by a step yet."""
         return self._saved is not None
 
     def resume_plan(self, plan: Plan) -> Plan:
-        """The plan with the codecs that a restored, not yet used state belongs to.
+        """Returns the plan with the codecs of a restored state that is not used yet.
 
         Raises:
           PlanError: a saved codec is not known in this process.
@@ -182,7 +184,7 @@ class CodecRun:
         """Measured relative errors, by gradient and codec.
 
         Errors of codecs in use come from the latest steps. Errors of other codecs come
-        from the last step before which a policy had them measured (probed).
+        from *probes*: measurements of unused codecs that a policy requested.
         """
         self._reader.look(wait=True)
         names = {*self._probed, *self._reader.errors}
@@ -192,7 +194,7 @@ class CodecRun:
         }
 
     def start_anew(self) -> None:
-        """Drops the state of earlier steps; keeps a restored state until it is used."""
+        """Drops the codec state of earlier steps, but no restored, unused state."""
         if self._state is not None:
             self._state, self._owner = None, None
 
@@ -208,9 +210,9 @@ class CodecRun:
     def check(self, sums: AnySums | None) -> None:
         """Checks that the codecs' state can be carried over to another plan.
 
-        The state is carried over by the next step, not here. Until then
-        `ParallelStep.recode` may choose other codecs, which keep a residual that the
-        codecs of this plan would drop.
+        The next step carries the state over, not this method. Until then
+        `ParallelStep.recode` may choose codecs that keep a residual which the codecs of
+        this plan would drop.
 
         Raises:
           PlanError: the state does not fit the plan's gradients.
@@ -223,9 +225,9 @@ class CodecRun:
     ) -> None:
         """Creates the codecs' state for a step, and measures the codecs to be probed.
 
-        It first warns if earlier steps kept the state because a gradient was not
-        finite. Python may turn this warning into an error. So it comes before any array
-        is donated, and no array is lost.
+        Before that, it warns if earlier steps had a gradient that was not finite and
+        therefore kept their old state. Python may turn this warning into an error. The
+        warning comes before any array is donated, so that such an error loses no array.
         """
         self._reader.look()
         assert planned.sums is not None
@@ -275,7 +277,7 @@ class CodecRun:
         return flat, *rest
 
     def _count(self, sums: AnySums, new: bool) -> None:
-        """Adds the steps' fallback levels to counts on the devices, without waiting."""
+        """Adds the step's fallback levels to counts on the devices."""
         anew = new or self._count_anew
         if sums.fallback is not None:
             self._taken = self._level if anew else _add(self._taken, self._level)
@@ -285,7 +287,7 @@ class CodecRun:
         self._count_anew = False
 
     def _is_observed(self, done: int) -> bool:
-        """Whether the policy observes the step with this number."""
+        """Whether the policy gets an observation of the step with this number."""
         return self.policy is not None and done % max(1, self.policy.every) == 0
 
     def _measure(
@@ -298,7 +300,7 @@ class CodecRun:
     ) -> None:
         """Measures the errors that codecs would have in the next step.
 
-        The time of this measurement does not count as time of a step.
+        The policy's time of a step does not include this measurement.
         """
         assert planned.sums is not None
         jax.block_until_ready(self._telemetry)
@@ -329,9 +331,9 @@ class CodecRun:
     def report(self, running: PlannedStep | None) -> Telemetry:
         """Returns the telemetry of gradients, by parameter.
 
-        For each gradient this is the telemetry of the last step that measured
-        telemetry. If the gradient is not finite in the latest step, this is the
-        telemetry of the latest step instead.
+        The telemetry of each gradient is that of the last step that measured telemetry.
+        If a gradient is not finite in the latest step, its telemetry is that of the
+        latest step.
 
         Args:
           running: the program in use; None if there is none yet.
@@ -371,9 +373,10 @@ class CodecRun:
     def _with_levels(
         self, sums: AnySums, reports: dict[str, GradientReport]
     ) -> dict[str, GradientReport]:
-        """Returns the reports with the fallback levels of each gradient added.
+        """Returns the reports with the counts of each gradient's fallback levels added.
 
-        The bytes of a report become those of the last step's fallback level.
+        The bytes in a report become the bytes that the last step's fallback level
+        sends.
         """
         last = np.argmax(np.asarray(self._level), axis=1)
         counts = np.asarray(self._taken)
@@ -490,7 +493,7 @@ def _report(
 
 
 def _root(square: float) -> float:
-    """Returns the square root; NaN for `autopar.compression.encoding.NOT_MEASURED`."""
+    """Returns the square root of a squared norm; NaN if the norm was not measured."""
     return math.sqrt(square) if square >= 0 else math.nan
 
 
@@ -564,7 +567,7 @@ class NoiseRun:
     def start_anew(self) -> None:
         """Drops the averages of earlier steps, but not restored averages.
 
-        The next step still uses averages that were restored.
+        Restored averages are kept, because the next step has not used them yet.
         """
         if self._state is not None:
             self._state, self._owner = None, None
@@ -586,7 +589,7 @@ class NoiseRun:
 
 @functools.cache
 def _known_names() -> frozenset[str]:
-    """Returns the keys of saved averages.
+    """Returns the names of the arrays in saved averages.
 
     This is a function and not a constant because it creates arrays, which would start
     JAX's backend during the import.

@@ -32,10 +32,11 @@ from autopar.runtime.planned import planned_step
 from autopar.steps.analysis import Analysis
 from autopar.units import bytes_text
 
-# The largest number of plans to try; each plan needs less memory than the one before.
+# The largest number of plans to compile; each plan needs less memory than the one
+# before.
 _MOST_PLANS = 3
-# The memory limit for the next plan is also multiplied by this factor, as a margin for
-# errors of the prediction.
+# The memory limit for the next plan is also multiplied by this factor, because the
+# predicted memory of that plan may be too small.
 _BELOW = 0.995
 
 
@@ -47,17 +48,17 @@ def plan_that_fits(
 ) -> Plan:
     """Finds a plan; if it is near the memory limit, checks by compiling that it fits.
 
-    A plan whose compiled program is too large is dropped. The next plan is searched for
-    with a lower memory limit. The old limit or the predicted memory, whichever is
-    smaller, is multiplied by the ratio of the device's memory to the compiled
-    program's.
+    If the compiled program of a plan needs more memory than a device has, the plan is
+    dropped. The search then runs again with a lower memory limit: the smaller of the
+    old limit and the plan's predicted memory, times the device's memory over the
+    compiled program's memory.
 
     Args:
       analysis: the step.
       cluster: the cluster to plan for.
       options: the options, whose ``compile_check`` says whether plans are compiled.
       find: finds a plan for a cluster, such as ``cluster`` with less memory per device.
-        It skips the programs in its second argument, which did not fit before.
+        Its second argument lists programs that did not fit before, which it skips.
 
     Raises:
       InfeasibleError: no plan fits.
@@ -70,12 +71,13 @@ def plan_that_fits(
         found = find(cluster, unfit)
     except InfeasibleError as error:
         # If no option is untried, the search has already tried the programs that need
-        # least memory, and these do not fit.
+        # the least memory.
         pinned = decide_open(options).untried_options
         if target is None or target.kind == CPU.kind or not pinned:
             raise
         return _with_room_made(analysis, cluster, target, find, error)
-    # Seconds of all searches together: the step is traced and analysed only once.
+    # Seconds of all searches together. Tracing and analysing the step happened once,
+    # before.
     solve_s = found.seconds.solve
     compile_s = 0.0
     allowed = float(memory)
@@ -113,9 +115,10 @@ def _with_room_made(
     find: Callable[[Cluster, Unfit], Plan],
     failure: InfeasibleError,
 ) -> Plan:
-    """Finds a plan whose predicted memory is over the limit, but that may still fit.
+    """Finds a plan that fits only if the compiler reduces memory, and compiles it.
 
-    A compiler may need less memory than predicted. The plan is compiled to check this.
+    A compiler may reschedule a program until it fits, so that it needs less memory than
+    predicted.
 
     Args:
       analysis: the step.
@@ -161,7 +164,7 @@ def _is_near(plan: Plan, memory: float) -> bool:
 
 
 def _part_of(plan: Plan, cluster: Cluster) -> Cluster:
-    """The devices of a cluster that a plan made for less memory uses."""
+    """Returns the part of a cluster that a plan uses, with its full memory."""
     planned = plan.cluster.read()
     if planned.num_devices == cluster.num_devices:
         return cluster
@@ -186,7 +189,7 @@ def _with_compiled(
 
 
 def _target(cluster: Cluster) -> Target | None:
-    """Returns the compiler for the devices of a cluster; None if there is none here."""
+    """Returns the compiler for a cluster's devices; None if it is not installed."""
     if cluster.groups:
         return None
     kind, name = cluster.device.kind, cluster.device.name

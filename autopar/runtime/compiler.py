@@ -1,16 +1,17 @@
 """Compiles programs in a second process, so that training steps are not slowed down.
 
-XLA compiles CPU programs in its own threads. These threads share the cores with the CPU
-devices, and a low priority of the thread that compiles does not extend to them. A
-second process can have the lowest priority, so it runs only on idle cores. Caches and
-memory bandwidth are still shared with steps on other cores. The second process
-therefore works in bursts with rests between them, unless a thread of this process waits
-for its program. A third process, the keeper, stops and continues the second process,
-and ends it when this process ends. The second process receives a lowered program, so it
-needs neither the step nor its data.
+XLA compiles CPU programs in threads of its own. These threads run on the same cores as
+the CPU devices, and they do not inherit a low priority from the thread that calls XLA.
+A second process can have the lowest priority, so it runs only on idle cores. But it
+still shares caches and memory bandwidth with training steps on other cores. So the
+second process compiles in short bursts with pauses between them, unless a thread of the
+training process waits for its program. A third process, the keeper, pauses and
+continues the second process, and ends it when the training process ends. The second
+process gets a lowered program, so it needs neither the step nor its data.
 
-Programs for accelerators are compiled in this process. Accelerators go on computing
-while the host compiles, and a second process could not use the same accelerators.
+Programs for accelerators are compiled in the training process. Accelerators go on
+computing while the host compiles, and a second process could not use the same
+accelerators.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from autopar_passes import jax_processes
 
 _LENGTH = struct.Struct("<q")
 _COUNT_FLAG = "host_platform_device_count"
-# Seconds of a burst, and of the rest after it. Training steps run undisturbed for three
-# quarters of the time, and compiling takes four times as long as without rests.
-# Stopping the process takes some milliseconds, much less than a burst.
+# Seconds of a burst, and of the pause after it. Training steps run undisturbed for
+# three quarters of the time, and compiling takes four times as long as without pauses.
+# Pausing the process takes some milliseconds, much less than a burst.
 _BURST_S, _REST_S = 0.1, 0.3
 
 
@@ -61,11 +62,12 @@ class Compiler:
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: IO[bytes] | None = None  # to the keeper
         self._closed = False
-        # Held while a program compiles, because the process compiles one at a time.
-        # `close` ends the process at once, without waiting for the program.
+        # `_turn` is locked while a program compiles, because the second process
+        # compiles one program at a time. `close` kills the process without waiting for
+        # this lock.
         self._turn, self._starting = threading.Lock(), threading.Lock()
-        # The number of threads that wait for a program. The second process rests only
-        # while this number is 0.
+        # The number of threads that wait for a program. The second process pauses
+        # between bursts only while this number is 0.
         self._waiting = 0
         self._hurry, self._counting = threading.Event(), threading.Lock()
 
@@ -99,7 +101,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def hurry(self) -> Generator[None]:
-        """Lets the second process work without rests inside the ``with`` block."""
+        """Lets the second process work without pauses inside the ``with`` block."""
         self._count(1)
         try:
             yield
@@ -153,7 +155,9 @@ class Compiler:
             else:
                 self._orders.close()
             process.wait()
-        with self._turn:  # a thread that waited for an answer has then returned
+        # A thread that waited for an answer releases the lock when the process has
+        # ended.
+        with self._turn:
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(OSError):
                     assert pipe is not None
@@ -182,7 +186,7 @@ _COMPILER: contextvars.ContextVar[Compiler | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def compiled_by(compiler: Compiler) -> Generator[None]:
-    """Makes `compile_lowered` use a compiler, in this thread and the ``with`` block."""
+    """Makes `compile_lowered` use a compiler, in this thread and ``with`` block."""
     token = _COMPILER.set(compiler)
     try:
         yield
@@ -193,8 +197,9 @@ def compiled_by(compiler: Compiler) -> Generator[None]:
 def compile_lowered(lowered: Any) -> None:
     """Compiles a lowered function, so that calls of the function need not compile.
 
-    The compiler given to `compiled_by` compiles it in its process. If it cannot, this
-    process compiles it: a program may call Python functions that only this process has.
+    The compiler given to `compiled_by` compiles the function in its process. If that
+    fails, this process compiles it: a program may call Python functions that only this
+    process has.
 
     Args:
       lowered: `jax.stages.Lowered`.
@@ -213,7 +218,7 @@ def compile_lowered(lowered: Any) -> None:
 
 
 def _start_keeper(command: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    """Starts a command under a keeper; returns the keeper and the pipe for orders."""
+    """Starts a command under a keeper; returns the keeper and its pipe for orders."""
     descriptor, orders = os.pipe()
     try:
         words = [sys.executable, keeper.__file__, str(descriptor), *command]
@@ -240,9 +245,10 @@ def _open_process(words: list[str], *descriptors: int) -> subprocess.Popen[bytes
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment of the second process.
+    """Returns the environment variables of the second process.
 
-    It has the same number of CPU devices, the same modules, and no accelerator.
+    With them the process has the same number of CPU devices, finds the same modules,
+    and uses no accelerator.
     """
     found = {**os.environ, "JAX_PLATFORMS": "cpu"}
     found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(x or ".") for x in sys.path)

@@ -64,8 +64,8 @@ class StateShapes:
     """The state that a function creates, without its arrays.
 
     Attributes:
-      structs: shapes of the arrays.
-      fixed: the leading arguments of the step, without the arrays.
+      structs: shapes and dtypes of the arrays.
+      fixed: the step's leading arguments, with a placeholder for each array.
       single: whether the step takes the state as a single argument.
       leaves: creates only the arrays, from the function's arguments.
     """
@@ -107,23 +107,22 @@ def state_shapes(create_state: Callable[..., Any], args: Sequence[Any]) -> State
 def leaves_of(create_state: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Returns a function that creates only the arrays of a state.
 
-    ``jax.jit`` needs results that are equal between calls. Parts of a state that are no
-    arrays may differ: ``apply_fn`` may be bound to a module that each call creates.
+    ``jax.jit`` needs equal tree structures from all calls. But parts of a state that
+    are not arrays may differ between calls: ``apply_fn`` may be bound to a module that
+    each call creates. So the function returns the arrays alone.
     """
     return lambda *args: flat_state(create_state(*args))[0]
 
 
 def replace_leaves(state: Any, leaves: Sequence[Any]) -> Any:
-    """Returns the state with other arrays; NNX objects are updated in place."""
+    """Returns the state with other arrays; updates NNX objects in place."""
     _, fixed = flat_state(state)
     out = update_objects(splat(state), fixed.join(leaves))
     return out if type(state) is tuple else out[0]
 
 
 def with_leaves(state: Any, leaves: Sequence[Any]) -> Any:
-    """Returns a state's trees with other leaves; an NNX object becomes an
-    ``nnx.State``.
-    """
+    """Returns a state with other leaves; an NNX object becomes an ``nnx.State``."""
     arrays, fixed = flat_state(state)
     out = fixed.join(leaves[: len(arrays)])
     out = jax.tree.map(

@@ -1,4 +1,4 @@
-"""Functions such as evaluation, compiled for state with the shardings of the step."""
+"""Compiles functions such as evaluation for a state with the shardings of the step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FUNCTIONS = 16
 
 
 class Evaluation(Generic[P, R]):
-    """A function compiled for arrays with the shardings of a planned step.
+    """A function compiled for arrays that have the shardings of a planned step.
 
     Arrays on the devices of the plan's mesh are not moved. All other arrays are a
     batch: their rows are split over the mesh axes that split the step's batch, as far
@@ -57,7 +57,7 @@ class Evaluation(Generic[P, R]):
 
         Args:
           function: the function; not a ``jax.pmap``, but the function inside it.
-          running: returns the planned step in use, which has the state's shardings.
+          running: returns the planned step in use, whose shardings the state has.
           world: returns the processes and devices of the step.
           static: names of static arguments.
 
@@ -140,8 +140,8 @@ class Evaluation(Generic[P, R]):
         placed: list[Any] = []
         for x in call.arrays:
             if isinstance(x, jax.Array) and x.sharding.device_set == devices:
-                # If the caller has set a mesh, the step returned its state on this
-                # mesh. Here the state gets the shardings of the plan's mesh again.
+                # The step returned its state on the mesh that the caller has set, if
+                # any. This gives the state the shardings of the plan's mesh again.
                 placed += placement.given_back([x], running.mesh, ())
                 continue
             shape = placement.global_shape(x, count)
@@ -156,9 +156,9 @@ class Evaluation(Generic[P, R]):
 def spread(arrays: Sequence[Any], mesh: Mesh, links: Links | None = None) -> list[Any]:
     """Splits arrays over all devices of a pipeline, for one program on all devices.
 
-    State that lies on devices of stages is split along its largest dim that the number
-    of devices divides. Other arrays are split along their rows if the number of devices
-    divides the rows.
+    Arrays on the devices of single stages are state. Each is split along its largest
+    dim that the number of devices divides. All other arrays are split along their rows
+    if the number of devices divides the rows.
 
     Args:
       arrays: state, and a batch of which each process holds its rows.
@@ -201,7 +201,8 @@ def _row_spec(
 ) -> PartitionSpec:
     """Splits rows over the first of the given mesh axes.
 
-    As many axes are used as have a product of sizes that divides the number of rows.
+    It uses the longest prefix of the axes whose product of sizes divides the number of
+    rows.
     """
     sizes = running.plan.mesh["axes"]
     parts, used = 1, list[str]()

@@ -29,7 +29,7 @@ def main() -> None:
     os.dup2(nothing, 1)
     while order := os.read(descriptor, 1):
         os.kill(pid, signal.SIGSTOP if order == STOP else signal.SIGCONT)
-    # Nothing has waited for the command's process yet, so its process id cannot belong
+    # The command's process has not been reaped yet, so its process id cannot belong
     # to another process.
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

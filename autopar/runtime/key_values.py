@@ -18,10 +18,10 @@ import msgspec
 from autopar.errors import RunError
 
 # The longest wait of one request to the store, in milliseconds. Ctrl-C takes effect
-# only between requests. The shorter time is for objects with a ``check``, which is also
-# called between requests.
+# only between requests. The second, shorter time is for exchanges with a ``check``,
+# which runs between requests.
 _POLL_MS, _QUICK_MS = 500, 50
-# Seconds of waiting after which a warning is given.
+# Seconds of waiting for another process, after which a warning is given.
 _PATIENCE_S = 60
 _ROOT = "autopar"
 
@@ -39,7 +39,7 @@ class KeyValueExchange:
       client: the client of the coordination service.
       index: number of this process.
       count: number of processes.
-      check: called while this object waits; raises an error to end the wait.
+      check: called repeatedly during a wait; raises an error to end the wait.
       lane: a name that keeps the exchanges of different threads apart
         (`autopar.runtime.world`).
     """
@@ -59,7 +59,7 @@ class KeyValueExchange:
 
         Args:
           data: the data of this process.
-          what: the current work, for a warning.
+          what: the work that this process does, named in the warning after a long wait.
 
         Raises:
           RunError: the coordination service has ended.
@@ -75,8 +75,8 @@ class KeyValueExchange:
                 return self._read_published(number, what)
             found[process] = own
         self._publish(number, found)
-        # A process that has sent data for this exchange has read the results of all
-        # earlier exchanges. So the data of the last one can be deleted.
+        # A process that sent data for this exchange has read the results of all
+        # earlier exchanges. So the results of the last exchange can be deleted.
         self.client.key_value_delete(f"{self._root}/{number - 1}")
         return self._read_published(number, what)
 
@@ -93,7 +93,7 @@ class KeyValueExchange:
         return self.client.key_value_increment(f"{self._root}/calls/{self.index}", 1)
 
     def _publish(self, number: int, found: dict[int, bytes]) -> None:
-        """Publishes data, unless a failed process has published before."""
+        """Publishes an exchange's result, unless a failed process has published."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             data = msgspec.msgpack.encode(found)
             self.client.key_value_set_bytes(f"{self._root}/{number}/all", data)

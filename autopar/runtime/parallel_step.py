@@ -37,9 +37,9 @@ from autopar_passes.program.trace import opened_within, step_name
 def method_of(step: Any, instance: Any) -> Any:
     """Returns a step as a method of an object.
 
-    A module or another tree of arrays becomes the first argument of the step, and is
-    state if the step returns it. Any other object is static: the program contains the
-    attributes that the step reads as they are in the first call. Each object has its
+    A module or another pytree of arrays becomes the first argument of the step, and is
+    state if the step returns it. Any other object is static: when the step is traced,
+    the attributes that it reads become constants of the program. Each object has its
     own plans.
 
     Args:
@@ -53,7 +53,7 @@ def method_of(step: Any, instance: Any) -> Any:
         return functools.partial(step, instance)
     name, made = step.__name__, _bind_step(step, instance)
     try:
-        # An attribute of the object takes precedence over a descriptor without
+        # Python finds an attribute of the object before a descriptor without
         # ``__set__``.
         vars(instance)[name] = made
     except TypeError as error:
@@ -147,9 +147,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self._repeated: RepeatedCall | None = None
 
     def _one_stage(self) -> str:
-        """Returns why the planner does not try pipeline stages on its own.
+        """Returns why the planner must not try pipeline stages unless requested.
 
-        The result is '' if it does.
+        The result is '' if the planner may try them.
         """
         store = self._store
         reasons = {
@@ -246,9 +246,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
         None before the first step.
 
-        Save it with the train state. After a restart, assign the saved value. The next
-        call then places this state for the plan in use, and sends gradients by the
-        codecs that `recode` or a policy had chosen.
+        Save this value with the train state. After a restart, assign it again. The next
+        call then places it on the devices of the plan in use, and sends gradients by
+        the codecs that `recode` or a policy had chosen before.
         """
         current = self._current
         return self._codecs.copy_state(
@@ -280,7 +280,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     @property
     def codec_changes(self) -> tuple[CodecChange, ...]:
-        """The latest changes of codecs that the policy asked for, the newest last.
+        """The latest changes of codecs that the policy requested, the newest last.
 
         Each change says whether it was adopted or postponed, and why.
         """
@@ -447,7 +447,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             self._follow(wish)
 
     def _follow(self, wish: Mapping[str, str]) -> None:
-        """Uses the codecs that the policy wants, unless the change is postponed."""
+        """Sends gradients by the policy's codecs, unless the change is postponed."""
         assert self._current is not None
         analysed, running = self._current.analysed, self._current.planned
         plan = self._codecs.plan_of_policy(running.plan, wish)
@@ -481,9 +481,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
     ) -> Evaluation[Q, S]:
         """Compiles a function, such as evaluation, for state with the step's shardings.
 
-        State that the step returned, or that `init` made, is not moved. The batch is
-        split over the mesh axes that split the step's batch. No argument is consumed.
-        With several stages, each call copies the state and splits it over all devices.
+        State that the step or `init` returned is not moved. The batch is split over the
+        mesh axes that split the step's batch. No argument is donated. With several
+        pipeline stages, each call copies the state from the stages and splits it over
+        all devices.
 
         Args:
           function: such as ``evaluate(state, batch)``.
@@ -524,7 +525,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return planned.plan
 
     def _make_ready(self) -> None:
-        """Compiles a new program on all processes; if one fails, all raise an error."""
+        """Compiles a new program on all processes; all raise the error of any."""
         current = self._current
         if current is None or current.ready:
             return

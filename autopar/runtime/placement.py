@@ -26,8 +26,8 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
     """Returns an array with the given sharding; no copy if it has that sharding.
 
     The result has exactly this sharding and no weak type, because JAX looks up compiled
-    code by sharding and by weak type. With an equivalent sharding on another mesh,
-    functions inside the program that JAX compiles separately would fail.
+    code by both. An equivalent sharding on another mesh is not enough: functions inside
+    the program that JAX compiles separately would reject it.
 
     If the sharding spans processes, a local array must have the same values on every
     process (`autopar.runtime.agreement.check_equal`). Each process then cuts its shards
@@ -45,7 +45,7 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
     if not isinstance(leaf, jax.Array) and not _is_extended(leaf):
         leaf = np.asarray(leaf, jax.typeof(leaf).dtype)
     if is_global(leaf) and _is_extended(leaf):
-        # JAX moves no typed keys between devices of several processes.
+        # JAX cannot move typed random keys between devices of several processes.
         moved = jax.device_put(jax_compat.key_bits(leaf), sharding)
         return jax_compat.with_dtype(moved, leaf.dtype)
     if sharding.is_fully_addressable or is_global(leaf):
@@ -78,7 +78,7 @@ def replicate_array(array: Any, shardings: Sequence[NamedSharding]) -> list[Any]
 def _strong(leaf: jax.Array) -> Any:
     """Returns the same values without a weak type.
 
-    Only scalars of a first call have weak types.
+    Only scalars in the first call of a step have weak types.
     """
     if leaf.is_fully_addressable:
         return np.asarray(leaf)
@@ -86,9 +86,9 @@ def _strong(leaf: jax.Array) -> Any:
 
 
 def held_here(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether `place` would cut shards of a global sharding out of a local array.
+    """Whether `place` has to cut shards for several processes from a local array.
 
-    The caller then checks that the array is the same on every process.
+    If so, the caller checks that the array is the same on every process.
     """
     return not sharding.is_fully_addressable and not is_global(leaf)
 
@@ -234,7 +234,7 @@ def even_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
 
 
 def create(function: Callable[..., Any], args: Sequence[Any], shardings: Any) -> Any:
-    """Runs a function that makes a pytree, and creates each leaf in its shards.
+    """Runs a function that returns a pytree, and creates each leaf in its shards.
 
     A program runs on one set of devices. If the leaves lie on several sets, as in a
     pipeline, the function is compiled once for each set, with only the leaves of that
@@ -335,8 +335,8 @@ def _text(plan: Plan) -> str:
 def home_of(arrays: Iterable[Any]) -> Mesh | None:
     """Returns the mesh on which the caller expects the results; None for the plan's.
 
-    This is the mesh that the caller has set. If none is set, it is the mesh of the
-    first argument whose type has an explicit sharding.
+    This is the mesh that the caller set with ``jax.set_mesh``. If none is set, it is
+    the mesh of the first argument whose type has an explicit sharding.
 
     Args:
       arrays: the arguments of the call.
@@ -351,7 +351,7 @@ def home_of(arrays: Iterable[Any]) -> Mesh | None:
 def given_back(
     arrays: Sequence[Any], home: Mesh | None, state: Collection[int] | None = None
 ) -> list[Any]:
-    """Returns arrays with shardings on a caller's mesh.
+    """Returns a step's results with shardings on the mesh of its caller.
 
     An array gets an equal sharding on the caller's mesh, without a move. If the axes of
     that mesh cannot express the sharding, state stays on the plan's mesh, and any other
@@ -409,7 +409,7 @@ def _same_layout(
             continue
         at = [0] * mesh.devices.ndim
         at[position] = 1
-        # The differences of the first index of a shard from one device to the next
+        # By how many elements the start of a shard moves from one device to the next
         # along a mesh axis.
         moved = starts[tuple(at)] - starts[(0,) * mesh.devices.ndim]
         for dim in np.flatnonzero(moved):

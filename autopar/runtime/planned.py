@@ -135,8 +135,8 @@ class PlannedStep:
         stages if the plan uses it.
       sums: how the program sums gradients over devices; None if the compiler inserts
         all these sums.
-      sums_of: returns ``sums`` for a plan that differs only in settings of codecs that
-        are inputs of the program.
+      sums_of: returns ``sums`` for a plan that differs only in codec parameters that
+        are inputs of the program (so that changing them needs no compilation).
       gradients: a function of the flat arguments; returns, by name, the partial
         gradients of this process's stages that are large enough for a codec. None if
         there are no such gradients.
@@ -166,7 +166,7 @@ class PlannedStep:
         return None if self.pipeline is None else self.pipeline.links
 
     def with_inputs_of(self, plan: Plan) -> PlannedStep:
-        """Returns the step under a plan with other settings of codecs, as inputs.
+        """Returns the step under a plan with other codec parameters, as inputs.
 
         Args:
           plan: the other plan, with an equal
@@ -211,7 +211,8 @@ class PlannedStep:
         traced = self.function.trace(*structs)
         if abstract:
             cluster = self.plan.cluster.read()
-            # All groups of replicas run the same program, so one of them is compiled.
+            # All groups of replicas run the same program, so lowering it for one
+            # group is enough.
             kind = (cluster.groups[0] if cluster.groups else cluster).device.kind
             platform = platform or lowering_platform(graph, kind)
             with lowered_without_devices():
@@ -396,9 +397,9 @@ def _synchronised_step(
 ) -> Callable[..., Any]:
     """Adds codecs, a measurement of noise or a guard to the function of a step.
 
-    A step with codecs keeps the old state if a gradient is not finite. A guarded step
-    also keeps it if a result is not finite, and its last flat result says whether all
-    results are finite.
+    A step with codecs keeps its old state if a gradient is not finite. A guarded step
+    keeps its old state if any result is not finite, and its last flat result says
+    whether all results are finite.
     """
     analysis = assignment.analysis
     inputs = [given.value for given in analysis.graph.inputs]
@@ -439,7 +440,7 @@ def _synchronised_step(
 
 
 def _keep_finite(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Returns the new averages of noise, or the old ones if the step is not finite."""
+    """Returns the new averages of noise, or the old ones if a result is not finite."""
     return jax.tree.map(lambda a, b: jax.numpy.where(finite, a, b), new, old)
 
 

@@ -45,16 +45,17 @@ from autopar_passes.program.calls import StepCall
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The cluster, the plan and the devices that a step is given.
+    """The cluster, plan, devices and codecs for which a step is planned.
 
     Attributes:
       cluster: the cluster; None for all devices of the backend.
       plan: a plan from the user, which is used instead of planning; None to plan.
       devices: the devices to run on, or their ids; None for the devices that the
         cluster names, or the first devices of the world.
-      codecs: options for the planner that differ from its own in codecs and
-        ``layouts``; None for the planner's own.
-      sent: a plan whose codec of each gradient is to be used; None to choose codecs.
+      codecs: planning options to use instead of the planner's own; they differ in
+        ``compression``, ``error_budget`` and ``layouts``. None for the planner's own.
+      sent: a plan whose codec of each gradient the new plan must use; None to choose
+        codecs.
     """
 
     cluster: Cluster | None = None
@@ -71,7 +72,7 @@ def moved_setting(
     devices: tuple[Any, ...] | None,
     given: Plan | None,
 ) -> Setting:
-    """Returns a setting for another cluster, with the codecs that the user asked for.
+    """Returns a setting for another cluster, with the codecs that the user requested.
 
     Args:
       setting: the setting that the step was planned for.
@@ -96,9 +97,9 @@ def moved_setting(
 def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
     """Returns the options with the ``compression=`` that a plan was made with.
 
-    If codecs were set gradient by gradient (`sent_by_hand`), ``compression=`` can name
-    only one of them. It is the codec that sends the most dense bytes, and layouts are
-    then planned for that codec.
+    If a user chose codecs for single gradients (`sent_by_hand`), ``compression=`` can
+    name only one of them. The function takes the codec whose gradients have the most
+    bytes before compression, and layouts are then planned for that codec.
     """
     mode = plan.compression.mode
     if mode == "none" or _by_hand(plan):
@@ -109,10 +110,10 @@ def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
 
 
 def sent_by_hand(plan: Plan) -> Plan | None:
-    """Returns the plan if its codecs follow from no ``compression=`` value; else None.
+    """Returns the plan if no ``compression=`` value yields its codecs; else None.
 
-    This is so if a user set the codecs of single gradients, or if a plan without
-    compression has several codecs in use.
+    No single value does if a user set the codecs of single gradients, or if a plan
+    without compression has several codecs in use.
     """
     several = plan.compression.mode == "none" and len(_dense_bytes(plan)) > 1
     return plan if several or (_by_hand(plan) and _dense_bytes(plan)) else None
@@ -123,11 +124,11 @@ def _by_hand(plan: Plan) -> bool:
 
 
 def _dense_bytes(plan: Plan) -> dict[str, float]:
-    """Returns, by codec, the dense bytes of one device's gradients with this codec.
+    """Returns the uncompressed bytes of the gradients that each codec sends.
 
-    Dense bytes are the bytes that the device would send without compression. The codec
-    ``dense`` is left out if some gradient has another codec, because with any codec,
-    gradients that the codec would not make faster may be sent densely.
+    These are bytes of one device. The codec ``dense`` is left out if some gradient has
+    another codec, because a plan with any codec may still send gradients densely if
+    that is faster.
     """
     found: dict[str, float] = {}
     for g in plan.gradients:
@@ -167,7 +168,7 @@ class Running:
     """The running step: its analysis and its program.
 
     Attributes:
-      analysed: the step, analysed for the shapes that it was planned for.
+      analysed: the analysis of the step, for the shapes that it was planned for.
       planned: the program of the plan.
       ready: whether all processes have compiled the program.
       full: the step of a full batch, if this step is for a batch with fewer rows; None
@@ -192,7 +193,7 @@ class Running:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Made:
-    """A setting with its plan and the compiled program of that plan."""
+    """A setting, the plan made for it, and the compiled program of that plan."""
 
     setting: Setting
     plan: Plan
@@ -224,22 +225,22 @@ class Preparation:
         self._world = world
         self._cluster = cluster
         self._errors = errors
-        # Signature and setting -> plan. If a step returns to an earlier cluster, its
-        # plan there still has the codecs that `recode` had set.
+        # The key is a call's signature and a setting. If a step returns to an earlier
+        # cluster, its plan there still has the codecs that `recode` had set.
         self._plans: Recent[Hashable, Plan] = Recent(PLANS)
         # The functions that have run; the first call of a function compiles it.
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
         self._links: Links | None = None
-        # Plans that were made by earlier sets of processes.
+        # Plans that this process remembers from earlier sets of processes.
         self._earlier: dict[Hashable, Plan] = {}
 
     def enter(self, cache: PlanCache | None) -> None:
-        """Prepares for a new set of processes, which may remember different plans.
+        """Prepares for a new set of processes that may remember different plans.
 
-        Process 0 of the new set uses the plans that it remembers.
+        The new set uses the plans that its process 0 remembers.
 
         Args:
-          cache: the plans on disk, used if the planner has no cache yet.
+          cache: the folder of saved plans, used if the planner has none yet.
         """
         self.planner.cache = self.planner.cache or cache
         kept = {key: self._plans.peek(key) for key in self._plans}
@@ -268,8 +269,8 @@ class Preparation:
     ) -> Plan:
         """Returns the plan of a setting, the same plan on every process.
 
-        If another plan is given as ``beside``, the returned plan has the same shardings
-        of the state as that plan.
+        If another plan is given as ``beside``, the returned plan shards the state like
+        that plan.
         """
         known = self._plans.get(self._place(analysed, setting))
         if known is not None:
@@ -319,7 +320,7 @@ class Preparation:
         """Returns the plan and the compiled program of a step on another cluster.
 
         Args:
-          analysed: the step.
+          analysed: the analysis of the step.
           setting: the setting that the step runs under.
           cluster: the cluster to move to.
           devices: the devices to run on there, or their ids.
@@ -377,12 +378,12 @@ class Preparation:
     def reprice(
         self, analysed: Analysed, setting: Setting, cluster: Cluster, plan: Plan
     ) -> Plan:
-        """Returns a plan with a plan's layouts and newly chosen codecs.
+        """Returns a plan with the same layouts and codecs for another cluster.
 
         Args:
-          analysed: the step.
+          analysed: the analysis of the step.
           setting: the setting that the step runs under.
-          cluster: a cluster of the same shape, whose links may differ.
+          cluster: a cluster with the mesh of the plan, such as one with slower links.
           plan: the plan with the layouts.
 
         Raises:
@@ -400,7 +401,7 @@ class Preparation:
     def has_program(
         self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
     ) -> bool:
-        """Whether the program of a plan on these devices is compiled already."""
+        """Whether the store has a plan's compiled program on a setting's devices."""
         return self._store.is_compiled(analysed, plan, devices)
 
     @property
@@ -461,10 +462,10 @@ class Preparation:
         return self._links
 
     def links_between(self, old: PlannedStep, new: PlannedStep) -> Links | None:
-        """The links to other processes that moving the state between plans needs.
+        """Returns the links over which the state moves between two plans.
 
-        None if both plans use the same devices and neither step has links, or in a
-        world of one process.
+        None if the state needs no links: both plans use the same devices and neither
+        step has links, or there is only one process.
 
         Args:
           old: the step under the plan that the state was made by.
@@ -480,7 +481,7 @@ class Preparation:
         return planned.function in self._started
 
     def load_program(self, planned: PlannedStep) -> None:
-        """Marks a program as compiled: `compile` need not compile it."""
+        """Marks a program as compiled, so that `compile` does nothing for it."""
         self._started.add(planned.function)
 
     @without_mesh()
@@ -493,7 +494,8 @@ class Preparation:
     def compiling(self, planned: PlannedStep, name: str) -> Generator[None]:
         """Shows and times the compilation of a program in the ``with`` block.
 
-        Does nothing for a program that has run before: only the first run compiles.
+        Does nothing for a program that has run before, because only the first run
+        compiles.
         """
         if self.is_compiled(planned):
             yield
@@ -532,8 +534,8 @@ class Preparation:
         whole: dict[str, Any] = {}
         placed: list[Any] = []
         world = self._world()
-        # In a first step, the processes compare arrays by an exchange that can also
-        # carry a failure. So an error here reaches the other processes.
+        # In a first step, the processes compare arrays on the host, by an exchange
+        # that also reports failures. So an error here reaches the other processes.
         what = "placing the arguments"
         with agreement.tell_errors(world, what) if first else contextlib.nullcontext():
             for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
@@ -603,7 +605,7 @@ class Preparation:
 def _shape(cluster: Cluster) -> str:
     """Returns a fingerprint of a cluster's form, without its device ids.
 
-    With groups of devices, the fingerprint does depend on the ids.
+    For a cluster of several groups of devices, the fingerprint includes the ids.
     """
     if cluster.groups:
         return cluster.fingerprint()
@@ -621,13 +623,13 @@ def moved_state(
     """Returns the arrays of a state with the shardings of another plan.
 
     Args:
-      state: path -> array.
+      state: the arrays of the state, by path.
       old: the step under the plan that the state was made by.
       new: the step under the other plan.
       links: the result of `Preparation.links_between`; with links, the state moves over
         them to other processes.
-      consume: see `autopar.runtime.state_mover.move`; ignored if the state moves over
-        links.
+      consume: whether each old array is freed as soon as it has been moved
+        (`autopar.runtime.state_mover.move`); ignored if the state moves over links.
     """
     if links is not None:
         return moved_between(links, state, new.in_shardings)
@@ -643,7 +645,7 @@ def moved_state(
 
 
 def _own_rows(planned: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
-    """Returns path -> rows of this process, for arrays that hold a part of a batch."""
+    """Returns this process's rows of each array of a batch, by path."""
     graph = planned.analysis.graph
     return {
         given.path: x

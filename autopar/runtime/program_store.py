@@ -27,9 +27,9 @@ from autopar.runtime.step_planner import Analysed
 class ProgramStore:
     """Programs by step, plan and devices.
 
-    If the store drops a program, it frees the compiled code of that program. JAX would
-    otherwise keep the code as long as the jitted function lives. If someone still calls
-    the jitted function, JAX compiles it again.
+    When the store drops a program, it frees the compiled code. Otherwise JAX would keep
+    the code for as long as the jitted function lives. A later call of that function
+    compiles it again.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class ProgramStore:
         self.donate, self.guard = donate, guard
         self.compile_s = 0.0
         self._clock = clock
-        # Jitted function -> seconds that it took to compile, whether in its first call
-        # or before that call.
+        # The seconds that each jitted function took to compile, in its first call or
+        # before it.
         self._compiled: weakref.WeakKeyDictionary[Any, float]
         self._compiled = weakref.WeakKeyDictionary()
         # A second thread may prepare programs while the main thread trains.
@@ -95,9 +95,9 @@ class ProgramStore:
     def consumes(self, plan: Plan) -> bool:
         """Whether the program of a plan donates the carried state.
 
-        A guard keeps the old state if a result is not finite. The programs of a
-        pipeline's stages do not know this while they run. With a guard, they therefore
-        do not donate the state: the old state stays in memory until the step ends.
+        With a guard, the step keeps its old state if a result is not finite. The
+        program of a pipeline stage ends before all results are known, so under a guard
+        it cannot donate the state: the old state stays in memory until the step ends.
         """
         return self.donate and not (self.guard and len(plan.stages) > 1)
 
@@ -202,7 +202,7 @@ class ProgramStore:
             self._compiled[program.function] = self.compile_s
 
     def release(self, devices: Collection[Any]) -> None:
-        """Drops the programs that use any of these devices, which were lost."""
+        """Drops the programs that use any of the given devices, which were lost."""
         gone = set(devices)
         self._programs.discard(lambda p: not gone.isdisjoint(p.mesh.devices.flat))
 
@@ -219,9 +219,9 @@ class ProgramStore:
 def _key(analysed: Analysed, plan: Plan, meshes: Sequence[Any]) -> Hashable:
     """Returns the key of a program: signature, weak types, plan and devices.
 
-    The arguments are identified by their signature, not by their tree structures: these
-    contain functions, so two structures of equal arguments may differ. Parameters of
-    codecs that are inputs of the program are not part of the key.
+    The key has the signature of the arguments instead of their tree structures: a tree
+    structure may contain functions, so that structures of equal arguments differ. Codec
+    parameters that are inputs of the program are not part of the key.
     """
     used = tuple(d for mesh in meshes for d in mesh.devices.flat)
     return analysed.key, analysed.weak, content_digest(program_plan(plan)), used

@@ -1,6 +1,6 @@
 """Recognises calls that differ from the last call only in the values of arrays.
 
-Such a call is not planned again, and only some of its arrays are placed again.
+Such a call needs no new plan, and only some of its arrays have to be placed again.
 
 In training, most calls are alike: the state is the result of the last call, and the
 batch has the shapes of the last batch. If trees, types, shapes and shardings are equal
@@ -30,7 +30,7 @@ _Taken = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Loose:
-    """An array that each call checks and places anew, such as a NumPy array."""
+    """An array, such as a NumPy array, that each call has to check and place."""
 
     position: int
     struct: jax.ShapeDtypeStruct
@@ -58,15 +58,15 @@ class RepeatedCall:
       types: the type of each leaf of the arguments.
       static: position of a leaf -> the static leaf at this position.
       arrays: a function that selects the arrays among the leaves.
-      kept: a function that selects those arrays that already have the program's
-        shardings.
+      kept: a function that selects the arrays that had the program's shardings in the
+        last call, so that they need no placement.
       avals: shape and dtype of each array that ``kept`` selects.
       shardings: sharding of each array that ``kept`` selects.
       loose: the arrays that ``kept`` does not select.
       consumed: positions of the arrays that the call donates, with their results.
       donated: a function that selects the donated arrays.
-      moves_state: whether some donated array, such as a random key, has to be placed
-        again in each call.
+      moves_state: whether some donated array needs placement in each call, such as a
+        random key.
     """
 
     running: Running
@@ -179,7 +179,7 @@ def repeated_call(
     carried = running.planned.analysis.carried_arguments
     wanted = running.planned.in_shardings
     for k, leaf in enumerate(call.arrays):
-        # The state of the next call is the result of this call.
+        # In the next call, the state is the result of this call.
         array = flat[carried[k]] if k in carried else leaf
         types[own[k]] = type(array)
         lies = k in carried or placed[k] is leaf

@@ -6,10 +6,11 @@ here: residuals change shape with the number of workers
 (`autopar.runtime.gradients.codec_state`).
 
 `move_array` moves one array between shardings of one process, block by block. Each
-device gets the elements that it lacks from the blocks of other devices. JAX itself
-moves an array between different sets of devices through a copy of the whole array on
-the host. Between some layouts of the same devices JAX gathers the whole array. Here
-neither a device nor the host holds more than one block at a time.
+device gets the elements that it lacks from the blocks of other devices. So neither a
+device nor the host ever holds more than one block in addition to the old and the new
+array. JAX's own ``device_put`` needs more: between different sets of devices it copies
+the whole array to the host, and between some layouts of the same devices it gathers the
+whole array.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def resident_bytes() -> int:
 
 
 def return_memory(but: int) -> None:
-    """Returns freed memory to the system.
+    """Returns memory that this process has freed to the operating system.
 
     The C library of Linux does not return memory that is freed in small pieces to the
     system. Without this function, a state that is moved array by array may therefore
@@ -136,8 +137,7 @@ def return_memory(but: int) -> None:
     the process.
 
     Args:
-      but: a number of bytes: if the process holds at most as many, the function does
-        nothing.
+      but: the function does nothing if the process uses at most this many bytes.
     """
     if 0 < resident_bytes() <= but:
         return
@@ -177,15 +177,15 @@ def _assemble_block(
 
 
 def _within(common: Sequence[tuple[int, int]], block: Block) -> tuple[slice, ...]:
-    """Returns the slices of a block that select a part of it."""
+    """Returns the slices that select a part from a block."""
     return tuple(
         slice(begin - first, end - first)
         for (begin, end), (first, _) in zip(common, block, strict=True)
     )
 
 
-# If the old state is consumed, its arrays are freed whenever copies of this many bytes
-# have been made.
+# If `move` consumes the old state, it frees moved arrays whenever their copies exceed
+# this many bytes.
 IN_FLIGHT_BYTES = 16 << 20
 # Bytes of freed memory that the process keeps during a move, for the next arrays.
 _KEPT_BYTES = 24 << 20
@@ -203,7 +203,7 @@ class LeafLayout:
       spec: for each dim, the names of the mesh axes that split it.
       stage: the number of the stage whose devices hold the array, or the number of the
         mesh of all stages (`Plan.home_axes`).
-      on_host: whether the array lies in the memory of the hosts.
+      on_host: whether the array is in host memory.
     """
 
     shape: tuple[int, ...]
@@ -310,7 +310,7 @@ class DevicePut:
 
 
 def _check_reachable(array: Any, wanted: NamedSharding) -> None:
-    """Checks that JAX can move an array of several processes to a sharding.
+    """Checks that JAX can move an array that spans processes to a sharding.
 
     Raises:
       PlanError: JAX cannot, because the devices differ.
@@ -331,7 +331,9 @@ def sharding(mesh: Mesh, leaf: LeafLayout) -> NamedSharding:
     """Returns the sharding of an array on the mesh of its stage."""
     entries = [axes or None for axes in leaf.spec]
     while entries and entries[-1] is None:
-        entries.pop()  # as in the program, so that equal shardings compare equal
+        # Trailing None entries are dropped, as in the program, so that equal
+        # shardings compare equal.
+        entries.pop()
     names = (x[0] if x and len(x) == 1 else x for x in entries)
     kind = HOST_MEMORY if leaf.on_host else None
     return NamedSharding(mesh, PartitionSpec(*names), memory_kind=kind)
@@ -372,7 +374,7 @@ def move(
     """Returns the state in another layout.
 
     Args:
-      state: path -> array.
+      state: the arrays of the state, by path.
       source: the current layout; None if it is not known.
       target: the new layout.
       transport: moves the arrays.
@@ -410,12 +412,13 @@ def move(
 
 
 class _Consumed:
-    """Arrays that were moved, to be freed once their copies are complete."""
+    """Arrays that have been moved and are freed once their copies are complete."""
 
     def __init__(self, state: Iterable[Any]) -> None:
-        """Frees no array yet.
+        """Starts without arrays.
 
-        Arrays that occur twice in the state are never freed.
+        An array that occurs twice in the state is never freed, because the other
+        occurrence is still needed.
         """
         counts = collections.Counter(id(x) for x in state)
         self._kept = {k for k, times in counts.items() if times > 1}
@@ -425,7 +428,7 @@ class _Consumed:
         self._begin_bytes = resident_bytes()
 
     def make_room(self, old: Any) -> None:
-        """Frees the moved arrays if another array would exceed `IN_FLIGHT_BYTES`."""
+        """Frees the moved arrays if the next would exceed `IN_FLIGHT_BYTES`."""
         if isinstance(old, jax.Array):
             size = placement.local_bytes(old)
             if self._bytes + size > IN_FLIGHT_BYTES:
@@ -443,7 +446,7 @@ class _Consumed:
             self.free()
 
     def free(self) -> None:
-        """Waits for the copies, and frees the arrays that share no memory with them."""
+        """Waits for the copies; frees moved arrays that share no memory with them."""
         jax.block_until_ready([new for _, new in self._pairs])
         for old, new in self._pairs:
             if not old.is_deleted() and not shares_memory(old, new):
@@ -454,7 +457,7 @@ class _Consumed:
 
 
 def layout_of(state: Mapping[str, Any]) -> StateLayout:
-    """Returns the layout of arrays that are whole, such as arrays on the host."""
+    """Returns the layout of unsharded arrays, such as arrays on the host."""
     leaves = {
         path: LeafLayout(
             shape=tuple(np.shape(x)),
@@ -550,8 +553,7 @@ def move_of(
 ) -> Move:
     """Returns the bytes that must be moved to give a state a plan's shardings.
 
-    A device keeps the elements that it holds. Only elements that the device lacks are
-    counted.
+    Only elements that a device lacks are counted.
 
     Args:
       shardings: the current shardings of the arrays.

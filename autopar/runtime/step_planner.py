@@ -36,11 +36,11 @@ class Analysed:
 
     Attributes:
       key: the signature of the arguments.
-      weak: positions of the arguments' weakly typed arrays (JAX's weak types), without
-        the state that the step returns with new values.
+      weak: positions of arguments that are weakly typed arrays (JAX's weak types).
+        State that the step returns with new values is left out.
       analysis: the step, traced on arguments of these shapes.
-      hints: the planning options. Logical axis names of the arguments are already
-        turned into pins, which fix the layouts of these arguments.
+      hints: the planning options. Logical axis names (Flax) of the arguments are
+        already turned into pins, which fix the layouts of these arguments.
     """
 
     key: Hashable
@@ -77,22 +77,22 @@ class StepPlanner:
           step: the train step.
           options: hints and limits.
           capacity: the largest number of analyses to keep.
-          cache: the plans on disk; None for no plans on disk.
+          cache: the folder of saved plans; None to save no plans.
           one_stage: returns the reason why the planner does not try several stages on
             its own; '' if the planner does try several stages.
           may_idle: returns whether devices that do not divide the batch may stay idle.
         """
         self.cache = cache
         self._one_stage, self._may_idle = one_stage, may_idle
-        # Whether every plan uses all devices. The caller then also plans for parts of
-        # them.
+        # Whether every plan must use all devices of its cluster. The caller then
+        # plans for smaller clusters by itself.
         self.uses_all = False
         self.step = step
         self.options = options
         self._analysed: Recent[Hashable, tuple[Analysed, ...]] = Recent(capacity)
-        # Position of an array of the state -> the sharding in the array's JAX type (on
-        # a mesh with explicit axes). The step must always be traced with the same
-        # types, although plans move the state to other devices.
+        # Shardings in the JAX types of state arrays, by the array's position (on a
+        # mesh with explicit axes). The step must always be traced with the same types,
+        # even after a plan has moved the state to other devices.
         self._types: dict[int, Any] = {}
 
     def analyse_structs(self, call: StepCall) -> Analysed:
@@ -131,8 +131,8 @@ class StepPlanner:
     def hold_types(self, structs: Sequence[Any]) -> None:
         """Fixes the shardings in the types of the state for later traces.
 
-        The step is then always traced with these types, wherever a plan moves the
-        state.
+        The step is then always traced with these types, on whatever devices the state
+        is.
 
         Args:
           structs: the structs of the first arrays of a call, with the types that the
@@ -141,14 +141,14 @@ class StepPlanner:
         self._types = {k: x.sharding for k, x in enumerate(structs)}
 
     def hold(self, spares: Spares) -> None:
-        """Makes all later plans leave memory for spare copies of the state.
+        """Makes later plans leave memory free for spare copies of the state.
 
         A spare copy lets devices recover the state after a failure.
 
-        Drops all analyses if the copies differ from those of the last call.
+        If the copies differ from those of the last call, all analyses are dropped.
 
         Args:
-          spares: the copies that devices hold in addition to the state in use.
+          spares: the copies of state that devices hold in addition to the state in use.
         """
         if spares != self.options.spares:
             self.options = dataclasses.replace(self.options, spares=spares)
@@ -169,7 +169,8 @@ class StepPlanner:
           cluster: the cluster to plan for.
           codecs: options whose ``compression``, ``error_budget`` and ``layouts``
             replace those of this planner.
-          sent: a plan whose codec of each gradient is to be used; None to choose.
+          sent: a plan whose codec of each gradient the new plan must use; None to
+              choose codecs.
           errors: measured relative errors, by gradient and codec; None if unknown.
 
         Raises:
@@ -194,9 +195,9 @@ class StepPlanner:
     def plan_on_disk(
         self, analysed: Analysed, cluster: Cluster, codecs: PlanOptions | None
     ) -> Plan | None:
-        """Returns the plan of a step from the disk; None if the disk has no such plan.
+        """Returns a step's plan from the folder of saved plans; None without one.
 
-        It is the plan that `plan` made for the same arguments.
+        It is the plan that `plan` saved for the same arguments.
 
         Args:
           analysed: the step.
@@ -248,7 +249,7 @@ class StepPlanner:
         codecs: PlanOptions | None = None,
         sent: Plan | None = None,
     ) -> Plan:
-        """Finds a plan for another batch size that leaves the state where it is.
+        """Finds a plan for another batch size that keeps the state's shardings.
 
         Args:
           analysed: the step with the other batch size.

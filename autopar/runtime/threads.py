@@ -38,7 +38,8 @@ class Threads:
     def submit(self, function: Callable[..., T], *arguments: object) -> Future[T]:
         """Calls a function in one of the threads, under this thread's JAX options."""
         future: Future[T] = Future()
-        options = jax_compat.thread_options()  # each context can be entered only once
+        # A context can be entered only once, so each call gets its own.
+        options = jax_compat.thread_options()
 
         def work() -> None:
             try:

@@ -26,9 +26,9 @@ def measure_plans(
 ) -> dict[str, float]:
     """Returns the median seconds of one step under each plan.
 
-    The plans take turns: each runs ``steps`` steps, then the next plan does. Other load
-    of the machine therefore affects all plans alike. Inputs are synthetic: small random
-    floats, and zeros for integers.
+    The plans take turns: the first plan runs ``steps`` steps, then the next plan. So
+    other programs on the machine slow down all plans alike. Inputs are synthetic: small
+    random floats, and zeros for integers.
 
     Args:
       analysis: the step that the plans were made for.

@@ -5,9 +5,9 @@ get a `World`, which may have only a part of a process's devices. So two steps c
 side by side in one process.
 
 A *lane* is a sequence of numbered exchanges between processes. Exchanges with equal
-numbers belong together, so each process must make the same exchanges of a lane in the
-same order. Two threads of a process run in no fixed order. A thread that works beside
-training steps therefore has a lane of its own.
+numbers belong together, so each process must make the exchanges of a lane in the same
+order. Two threads of a process run in no fixed order. So a thread that communicates
+while training steps run has a lane of its own.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ class JaxChannel:
 
     def _service(self) -> KeyValueExchange | None:
         found = jax_compat.coordination()
-        if found is None:  # for example, TPUs that `jax.distributed` did not start
+        # `found` is None, for example, on TPUs that `jax.distributed` did not start.
+        if found is None:
             return None
         return KeyValueExchange(
             found.client, found.index, found.count, lane=current_lane()
