@@ -42,7 +42,7 @@ from autopar.runtime.stages.transport import Links
 from autopar_errors import warn_user
 from autopar_passes.layer_loops.split import whole_path
 
-# Earlier versions did not save these parts of a state.
+# Entries of a saved codec state that earlier versions of autopar did not save.
 _SINCE = {"skipped", "codecs"}
 
 
@@ -133,14 +133,15 @@ def _of(fresh: State | None, name: str) -> Any:
 
 
 def _levels(codec: Any, how: AnySums) -> tuple[Any, ...]:
-    """A gradient's new state for each level: the plan's codec, then the fallbacks."""
+    """Returns a gradient's new state for the plan's codec, then for each fallback."""
     return (codec,) if how.fallback is None else codec
 
 
 def _old_level(old: Any, struct: Any, level: int) -> Any:
-    """The old codec state of a level; None: no old state has the right shapes.
+    """Returns a level's old codec state; None if no old state has the right shapes.
 
-    An old state that was made without fallback codecs is the state of level 0.
+    An old state that was made without fallback codecs belongs to level 0, the codec of
+    the plan.
     """
     found = [old] if level == 0 else []
     if isinstance(old, tuple) and len(old) > level:
@@ -218,11 +219,11 @@ def _check_residual(name: str, old: Any, struct: Any) -> None:
 
 
 def _alike(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Whether shapes are equal, except that one may divide a dim into two."""
+    """Whether two shapes are equal, except that one may split a dim into two."""
     if math.prod(old) != math.prod(new):
         return False
-    # The products of the first 1, 2 ... dims tell: one shape divides dims of the other
-    # if it has all of the other's products.
+    # Take the products of the first 1, 2, ... dims of each shape. If one shape only
+    # splits dims of the other, its products include all of the other's products.
     begins = [set(itertools.accumulate(s, operator.mul)) for s in (old, new)]
     return begins[0] <= begins[1] or begins[1] <= begins[0]
 
@@ -282,7 +283,7 @@ def _by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
 def _layers(name: str) -> tuple[int, int]:
     """The first layer of a part of stacked layers, and the layer after its last.
 
-    (0, 0) for other parts.
+    For a part that is not made of stacked layers, the result is (0, 0).
     """
     alone = _STAGE.sub("", name)
     if not whole_path(alone):
@@ -319,8 +320,8 @@ def _divide(
     }
     sizes = [*((name, x.size) for name, x in old.items()), *new.items()]
     parts = [(*_layers(name), size) for name, size in sizes]
-    # The elements of a layer, and the number of layers; without pieces, the array
-    # counts as one layer.
+    # `each` is the number of elements of a layer, `count` the number of layers. A
+    # gradient that is not stacked counts as one layer.
     each = next((n // (end - begin) for begin, end, n in parts if end), parts[0][2])
     count = max(end or n // each for _, end, n in parts)
     total = np.zeros((count, each), np.float32)
@@ -376,7 +377,9 @@ def _with_inputs(old: Any, struct: Any, member: Member) -> Any:
         return None
     devices = next(iter(struct["now"].values())).shape[0]
     now = _arrays(member.amounts, devices)
-    # Amounts are never zero, so a codec that restarts when its amounts change does so.
+    # Codecs compare the amounts of this step ("now") with those of the last step
+    # ("last"), and some restart if they differ. Amounts are never zero, so zeros in
+    # "last" make such a codec restart.
     last = _arrays(dict.fromkeys(now, 0), devices)
     if adjusted and set(old["last"]) == set(now):
         last = old["last"]
@@ -523,7 +526,8 @@ class TelemetryReader:
         Args:
           step: number of the step.
           turn: number of earlier steps with the same codecs.
-          gradients: the gradients that were sent, in the order of the rows.
+          gradients: the gradients that were sent, in the order of the rows of
+            ``telemetry``.
           telemetry: one row for each gradient.
         """
         self._unread.append((step, turn, gradients, telemetry))

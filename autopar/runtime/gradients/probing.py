@@ -10,10 +10,10 @@ programs. The gradients stay sharded on the devices. Only a few numbers per grad
 leave the devices.
 
 Each worker encodes its array without communication, as if all workers had the same
-array. `autopar.compression.synchronise` measures its codecs in the same way. A codec
-with state starts from a new state, and encodes a few times before its error is
-measured. With ``w`` the array that a worker wants to send, and ``C(w)`` the array that
-a receiver decodes::
+array, because `autopar.compression.synchronise` defines the error of a codec in the
+same way. A codec with state starts from a new state, and encodes a few times before its
+error is measured. With ``w`` the array that a worker wants to send, and ``C(w)`` the
+array that a receiver decodes::
 
     error = sqrt(sum |w - C(w)|^2 / sum |w|^2)        sums over the workers
 """
@@ -123,7 +123,7 @@ def measure_errors(
       partials: the partial gradients, from `partial_gradients`; they are donated.
       state: the state of the codecs in use, before the step.
       texts: the codecs to measure, as text.
-      world: the processes; all get the numbers of the first process.
+      world: the processes; every process gets the numbers that process 0 measured.
       programs: holds the compiled programs from one step to the next.
       links: the connections to other processes that run stages; None: all stages run in
         this process.

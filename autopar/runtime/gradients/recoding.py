@@ -246,7 +246,7 @@ CHANGES = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecChange:
-    """A change of codecs that a policy has asked for.
+    """A change of codecs that a policy has requested.
 
     Attributes:
       step: number of steps that had run when the policy first asked for the change.
@@ -278,14 +278,14 @@ class CodecChange:
 
 
 class Adoption:
-    """The changes that a policy has asked for, and the seconds lost by delays."""
+    """The codec changes that a policy has requested, and the seconds lost by delays."""
 
     def __init__(self) -> None:
         """Creates the object without changes."""
         self._changes: deque[CodecChange] = deque(maxlen=CHANGES)
         self._missed_s = 0.0
-        # The change that was put off last, if the policy still asks for it. The step up
-        # to which its missed seconds are counted.
+        # The change that was put off last, if the policy still requests it; and the
+        # step up to which the seconds that it would have saved are counted.
         self._waiting: CodecChange | None = None
         self._counted = 0
 
@@ -307,7 +307,7 @@ class Adoption:
         self._counted = step
 
     def withdrawn(self) -> None:
-        """Forgets the change that was put off, because the policy no longer asks."""
+        """Forgets the change that was put off; the policy no longer requests it."""
         self._waiting = None
 
     def follow(

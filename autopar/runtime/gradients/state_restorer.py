@@ -104,7 +104,7 @@ def early_state(
 
 
 class Looked(Protocol):
-    """A check of the gradients of a step in the course of a trace."""
+    """Tells in one trace of a step whether the step's gradients are finite."""
 
     @property
     def complete(self) -> bool:
@@ -119,7 +119,7 @@ class Looked(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """A check whose result is known: whether all gradients of a step are finite."""
+    """A `Looked` whose result is known before the trace, such as in a later task."""
 
     finite: Any
     complete: bool = True
@@ -149,8 +149,9 @@ class StateRestorer:
         self._done: set[int] = set()
 
     def replace_made(self, value: int, array: Any) -> Any:
-        """The array that later operators read: the restored one for an early value.
+        """Returns the array that later operators read for a value that was computed.
 
+        For an early value this is the restored array.
         `autopar_passes.replay.run.replay` calls this for each new value.
         """
         if value not in self._early or not self._looked.complete:
@@ -159,7 +160,7 @@ class StateRestorer:
         return self._restore_carried(self._early[value], array)
 
     def finish(self, results: Sequence[Any]) -> list[Any]:
-        """The results, with all state restored that was not restored early."""
+        """Returns the results, with all state restored that was not restored early."""
         out = list(results)
         for place, carried in self._places.items():
             if carried.new is None or carried.new not in self._done:
@@ -262,7 +263,7 @@ class Soundness:
         self._told: list[jax.Array] = []
 
     def see_made(self, value: int, array: Any) -> Any:
-        """Checks a value that was computed, if it is a gradient or a result."""
+        """Checks whether a computed value is finite, if it is a gradient or result."""
         if value in self._open:
             self._open = self._open - {value}
             flag = jnp.all(jnp.isfinite(array))

@@ -55,16 +55,17 @@ State = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Member:
-    """One gradient of a bucket: of gradients that one message carries.
+    """One gradient of a *bucket*, a set of gradients that one message carries.
 
     Attributes:
       decision: the decision of the plan on this gradient.
-      gradient: the codec and the options of the gradient's sum, as one device computes
-        it.
-      summation: how the devices share the work.
+      gradient: the codec of the gradient and the options of its sum, as each device
+        uses them.
+      summation: which mesh axes the gradient is summed over, and which part each device
+        sums.
       stacked: layout of the stacked partial gradient.
       result: layout of the sum as the codec returns it.
-      home: layout of the sum as the plan's readers need it.
+      home: layout of the sum that the operators of the plan read.
       amounts: values of the codec's parameters that are inputs of the program; None: no
         parameter is an input.
       levels: ``gradient`` with the plan's codec, then with each codec of the fallback;
@@ -232,8 +233,8 @@ def gradient_sums(
       plan: the plan.
       mesh: the mesh that the plan runs on.
       fallback: codecs for a bucket whose own codecs send too little of the gradients.
-      first: the seed of the first gradient's codec; the next gradients have the next
-        numbers as seeds.
+      first: the seed for the codec of the first gradient; each next gradient has the
+        next integer as its seed.
       signals: whether steps measure the signal in the gradients that are sent.
       every: number of steps from one measurement of telemetry to the next. With a
         fallback or with signals, every step is measured.

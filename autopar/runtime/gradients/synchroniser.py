@@ -1,14 +1,15 @@
 """Sums stacked partial gradients through codecs while a planned step runs.
 
-The replay of a step passes stacked partial gradients to a `CodecSynchroniser`. It sums
-a bucket of gradients in one `jax.shard_map` that is manual over all mesh axes. A
-*bucket* is a set of gradients that share messages. A gradient that is sharded over
-other axes is thus never gathered, and only payloads of codecs cross the slow links.
+The replay of a step passes stacked partial gradients to a `CodecSynchroniser`. The
+synchroniser sums a bucket of gradients in one `jax.shard_map` that is manual over all
+mesh axes. A *bucket* is a set of gradients that share messages. Because the `shard_map`
+is manual, a gradient that is sharded over other axes is never gathered, and only
+payloads of codecs cross the slow links.
 
 Fast links may carry float32 instead of payloads. Then the partial gradients are first
-summed over the fast links (reduce-scatter), then over the slow links by codecs. At the
-end an all-gather over the fast links restores the whole sums. The gradients of a bucket
-share one message on the fast links.
+summed over the fast links (reduce-scatter), and after that over the slow links by
+codecs. At the end an all-gather over the fast links restores the whole sums. The
+gradients of a bucket share one message on the fast links.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def sum_within(
         unchanged.
 
     Returns:
-      This device's part of each sum, of `Summation.local_shape`. The dtype is float32
-      unless ``names`` is ().
+      The part of each sum that this device computed, of shape `Summation.local_shape`.
+      The dtype is float32 unless ``names`` is ().
     """
     if not names:
         return list(partials)
@@ -83,7 +84,8 @@ def gather_within(
 ) -> list[jax.Array]:
     """All-gathers sums over the fast links.
 
-    Sums with `Summation.keeps` stay split over these devices.
+    A sum whose `Summation.keeps` is true stays split over the devices of the fast
+    links.
 
     Args:
       summations: as for `sum_within`.
@@ -346,8 +348,8 @@ def _sum_bucket(
     summations = [m.summation for m in members]
     parts = [x[0] for x in arrays]
     if look is not None:
-        # Because of the barrier, the codecs and the branch of the measurement read the
-        # same arrays. Without it, the branch would read copies.
+        # Because of the barrier, the codecs and the measurement (in a branch) read the
+        # same arrays. Without the barrier, XLA would copy the arrays for the branch.
         parts = [add_barrier(x) for x in parts]
     partials = sum_within(summations, parts, fast)
     together = sums.fallback is None and set(names) == set(mesh_names)
@@ -361,8 +363,9 @@ def _sum_bucket(
     spoilt = _spoilt(rows)
 
     def whole(totals: Sequence[Any]) -> list[Any]:
-        # This writes each sum to memory in any case. If the term were added later, each
-        # operator that reads the sum would add it again.
+        # `total` is written to memory in any case, so adding the term here costs no
+        # pass over memory. If the term were added later, each operator that reads the
+        # sum would add it again.
         gathered = gather_within(summations, totals, fast)
         each = zip(gathered, spoilt, arrays, strict=True)
         return [(total + term).astype(x.dtype) for total, term, x in each]

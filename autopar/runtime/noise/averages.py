@@ -101,7 +101,7 @@ class Sources:
 
 
 def with_waiting(assignment: Assignment) -> Assignment:
-    """The assignment with every gradient's sum over devices deferred, if it can be."""
+    """Returns the assignment with the sum of each gradient deferred if possible."""
     waiting = frozenset(gradients_of(assignment.analysis))
     return dataclasses.replace(assignment, waiting=waiting)
 
@@ -181,7 +181,7 @@ def _candidates(analysis: Analysis) -> Iterator[int]:
 
 
 def _micro_values(analysis: Analysis) -> dict[int, tuple[int, int, float]]:
-    """Gradient -> its value in one microbatch, the loop over microbatches, its share.
+    """Returns gradient -> its value in one microbatch, the loop's equation, its share.
 
     The share is the factor with which one microbatch counts in the gradient.
     """
@@ -325,10 +325,12 @@ def _splits_rows(
     return False
 
 
-# Number of steps from one measurement to the next, if a codec sends the gradients: a
-# measurement then sends them a second time without the codec.
+# Number of steps from one measurement to the next, if a codec sends the gradients.
+# Measurements are rare then, because each sends the gradients a second time, without
+# the codec.
 SPARSE = 32
-# The same number among the first `SPARSE` steps, when the noise is not known yet.
+# Number of steps from one measurement to the next within the first `SPARSE` steps.
+# Measurements are more frequent there, because no noise scale is known yet.
 EARLY = 4
 
 

@@ -211,9 +211,10 @@ def _moments(assignment: Assignment, sources: Sources) -> dict[int, int]:
 
 
 def _without(sources: Sources, coded: frozenset[int]) -> Sources:
-    """The sources without the gradients that have one group and are sent by a codec.
+    """Leaves out gradients that have a single group and are sent by a codec.
 
-    The exact gradient never exists as a whole, only the lossy result of the codec.
+    The exact sum of such a gradient is never computed, only the codec's lossy sum, so
+    its norm cannot be measured.
     """
     found = [s for s in sources.found if s.groups > 1 or s.value not in coded]
     lost = [s.name for s in sources.found if s.groups == 1 and s.value in coded]
@@ -295,7 +296,7 @@ class NoiseMeter:
     def _send(
         self, codecs: CodecSynchroniser, partials: dict[int, Stacked]
     ) -> dict[int, Any]:
-        """Sums gradients by codecs, and measures them before and after the codecs."""
+        """Sums gradients by codecs, and measures their norms before and after."""
         moments = {s.value: self._moment(s) for s in self._by_value.values()}
         replicas = {s.value: s.replicas for s in self._by_value.values()}
         when = None if self.spec.every == 1 else self.measured
@@ -304,7 +305,7 @@ class NoiseMeter:
         return made
 
     def _as_kept(self, source: GradientSource, array: Any) -> Norm:
-        """A gradient's norm, of the array in the layout that readers need."""
+        """Describes a gradient's norm, measured in the layout that operators read."""
         layout = self.noise.assignment.home_layout(source.value)
         array = constrain(array, self.noise.mesh, layout)
         return Norm(array, layout, (), self._moment(source))
@@ -384,7 +385,8 @@ class NoiseMeter:
     def _finite(self) -> jax.Array:
         """Whether all gradients with only one group are finite.
 
-        They are kept for the next step, which is compared with them.
+        The state keeps these gradients, because the next step compares its own with
+        them.
         """
         arrays = [self._values[s.value] for s in self.spec.alone]
         return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays] or [True]))

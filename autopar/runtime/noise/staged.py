@@ -39,7 +39,8 @@ from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.facts import Combine
 from autopar_passes.stages.cut import Phase, Task, TaskKey
 
-# A place of measurement: a task, or the number of a stage that sums by codecs.
+# Where norms are measured: in a task, or in a stage (by its number) when its codecs
+# sum.
 Place = TaskKey | int
 Rows = Mapping[Place, Sequence[Any]]
 

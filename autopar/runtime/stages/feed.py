@@ -99,7 +99,7 @@ class Feed:
         return jax.jit(deal, out_shardings=[shardings] * count)
 
     def _numbers(self, arguments: Sequence[int]) -> list[dict[int, Any]]:
-        """For each microbatch the input with its number, if there is such an input."""
+        """Returns the input with the microbatch's number, for each microbatch."""
         count, place = self.found.microbatches, self.found.number
         if place is None:
             return [{} for _ in range(count)]
@@ -141,9 +141,9 @@ class Feed:
     def __call__(self, *arguments: Any) -> Any:
         """Runs one step.
 
-        The state of codecs is an argument after the flat arguments, and the state of
-        the noise is the last argument. The results are the flat results, then the state
-        of codecs, telemetry and levels, then the state of the noise
+        The codecs' state is an argument after the flat arguments, and the state of the
+        noise measurement is the last argument. The results are the flat results, then
+        the state of codecs, telemetry and levels, then the state of the noise
         (`autopar.runtime.planned.PlannedStep.function`).
         """
         flat = arguments[: len(self.values)]
@@ -176,7 +176,7 @@ class Feed:
         return out
 
     def _restore(self, codecs: CodecStep, flat: Sequence[Any], made: list[Any]) -> None:
-        """Restores the state that no task has restored."""
+        """Restores the state that no task has restored, if a gradient is not finite."""
         for carried in self.pipeline.late:
             owner = self.owners[carried.old]
             if self.pipeline.here(owner):
@@ -211,8 +211,8 @@ class Feed:
         state = set(self.analysis.carried_arguments.values())
         held = {id(out[k]) for k in state}
         for k, x in enumerate(out):
-            # The next step donates its state. So a result that is the same array as a
-            # state array must be copied.
+            # The next step donates its state arguments. So a result must be copied if
+            # it is the same array as an array of the state.
             if k not in state and id(x) in held and x.sharding.addressable_devices:
                 out[k] = jax.numpy.copy(x)
         return out, ran
@@ -262,7 +262,8 @@ class Feed:
         atom = self.program.body.outputs[k]
         if not isinstance(atom, Scalar) and atom not in self.constants:
             return (ran.state if k in self.state else ran.told)[atom]
-        # Each step must make a new array, because the next step donates the state.
+        # The next step donates the state, so each step must return a new array for this
+        # result.
         known = (
             np.asarray(atom.value, atom.aval.dtype)
             if isinstance(atom, Scalar)

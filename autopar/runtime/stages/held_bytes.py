@@ -1,7 +1,7 @@
 """The bytes that a device of a stage holds when each program of the stage begins.
 
-The sizes of arrays are followed in the same way as `autopar.runtime.stages.run` follows
-the arrays.
+The module replays the order of a step's tasks with sizes in place of arrays: it adds
+and drops arrays at the same points as `autopar.runtime.stages.run`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from autopar.runtime.stages.stage import RESULT, Sent, Stage, wide
 from autopar_passes.jax_compat import itemsize
 from autopar_passes.stages.cut import Phase, TaskKey
 
-# A program of a stage: a task, or the number of the stage whose running sums are
-# finished.
+# A program of a stage: a task, or (by the number of the stage) the program that
+# computes the final values of the stage's running sums.
 ProgramKey = TaskKey | int
 # Value -> bytes on one device.
 _Place = dict[int, int]
 
 
 def held_bytes(pipeline: StagePipeline) -> dict[ProgramKey, int]:
-    """For each program, the most bytes of arrays that a device holds as it begins.
+    """Returns, for each program, the bytes of arrays that a device holds as it begins.
 
     The arrays are the program's arguments, the state of the stage, its running sums,
     and the values of other microbatches that the schedule keeps. A value from another
@@ -70,12 +70,12 @@ class _HeldBytes:
         self.found: dict[ProgramKey, int] = {}
 
     def put(self, stage: int, place: _Place, value: int, nbytes: int) -> None:
-        """Adds a value to the arrays of a stage."""
+        """Adds a value to the arrays that a stage holds."""
         self.total[stage] += nbytes - place.get(value, 0)
         place[value] = nbytes
 
     def drop(self, stage: int, place: _Place, values: Iterable[int]) -> None:
-        """Removes values from the arrays of a stage."""
+        """Removes values from the arrays that a stage holds."""
         self.total[stage] -= sum(place.pop(v, 0) for v in values)
 
     def note(self, key: ProgramKey, stage: int) -> None:

@@ -38,8 +38,8 @@ def issue_order(table: ScheduleTable) -> tuple[Issue, ...]:
     """All tasks of a schedule in an order in which one process can issue them.
 
     Each task comes after the tasks that it waits for. The tasks of a stage keep the
-    order of the schedule. The order cycles over the stages, so that no stage gets far
-    ahead of the others.
+    order of the schedule. The function takes tasks from the stages in turn, so that no
+    stage gets far ahead of the others.
     """
     orders = [list(table.tasks(stage)) for stage in range(table.stages)]
     places = [0] * table.stages

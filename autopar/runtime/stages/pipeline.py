@@ -131,7 +131,7 @@ def _lines(error: Exception, operators: Iterable[Equation]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Crossed:
-    """How values of microbatches are combined to values of the step.
+    """How the values of single microbatches become values of the whole step.
 
     Attributes:
       scales: value -> factor of its sum over microbatches.
@@ -153,8 +153,8 @@ class Call:
       code: the compiled code of the task.
       last: the inputs of a microbatch that no later task of the stage reads; their
         memory can be freed afterwards.
-      inputs: a function that selects the inputs of the task from the arrays of its
-        stage.
+      inputs: a function that selects the inputs of the task from the arrays that its
+        stage holds.
       totals: a function that selects the running sums to which the task adds.
       calls_back: whether the task calls functions of the host; these may fail after the
         task was issued.
@@ -270,8 +270,8 @@ class StagePipeline:
             for key, task in cut.tasks.items()
             if calls_back(equations_of(cut.program, task))
         )
-        # An update that calls the host may fail. The old state must therefore stay in
-        # memory until the update has ended.
+        # An update that calls a host function may fail. The old state must therefore
+        # stay in memory until the update has ended.
         fails = any(key.phase is Phase.UPDATE for key in self._calling)
         self._donated = self._donations() if donate and not fails else {}
         self.calls = {key: self._call(task) for key, task in cut.tasks.items()}
@@ -397,7 +397,7 @@ class StagePipeline:
         )
 
     def _readers(self, task: Task, stage: int) -> set[int]:
-        """The results of a task that tasks of a stage read directly.
+        """Returns the results of a task that tasks of a stage read directly.
 
         The tasks of microbatches and the tasks that run once read each other's results
         only through crossings (see below), which do not count here.
@@ -433,7 +433,7 @@ class StagePipeline:
         return tuple(out)
 
     def _leaving(self, stage: int, values: Iterable[int]) -> Iterator[Sent]:
-        """The values that leave the step, sent to their shardings between steps."""
+        """Returns the values that leave the step, in their shardings between steps."""
         outputs = self.outputs
         found = tuple(v for v in values if v in outputs)
         if found:
@@ -541,7 +541,8 @@ class StagePipeline:
                 )
         return out
 
-    # Crossings: values that microbatches make and that tasks which run once read.
+    # Crossings: values that tasks of microbatches compute, and that tasks which run
+    # once in the step (such as updates) read.
 
     def _summed_values(self) -> dict[int, tuple[int, ...]]:
         """Stage -> the values that it sums over microbatches."""
@@ -591,7 +592,7 @@ class StagePipeline:
     def _copies_between(
         self, owners: Iterable[tuple[int, int]], readers: Mapping[int, set[int]]
     ) -> list[StageCopy]:
-        """The copies from the stages that own values to other stages that read them."""
+        """Returns the copies of values from their owners to stages that read them."""
         wanted: dict[tuple[int, int], list[int]] = defaultdict(list)
         for value, owner in owners:
             for stage in sorted(readers.get(value, set()) - {owner}):
@@ -603,9 +604,10 @@ class StagePipeline:
         return out
 
     def _late_copies(self) -> tuple[StageCopy, ...]:
-        """The copies of crossings that are not summed over microbatches.
+        """Returns the copies of crossings that are not summed over microbatches.
 
-        A stage's microbatches make such a value, and another stage's updates read it.
+        Tasks of microbatches on one stage compute such a value, and an update on
+        another stage reads it.
         """
         out: list[StageCopy] = []
         for stage in range(len(self.stages)):

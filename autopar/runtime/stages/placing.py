@@ -115,7 +115,7 @@ def _place_by_path(
 
 
 def _by_process(links: Links, lies: Mapping[str, _Lies]) -> dict[str, list[_Lies]]:
-    """Path -> the place of an array, as each process sees it."""
+    """Returns, for each array's path, where each process has the array (`_Lies`)."""
     what = "comparing where the arguments lie"
     data = msgspec.msgpack.encode({path: str(how) for path, how in lies.items()})
     told = [msgspec.msgpack.decode(x) for x in exchange_data(links.world, what, data)]
@@ -153,12 +153,12 @@ def _put(
       path: path of the array.
       leaf: the array.
       sharding: the wanted sharding.
-      lies: the place of the array, as each process sees it.
+      lies: where each process has the array.
     """
     how = set(lies)
     if how == {_Lies.PLACED}:
-        # Only an array that one process has alone can have a weak type; `place` makes
-        # the type strong.
+        # Only an array that one process holds alone can have a weak type; `place`
+        # removes the weak type.
         return (
             leaf if not leaf.is_fully_addressable else placement.place(leaf, sharding)
         )

@@ -42,13 +42,13 @@ from autopar_passes.microbatches.facts import Combine, Microbatched, join_microb
 from autopar_passes.stages.cut import TaskKey
 from autopar_solver import make_table
 
-# Arrays of stacked layers, whose pieces are arguments of a pipeline.
+# Arrays of stacked layers: the pipeline takes their pieces as arguments.
 #
 # Between steps a stacked array consists of blocks of consecutive pieces: one block on
 # each stage, or a single block on one stage. A block needs no copy if it is one piece
-# and its own stage runs this piece. Any other block is cut on its stage before a
-# step, and its pieces are sent to the stages that run them. After the step, the
-# pieces are sent back and joined.
+# and its own stage runs this piece. Any other block is cut on its stage before a step,
+# and its pieces are sent to the stages that run them. After the step, the pieces are
+# sent back and joined.
 
 
 Shape = tuple[int, ...]
@@ -238,8 +238,9 @@ class WithStacked:
         returned = self.function(*given, *behind)
         made, *rest = returned if behind else (returned,)
         if self.donate:
-            # All updates are issued, and the joined arrays need the memory of the
-            # pieces.
+            # All tasks that read the old stacked arrays have been issued. The arrays
+            # are freed here, because the new arrays, which are joined next, need
+            # memory.
             for k, array in self.arrays.items():
                 if all(block.is_copied for block in array.blocks):
                     arguments[k].delete()

@@ -59,8 +59,8 @@ class Transfers:
         # Tasks that call functions of the host: the task, the microbatch, and a result
         # to wait for.
         self.watched: list[tuple[Call, int, Sequence[Any]]] = []
-        # Task -> a result to wait for, if tasks must run alone. No other task reuses
-        # this result's memory.
+        # Task -> one of its results, which `settle` waits for if tasks must run alone. No
+        # other task reuses this result's memory.
         self.latest: dict[TaskKey, Any] = {}
         # Transfers that were requested from other processes, and transfers that were
         # offered to them.
@@ -109,8 +109,9 @@ class Transfers:
             elif not self.alone(copy.stage, sent.stage):
                 arrays = jax.device_put(arrays, list(sent.source))
             if not self.alone(copy.stage, sent.stage):
-                # Another process fetches the arrays at any time of the step. The step
-                # may reuse the memory of its inputs before, and the call may free it.
+                # Another process may fetch the arrays at any time of the step. But
+                # before that, a later task may reuse the memory of its inputs, and the
+                # caller may free the step's inputs.
                 arrays = [x.copy() for x in arrays]
         self.send(tag, copy.stage, sent, arrays, places[sent.stage])
 
@@ -160,9 +161,9 @@ class Transfers:
         return found == frozenset({pipeline.links.index})
 
     def release(self, tag: Tag, stage: int, sent: Sent) -> None:
-        """Completes a transfer after this process has failed.
+        """Completes a transfer in a process that has failed.
 
-        Zeros are sent to the receiver, and received arrays are not used.
+        It sends zeros to the receiver, and ignores the arrays that it receives.
         """
         links, pipeline = self.pipeline.links, self.pipeline
         assert links is not None
@@ -258,7 +259,7 @@ class Transfers:
         return array if self.alone(stage, stage) else found
 
     def leave_unsummed(self, value: int, stage: int) -> None:
-        """Moves a result of microbatches that is not summed out of the step."""
+        """Moves an unsummed result of microbatches to its sharding between steps."""
         pipeline = self.pipeline
         _, target = pipeline.place(stage, value)
         array = self.step[stage].get(value)
@@ -273,8 +274,8 @@ class Transfers:
         self.leave("unsummed", stage, value, array, source, target)
 
 
-# A stage requests the inputs of its next tasks from other processes this number of
-# tasks in advance, so that the transfers overlap with earlier tasks.
+# A stage requests from other processes the inputs of this many tasks ahead, so that the
+# transfers overlap with earlier tasks.
 _AHEAD = 2
 
 
@@ -396,7 +397,7 @@ class _Run(Transfers):
             self.settle()
 
     def together(self, work: Callable[[], None]) -> None:
-        """Runs ``work``, which may wait for other processes in collectives.
+        """Runs ``work``, in which this process may wait for others in collectives.
 
         On CPUs, if a stage runs on several processes, ``work`` runs in a thread, so
         that the main thread notices if another process is lost.

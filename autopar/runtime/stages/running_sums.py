@@ -1,9 +1,10 @@
 """The running sums of a stage over microbatches: their start and their final values.
 
-Updates may read a gradient in two tasks of a stage. For example, clipping by the global
-norm reads each gradient for the norm, and again when the norm over all stages is known.
-If these tasks summed the gradient over devices, each of them would do so. So a value
-that several tasks read is summed over devices once, before them.
+Two tasks of a stage may read the same gradient in the update. For example, clipping by
+the global norm reads each gradient for the norm, and again when the norm over all
+stages is known. If these tasks summed the gradient over devices, each of them would
+communicate. So a value that several tasks read is summed over devices once, before
+these tasks.
 """
 
 from __future__ import annotations

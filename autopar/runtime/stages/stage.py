@@ -24,7 +24,7 @@ from autopar_passes.replay.run import PlainSums, replay_segment
 from autopar_passes.stages.cut import Phase, StageProgram, Task, equations_of
 from autopar_passes.sums import stacked
 
-# Used in place of a stage number, for values that leave the step.
+# Used in place of a stage number as the receiver of values that leave the step.
 RESULT = -1
 
 
@@ -154,12 +154,12 @@ class Stage:
 
     @functools.cached_property
     def behind_codecs(self) -> Stage:
-        """The stage after its codecs have summed gradients over devices."""
+        """Returns the stage after its codecs have summed gradients over devices."""
         return self._with(self.coded_values)
 
     @functools.cached_property
     def seen_by_updates(self) -> Stage:
-        """The stage as its updates see it.
+        """Returns the stage as its updates see it.
 
         Gradients summed by codecs and the running sums in ``early`` are no longer
         partial sums over devices.
@@ -167,7 +167,7 @@ class Stage:
         return self._with(self.coded_values | self.early)
 
     def updating(self, task: Task) -> Stage:
-        """The stage as one update sees it.
+        """Returns the stage as one update sees it.
 
         In addition to `seen_by_updates`, results of other updates in ``handed`` are no
         longer partial sums over devices.
@@ -180,7 +180,7 @@ class Stage:
         )
 
     def _with(self, whole: frozenset[int]) -> Stage:
-        """The stage, in which the values ``whole`` count as summed over devices."""
+        """Returns the stage with values marked as already summed over devices."""
         if not whole:
             return self
         after = dataclasses.replace(self.assignment, settled=whole)
@@ -191,7 +191,7 @@ class Stage:
         return self._shardings(value)
 
     def home(self, value: int) -> NamedSharding:
-        """The sharding of a value on this stage after its sum over devices."""
+        """Returns the sharding of a value on this stage after its sum over devices."""
         layout = self.assignment.home_layout(value)
         return mesh_sharding(self.mesh, layout)
 

@@ -1,10 +1,11 @@
 """Moves arrays between processes that run stages of one step, and finds lost processes.
 
 If a process hangs, the other processes must not wait for it forever. So each process
-increments a counter (a heartbeat) in the key-value store of JAX's coordination service.
-A process counts as lost if its counter does not change for `SILENCE_S` seconds. If the
-service itself does not answer for this time, all other processes count as lost. A
-process checks the counters while it waits in a step.
+has a counter (a heartbeat) in the key-value store of JAX's coordination service, and
+increments it regularly. A process counts as lost if its counter does not change for
+`SILENCE_S` seconds. If the service itself does not answer for this time, all other
+processes count as lost. A process checks the counters of the others while it waits in a
+step.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Route:
         return out
 
     def array(self, blocks: Mapping[Any, Any]) -> Any:
-        """Makes the array of the blocks on devices of this process."""
+        """Makes the array from the blocks on devices of this process."""
         shape, dtype = self.bits
         devices = [d for d in self.target.mesh.devices.flat if d in blocks]  # type: ignore[union-attr]
         made = jax.make_array_from_single_device_arrays(
@@ -266,8 +267,8 @@ class ProgressWatch:
         beat = threading.Thread(target=self._beat, name="watch", daemon=True)
         self._threads = [beat]
         beat.start()
-        # If a thread returned to Python after Python has ended, the process would
-        # abort.
+        # A thread that returned to Python after the interpreter has shut down would
+        # abort the process.
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -400,7 +401,7 @@ T = TypeVar("T")
 def meeting(
     links: Links | None, release: Callable[[], None] | None, what: str
 ) -> Generator[None]:
-    """`Links.together`; without links a context that does nothing."""
+    """Returns `Links.together`; without links, a context that does nothing."""
     if links is None:
         yield
         return
@@ -470,9 +471,9 @@ class Links:
 
         Args:
           tag: names this transfer within the step.
-          arrays: arrays with shards on devices of this process. None: this process
-            failed to compute them, so it offers zeros. The receivers then go on, and
-            learn of the failure later.
+          arrays: arrays with shards on devices of this process. None if this process
+            failed to compute them: it then offers zeros, so that the receivers go on
+            until they learn of the failure.
           routes: the route of each array.
         """
         for process in sorted(frozenset[int]().union(*(w.processes for w in routes))):
@@ -656,7 +657,7 @@ class Links:
         exchange_data(self.world, what)
 
     def agree(self, holds: bool, what: str) -> bool:
-        """Whether ``holds`` is true on all processes.
+        """Whether ``holds`` is true on all processes; all must call this.
 
         Raises:
           StageError: a process has ended.
@@ -718,7 +719,7 @@ class Links:
             raise self._lost from lost
 
     def _awaited_tasks(self) -> str:
-        """Text that names a requested transfer that has not arrived; '' if none."""
+        """Names a requested transfer that has not arrived; '' if there is none."""
         for (tag, process), arrays in list(self._asked.items()):
             if not _there(arrays):
                 return f", {task_text(tag)} of process {process}"
