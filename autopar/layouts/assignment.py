@@ -1,14 +1,13 @@
-"""Converts the solution of a planning problem to the layouts of each operator's
-operands and results.
+"""Converts the solution of a planning problem to layouts of operands and results.
 
-*All-gathers over all devices of a TPU slice*: the program states them in a form that
-the compiler keeps. On slices of 64 chips or more, XLA's TPU compiler turns an
-all-gather over all devices into an all-reduce: each device pads its shard with zeros,
-and twice the bytes are sent. On v5e the compiler does so for results up to 16 MiB, on
-v5p for any size (libtpu 0.0.42; slices of 8 to 256 chips, float32 and bfloat16, either
-dimension, arrays of .25 MiB to 1 GiB). An all-gather along one dimension of the torus
-is not changed. So the program gathers over one mesh axis at a time. Gathering axis by
-axis sends the same bytes as a single all-gather, so the cost model prices a single one.
+*All-gathers over all devices of a TPU slice* are stated in a form that the compiler
+does not change. On slices of 64 chips or more, XLA's TPU compiler turns an all-gather
+over all devices into an all-reduce: each device pads its shard with zeros, and twice
+the bytes are sent. On v5e the compiler does so for results up to 16 MiB, on v5p for any
+size (libtpu 0.0.42; slices of 8 to 256 chips, float32 and bfloat16, either dimension,
+arrays of .25 MiB to 1 GiB). It does not change an all-gather along one dimension of the
+torus. So the program gathers over one mesh axis at a time. Gathering axis by axis sends
+the same bytes as a single all-gather, so the cost model prices a single one.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from autopar_passes.sums.stacked import Deferral
 def written_sums(
     start: Layout, steps: Sequence[ReshardStep], kept: Layout | None = None
 ) -> tuple[Sum, ...]:
-    """The sums of a resharding that a program has to state.
+    """Returns the sums over devices that a program must state for a resharding.
 
     The result is empty if the compiler inserts the sums itself.
 
@@ -92,7 +91,7 @@ def _scatters(before: Layout, after: Layout) -> list[Sum]:
 def kept_slices(
     ways: Collection[tuple[Sequence[ReshardStep], bool]], axes: Axes
 ) -> Layout | None:
-    """The layout of the slice that the resharding to every reader begins with.
+    """Returns the layout of the slice with which the resharding to every reader begins.
 
     Args:
       ways: the resharding to each reader (`Assignment.fetch_steps`).
@@ -145,8 +144,8 @@ class Assignment:
         text. Other values are summed without a codec.
       waiting: values without a codec whose sum is postponed too, because an operator
         reads their partial sums.
-      settled: values whose postponed sum has been computed already, so that they are
-        not partial.
+      settled: values whose postponed sum has been computed already, so that they are no
+        longer partial.
       sums_each_microbatch: whether gradients are summed over devices in each
         microbatch, so that they are stored sharded. If False, gradients whose sum can
         be postponed are summed once a step.
@@ -192,7 +191,7 @@ class Assignment:
         return found
 
     def home_layout(self, value: int) -> Layout:
-        """The layout in which a value is kept."""
+        """Returns the layout in which a value is kept for its readers."""
         home = self.contraction.homes.get(value)
         if home is None:
             return ((),) * len(self.graph.values[value].shape)
@@ -212,10 +211,10 @@ class Assignment:
         )
 
     def works_as(self, op: Operator) -> Strategy:
-        """The axes that split each factor of an operator's node during its work.
+        """Returns the axes that split each factor of a node while it computes.
 
-        Axes over which the result stays partial are left out: each device works on its
-        own summand in full size.
+        Axes over which the result is partial are left out: on each device, the summand
+        has the full size of the result.
         """
         strategy = self.strategies[self.contraction.node_of[op.class_index]]
         held = next((h for v in op.outputs if (h := self.stackings.get(v))), None)
@@ -288,7 +287,7 @@ class Assignment:
 
     @property
     def independent(self) -> Independent:
-        """The collectives that need no result of another collective."""
+        """The operators whose collectives do not wait for other collectives."""
         return self.analysis.independent
 
     @property
@@ -373,7 +372,7 @@ class Assignment:
         return op.index in makers and whole_rows(self, op)
 
     def _ways_of(self) -> dict[int, set[Way]]:
-        """For each value with a home, the reshardings to its readers."""
+        """Returns the reshardings of each value with a layout to its readers."""
         return self._memo(("ways of",), self._list_ways)
 
     def _list_ways(self) -> dict[int, set[Way]]:
@@ -394,7 +393,7 @@ class Assignment:
         return out
 
     def due_steps(self, value: int) -> tuple[ReshardStep, ...]:
-        """The collectives of a postponed sum."""
+        """Returns the collectives of a postponed sum."""
         held = self.stackings[value]
         home = self.home_layout(value)
         return reshard_steps(held.strip(home), home, held.axes, "sum", self.sizes)
@@ -443,10 +442,10 @@ class Assignment:
 
     @property
     def ways(self) -> tuple[tuple[Way, ...], ...]:
-        """For each group of readings, the result of `fetch_steps` for each of its
-        parts.
+        """The resharding steps (`fetch_steps`) of each part of each group of readings.
 
-        The groups are those of `autopar.steps.uses.Readings`.
+        The groups are those of `autopar.steps.uses.Readings`. The readings of a group
+        need the same steps.
         """
         return self._memo(("ways",), self._ways)
 
@@ -568,7 +567,7 @@ def _by_axis(before: Layout, after: Layout) -> Iterator[Layout]:
 
 
 def kept_layout(assignment: Assignment, value: int) -> Layout:
-    """The layout in which a value is kept where a program ends.
+    """Returns the layout in which a value is kept at the end of a program.
 
     A value with a home keeps its home layout. A value without a home normally takes the
     layout of its reader. At the end of a program such a value keeps the layout of the

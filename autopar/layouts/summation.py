@@ -187,7 +187,8 @@ def _cut(shape: tuple[int, ...], dim: int, count: int) -> tuple[int, ...]:
 # A mesh axis, by number or by name.
 A = TypeVar("A", int, str)
 
-# Stands for the round number in the sums and gathers of a bucket over the fast links.
+# The `BucketCollective.round` of sums and gathers over the fast links, which come
+# before and after all rounds of the codecs.
 WITHIN = -1
 
 
@@ -208,7 +209,7 @@ class Bucket(Generic[A]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketCollective(Generic[A]):
-    """The collective of all messages of one bucket with the same round and kind.
+    """The collective that carries a bucket's messages of one round and kind.
 
     Attributes:
       bucket: the bucket.

@@ -1,9 +1,10 @@
 """Reads plan files strictly, and converts files of schema 1 to the current schema.
 
-Also computes checksums that show whether a plan, or a part of it, was changed.
+The module also computes checksums, which show whether a plan or a part of it was
+changed.
 
-A plan stores a checksum of each of its parts from the time of its making. So a plan
-that was edited, in a file or in a program, can list its edited parts.
+A plan stores a checksum of each of its parts, computed when the plan was made. So a
+plan that was edited, in a file or in a program, can list its edited parts.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _from_schema_1(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     out = {k: v for k, v in fields.items() if k not in _OF_STAGE}
     text = fields.get("cluster")
     if not isinstance(text, str):
-        return out  # the check of types says what is wrong
+        return out  # The later check of types reports what is wrong.
     try:
         cluster = Cluster.parse(text)
     except ClusterError as error:
@@ -155,8 +156,8 @@ def check_devices(cluster: Cluster, stages: tuple[StagePlan, ...], name: str) ->
             )
 
 
-# Parts that may be set at any time: the origin and purpose of the plan, and values that
-# follow from the other parts.
+# Parts of a plan that may be set without counting as edits: its origin and purpose, and
+# values that follow from other parts.
 ABOUT = frozenset(
     {
         "schema", "version", "seconds", "solver", "target", "options", "checks",
@@ -173,9 +174,7 @@ def digest_of(content: Any, digits: int = _DIGITS) -> str:
 
 
 def checks_of(plan: msgspec.Struct, stages: Sequence[msgspec.Struct]) -> dict[str, str]:
-    """Returns a checksum of each part; the checksum of a stage's field covers all
-    stages.
-    """
+    """Returns a checksum of each part of a plan, and of each field of its stages."""
     return {
         name: digest_of(part, _PART_DIGITS) for name, part in _parts_of(plan, stages)
     }

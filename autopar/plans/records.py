@@ -30,8 +30,8 @@ class GradientDecision(
       codec: codec as text; '': the compiler sums the gradient.
       limit: if parameters of ``codec`` are inputs of the program, the codec as text for
         which the program is compiled; '' if all parameters are constants.
-      room: size of the send buffer as a fraction of the limit's bytes, for all
-        gradients of the bucket with that limit together.
+      room: the size of the send buffer, as a fraction of the bytes that ``limit``
+        needs. All gradients of the bucket with the same limit share this buffer.
       feedback: whether the error of sending is added to the next step's gradient.
       average_every: number of steps after which residuals are averaged over the
         devices; 0: never.
@@ -71,7 +71,7 @@ class Compression(
     """The reason for the choice of codecs.
 
     Attributes:
-      mode: ``none``, ``auto``, or the codec that was asked for.
+      mode: ``none``, ``auto``, or the codec that the user requested.
       error_budget: largest relative error of the whole gradient, in the
         optimizer's metric; None: unlimited.
       metric: the way in which errors of different gradients are added.
@@ -140,8 +140,8 @@ class Rematerialisation(
 ):
     """The rematerialisation of a plan of one stage.
 
-    Layers are numbered from 0, in the order of the forward pass. By default only the
-    step's own ``jax.checkpoint``s hold.
+    Layers are numbered from 0, in the order of the forward pass. By default the plan
+    rematerialises only what the step's own ``jax.checkpoint``s do.
 
     Attributes:
       layers: numbers of the rematerialised layers.
@@ -160,7 +160,7 @@ class Rematerialisation(
     checkpoints: bool = True
 
 
-# Only the step's own rematerialisation.
+# No rematerialisation besides the step's own ``jax.checkpoint``s.
 AS_WRITTEN = Rematerialisation()
 
 
@@ -219,8 +219,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       gradients: how each gradient is summed.
       rematerialisation: the modules whose results the plan rematerialises in the
         backward pass, for human readers; `Plan.remat` says which layers they belong to.
-        Empty: the plan adds no rematerialisation to the step's own ``jax.checkpoint``s
-        and to the copies that are not kept.
+        Empty: the plan rematerialises nothing besides the step's own
+        ``jax.checkpoint``s and the copies of arrays that are gathered again.
       sums_each_microbatch: whether gradients are summed over devices in each
         microbatch, and stored sharded. If False, each device accumulates its own
         summand until the last microbatch, if the layouts allow it.
@@ -277,7 +277,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ReplicaPlan(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """The share of one replica.
+    """The microbatches of one replica in a plan whose replicas differ, and their cost.
 
     Attributes:
       devices: description of the replica's devices, for human readers.
@@ -354,7 +354,7 @@ class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
       size: number of devices along the axis.
       repeated: fraction of the seconds of work that all devices along the axis repeat,
         0 to 1.
-      holds: whether an input is sharded along the axis.
+      holds: whether the layout of some input is sharded along the axis.
       sums_s: for an unused axis, the seconds of an all-reduce of all gradients over the
         axis, without codecs and in one message; 0 for a used axis.
     """

@@ -527,9 +527,9 @@ class Analysis:
 
     @_untimed
     def shared_sums(self) -> SharedSums:
-        """The sums over devices that may combine into one.
+        """The sums over devices that a compiler may combine into one.
 
-        Not those deferred past a loop.
+        Sums that are deferred past a loop are left out.
         """
         waiting = set[int]().union(*(d.members for d in self.deferrals if d.hoisted))
         found = [r for r in self.reassociations if waiting.isdisjoint(r.between)]
@@ -580,7 +580,7 @@ def analyse(
 
 @collector_paused()
 def analyse_call(step: Callable[..., Any], call: StepCall) -> Analysis:
-    """`analyse` for a call whose arrays have been extracted."""
+    """Like `analyse`, for a call whose arrays have already been extracted."""
     start = time.perf_counter()
     say(f"tracing {step_name(step)}")
     traced = trace_call(step, call)
@@ -613,7 +613,7 @@ def analyse_again(
       traced: the other program.
       start: when the rewriting began, by `time.perf_counter`.
       same_inputs: whether the inputs keep the roles that they have in ``base``.
-      changes: fields of the analysis with other values than in ``base``.
+      changes: fields of the analysis whose values differ from those in ``base``.
     """
     graph = step_graph(traced, like=base.graph if same_inputs else None)
     made = analyse_program(traced.program, graph, output_paths=traced.output_paths)
@@ -630,7 +630,7 @@ def analyse_again(
 def with_program(
     base: Analysis, program: Program, start: float, **changes: Any
 ) -> Analysis:
-    """Analyses a program that takes the place of the last program of a step.
+    """Analyses a program that replaces the current program of a step.
 
     The step stays split into microbatches, and keeps what earlier rewrites changed.
 
@@ -638,7 +638,7 @@ def with_program(
       base: the analysis of the program that was rewritten.
       program: the other program.
       start: when the rewriting began, by `time.perf_counter`.
-      changes: fields of the analysis with other values than in ``base``.
+      changes: fields of the analysis whose values differ from those in ``base``.
     """
     names = ("split", "written", "offload", "on_devices")
     kept: dict[str, Any] = {name: getattr(base, name) for name in names}

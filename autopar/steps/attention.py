@@ -115,7 +115,7 @@ class _Groups:
 
 
 def _alike(graph: OperatorGraph, op: Operator, read: int, made: int) -> bool:
-    """Whether a result has one element for each element of an operand."""
+    """Whether each element of a result belongs to the same element of an operand."""
     one, other = graph.values[read], graph.values[made]
     if not (one.floating and other.floating and other.shape):
         return False
@@ -126,7 +126,7 @@ def _alike(graph: OperatorGraph, op: Operator, read: int, made: int) -> bool:
 
 
 def _free(graph: OperatorGraph) -> frozenset[int]:
-    """Values that depend on no input, such as the constant of masked scores."""
+    """Returns values that depend on no input, such as a constant mask value."""
     out: set[int] = set()
     for op in graph.operators:
         if op.kind != "input" and all(v is None or v in out for v in op.inputs):
@@ -153,7 +153,7 @@ class _Group:
         return self.root in self.groups.of(values)
 
     def is_attention(self) -> bool:
-        """Whether the group has scores, their softmax and a product's operand."""
+        """Whether the group has scores, their softmax, and an operand of a product."""
         kinds = {op.kind for op in self.ops if self.has(op.inputs)}
         return (
             bool(self.scores)

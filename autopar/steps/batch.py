@@ -153,12 +153,11 @@ def _labels(op: Operator, dims: dict[int, list[str]]) -> Iterator[tuple[int, str
 
 
 def fails_with(rows: str, error: Exception) -> str:
-    """Returns the message that a step fails on some rows.
+    """Returns an error text: a step that runs on the whole batch fails on fewer rows.
 
-    The step ran on the whole batch before.
 
     Args:
-      rows: the rows, such as ``a microbatch of 8 rows``.
+      rows: a description of the fewer rows, such as ``a microbatch of 8 rows``.
       error: the exception that tracing or the code of the step raised.
     """
     first = (str(error).strip().splitlines() or [""])[0]
@@ -243,7 +242,7 @@ def factor_labels(found: DimLabels, contraction: Contraction) -> Labels:
 
 
 def _label_results(contraction: Contraction, found: DimLabels, labels: Labels) -> None:
-    """Gives each node the labels of the values whose layout the node decides."""
+    """Gives each node the labels of the values whose layout it decides."""
     for value, home in contraction.homes.items():
         for name, factors in zip(found.dims.get(value, ()), home.dims, strict=False):
             if name and factors:

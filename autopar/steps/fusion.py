@@ -283,7 +283,7 @@ class _Again:
     def of(
         cls, graph: OperatorGraph, floating: frozenset[int], *, into_products: bool
     ) -> Self:
-        """Creates the state before the first operator is visited."""
+        """Creates the state of a search that has not visited any operator."""
         outputs = _handed_out(graph)
         readers = users(graph.operators)
         return cls(graph, floating, readers, outputs, {}, {}, set(), into_products)

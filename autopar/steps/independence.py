@@ -93,7 +93,7 @@ def independent(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Independ
 
 
 def _report_operators(graph: OperatorGraph) -> set[int]:
-    """Forward operators whose results only reach the caller, with no sum in between."""
+    """Returns forward operators whose results reach the caller without another sum."""
     used: set[int] = set()
     out: set[int] = set()
     for op in reversed(graph.operators):
@@ -123,9 +123,9 @@ def _norms(graph: OperatorGraph) -> set[int]:
 
 
 def _parameters(graph: OperatorGraph) -> tuple[set[int], dict[int, int]]:
-    """Operators that pass on inputs or make new state, and `Independent.behind`.
+    """Returns operators that pass on inputs or make new state, and their barriers.
 
-    The operators that pass on inputs may cast or reshape them.
+    An operator passes on an input if it only casts or reshapes it.
     """
     carried = {graph.outputs[i.output] for i in graph.inputs if i.output >= 0}
     given: set[int] = set()
@@ -155,7 +155,7 @@ def _hands_on(op: Operator) -> bool:
 
 
 def _elementwise_updates(graph: OperatorGraph) -> set[int]:
-    """Operators of the update before which the update is element-wise."""
+    """Returns operators of the update that only follow its element-wise operators."""
     mixed: set[int] = set()
     out: set[int] = set()
     for op in graph.operators:
@@ -170,7 +170,7 @@ def _elementwise_updates(graph: OperatorGraph) -> set[int]:
 
 
 def _waiting(graph: OperatorGraph) -> set[int]:
-    """The equations of barriers through which a value of the backward pass goes."""
+    """Returns the equations of barriers through which a backward value goes."""
     made = {v for op in graph.operators if op.role is Role.BACKWARD for v in op.outputs}
     return {
         op.equation

@@ -133,7 +133,7 @@ def _blocks(operators: Sequence[Operator]) -> Iterator[Sequence[Operator]]:
 
 
 def _barrier_inputs(graph: OperatorGraph) -> dict[int, list[int]]:
-    """Equation of a barrier -> its operands; the barrier has an operator for each."""
+    """Maps each barrier's equation to its operands (one operator for each)."""
     out: dict[int, list[int]] = {}
     for op in graph.operators:
         if op.kind == _BARRIER:
@@ -207,7 +207,7 @@ class Lifetimes:
       room: see `Habits`.
       placed: see `Habits`.
       factor: factor on the predicted peak memory of the buffers, in addition to the
-        device's.
+        correction factor of the device.
       replacing: the gradients that updates wait for, if the compiler copies parameters
         that operators may read after the update.
     """
@@ -246,9 +246,9 @@ class Lifetimes:
     def needs(self, op: Operator) -> int:
         """The last time at which an operator needs its operands.
 
-        A loop keeps its operands until the end of the loop. The values that a loop
-        stacks are copied. A compiler that runs operators as soon as it can makes the
-        copy at once.
+        A loop needs its operands until its end. Values that a loop stacks are copied
+        out of it: a compiler that runs operators as soon as it can makes this copy at
+        once.
         """
         own = self.reads[op.index]
         copied = bool(self.early) and op.kind == "stack_step"
@@ -312,8 +312,9 @@ class Habits:
 
 
 PLAIN = Habits()
-# The device preset `cpu` has a memory factor of 1.05. Its product with this factor is
-# 1.2, a value that was chosen when whole steps were modelled in program order.
+# The device preset `cpu` multiplies predicted memory by 1.05. Its product with this
+# factor is 1.2, a value that was chosen when whole steps were modelled in program
+# order.
 _NOT_EARLY = 1.2 / 1.05
 
 

@@ -138,8 +138,7 @@ def positions(
     roles = {
         role: np.array([o.role is role for o in operators], bool) for role in PASSES
     }
-    # The forward pass only completes sums over devices of reported values, such as the
-    # loss.
+    # The forward pass only completes sums of reported values, such as the loss.
     everywhere = np.ones(len(operators), bool)
     summed = {Role.FORWARD: ~everywhere, Role.BACKWARD: everywhere}
     ready = np.arange(len(operators))

@@ -68,7 +68,7 @@ class Rounded:
 
     Attributes:
       stored: the values that are in memory only in bfloat16.
-      brought: the values whose resharded copies are in bfloat16.
+      brought: the values whose copies in other layouts are in bfloat16.
     """
 
     stored: frozenset[int] = frozenset()
@@ -90,7 +90,7 @@ NOT_ROUNDED = Rounded()
 _MOVING = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy"}
 )
-# A sum that the kernel which makes its operand computes in float32.
+# A sum over elements, which the kernel that makes its operand computes in float32.
 _SUM = "reduce_sum"
 _HANDED = BOUNDARY | {"slice_step", "stack_step", "optimization_barrier"}
 
@@ -206,7 +206,7 @@ def _in_one_kernel(graph: OperatorGraph, rounded: Collection[int]) -> set[int]:
 
 
 def _foreign(contraction: Contraction, group: ReadingGroup) -> list[int]:
-    """The values that the operators of a group may need in another layout."""
+    """Returns the values that operators of a group may need in another layout."""
     op = group.operator
     node = contraction.node_of[op.class_index]
     dims = node_dims(contraction, op, op.rule.operands[group.slot])

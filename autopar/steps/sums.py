@@ -34,7 +34,8 @@ def times_due(graph: OperatorGraph, maker: Operator, value: int) -> float:
     if value in graph.accumulated:
         trips /= graph.microbatches
     if maker.kind == "stack_step":
-        # A replica runs only some of a loop's microbatches.
+        # If replicas divide the microbatches, a loop runs less often than its stack has
+        # entries.
         trips = max(1.0, trips / graph.values[maker.outputs[0]].shape[0])
     return trips
 

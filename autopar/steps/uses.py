@@ -249,8 +249,8 @@ class ReadingRows:
     Attributes:
       operators: for each part, the operator that reads it.
       sources: for each part, the value with a home.
-      ways: for each part, its position in the list of all groups' parts. One resharding
-        is computed for each position of this list.
+      ways: for each part, its index among the parts of all groups. Each such index
+        needs one resharding.
     """
 
     operators: np.ndarray

@@ -349,7 +349,7 @@ def _looked_up(op: Operator) -> frozenset[int]:
 
 
 def _copies(op: Operator, memory: InMemory) -> float:
-    """How often a loop moves one iteration's part of a stack, besides other work.
+    """Returns how often a loop copies one iteration's part of a stack.
 
     The operator that makes the part does not count these moves as its work.
 

@@ -290,7 +290,7 @@ def _program(
 def _row(
     gradient: Gradient, partial: Any, residual: Any, workers: int, worker: Any
 ) -> jax.Array:
-    """One worker's row of telemetry, as from `synchronise`."""
+    """Encodes a worker's gradient; returns its telemetry row, as `synchronise` does."""
     links = RecordingLinks(workers)
 
     def encode(step: Any, state: Any) -> tuple[Any, jax.Array]:

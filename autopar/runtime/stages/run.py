@@ -59,8 +59,8 @@ class Transfers:
         # Tasks that call functions of the host: the task, the microbatch, and a result
         # to wait for.
         self.watched: list[tuple[Call, int, Sequence[Any]]] = []
-        # Task -> one of its results, which `settle` waits for if tasks must run alone. No
-        # other task reuses this result's memory.
+        # Task -> one of its results, which `settle` waits for if tasks must run alone.
+        # No other task reuses this result's memory.
         self.latest: dict[TaskKey, Any] = {}
         # Transfers that were requested from other processes, and transfers that were
         # offered to them.
