@@ -42,7 +42,7 @@ class PlanCache:
         options: PlanOptions,
         make: Callable[[], Plan],
     ) -> Plan:
-        """Returns the stored plan, or makes a plan and stores it.
+        """Returns the stored plan; if there is none, makes a plan and stores it.
 
         Args:
           analysis: the step.
@@ -79,7 +79,7 @@ class PlanCache:
 
 
 def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> str:
-    """A file name with a hash of all inputs that a plan depends on."""
+    """Returns a file name with a hash of all inputs that a plan depends on."""
     said = {
         name: getattr(options, name)
         for name, option in OPTIONS.items()
@@ -107,7 +107,7 @@ _SHAPE = (1024, 1024)
 
 
 def _figures(compression: str) -> list[str]:
-    """The costs and errors that each available codec states for an example gradient.
+    """Returns the costs and errors that each codec states for an example gradient.
 
     These figures are part of the key of a plan, because a program may register codecs
     of its own, and may change them later under the same names.

@@ -74,7 +74,7 @@ class Candidate:
 
     @functools.cached_property
     def mesh(self) -> MeshShape:
-        """The mesh, with axes named by the user or after what they split."""
+        """The mesh; its axes have the user's names or are named after their use."""
         works = self.estimate.work.table.works
         return with_axis_names(self.pricer.mesh, self.assignment, works)
 
@@ -227,9 +227,7 @@ def with_bound(known: Solution, floor_s: float) -> Solution:
 
 
 def choices_of(formulation: Formulation, assignment: Assignment) -> list[int] | None:
-    """Finds an assignment's strategies in a formulation; None if a strategy is missing
-    from the formulation.
-    """
+    """Finds an assignment's strategies in a formulation; None if one is missing."""
     choices: list[int] = []
     count = len(assignment.strategies)
     for space, strategy in zip(
@@ -262,7 +260,7 @@ def candidate_of(
     solution: Solution,
     like: Assignment | None = None,
 ) -> Candidate:
-    """Turns a solution into layouts, and predicts their step with the cost model.
+    """Turns a solution into layouts, and prices a step in these layouts.
 
     Args:
       analysis: the step.
@@ -301,7 +299,7 @@ def price_solution(
     assignment: Assignment,
     peak_bytes: float,
 ) -> Candidate:
-    """Predicts the step of a solution's layouts.
+    """Prices a step in the layouts of a solution with the cost model.
 
     Args:
       formulation: the problem that the solver was given.
@@ -342,10 +340,10 @@ def tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
 def laid_out(
     analysis: Analysis, formulation: Formulation, solution: Solution
 ) -> tuple[Solution, Assignment, float]:
-    """A solution, its layouts, and the most bytes live at once on one device.
+    """Returns a solution, its layouts, and the most bytes live at once on one device.
 
-    If the solution does not fit the memory, but would fit with its free arrays split,
-    they are split.
+    If the solution does not fit the memory as it is, but fits with its free arrays
+    split over devices, they are split.
     """
     pricer = formulation.pricer
     layouts = assignment_of(analysis, formulation, solution)
@@ -426,7 +424,7 @@ def _split(layout: Layout, sizes: Sequence[int]) -> tuple[int, int]:
 def _cheapest(
     problem: ShardingProblem, choices: Sequence[int], group: Sequence[int], first: int
 ) -> tuple[float, tuple[int, ...]]:
-    """The best choices of a group of nodes, for a given choice of its first node.
+    """Returns the best choices of a group of nodes for a given first choice.
 
     The choices of all other nodes stay.
     """

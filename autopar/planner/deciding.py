@@ -118,7 +118,8 @@ def decide(
             propose(search)
         except PlanError:
             raise
-        except Exception as error:  # a proposal that no user asked for may fail
+        # A proposal of the planner may fail without an error for the user.
+        except Exception as error:
             asked_for = (options.stages, options.microbatches, options.remat)
             if search.best is None or None not in asked_for:
                 raise
@@ -181,7 +182,7 @@ def _in_replicas(
 
 
 def _shares_of(plan: Plan, asked: PlanOptions) -> Any:
-    """The number of microbatches of a plan, or the user's numbers for replicas."""
+    """Returns a plan's number of microbatches, or the user's numbers for replicas."""
     shares = isinstance(asked.microbatches, tuple)
     return asked.microbatches if shares else plan.microbatches
 
@@ -290,10 +291,11 @@ def _least_memory(search: Programs) -> None:
 
 
 def _local(search: Programs, count: int) -> tuple[str, ...]:
-    """Names of values that each microbatch would compute from its own rows.
+    """Returns the names of values that each microbatch would compute from its own rows.
 
-    Left out are values for which the user has allowed this. Such values, for example
-    batch statistics, change the result of the step.
+    Such values, for example batch statistics, differ from those of the whole batch, so
+    they change the result of the step. Values for which the user has allowed this are
+    left out.
     """
     if search.options.coupled == "microbatch":
         return ()
@@ -302,7 +304,7 @@ def _local(search: Programs, count: int) -> tuple[str, ...]:
     try:
         split = search.program(name).split
     except PlanError:
-        return ()  # planning the step raises this error again
+        return ()  # Planning the step raises this error again.
     return () if split is None else split.local
 
 
@@ -389,7 +391,7 @@ class _Layers:
                 self.more(level, above[::-1])
 
     def may_gain(self, level: str, first: int) -> bool:
-        """Whether rematerialising more than the fewest layers may give a faster plan.
+        """Whether a plan with more rematerialised layers than needed may be faster.
 
         The plan with the most rematerialised layers has the most free memory, so it may
         use faster layouts. If even these layouts would not make the step with the
@@ -422,10 +424,13 @@ class _Layers:
         return first_that(lambda n: self.fits_with(f"{n}:{level}"), least - 1, top, few)
 
     def last_too_few(self, remat: str, layers: int) -> bool:
-        """Whether a plan would not fit even if the last layer saved as any other.
+        """Whether a plan does not fit for a reason other than its last layer.
 
-        It saves less, because the backward pass needs its activations as soon as they
-        are computed.
+        Rematerialising the last layer saves less memory than rematerialising any other
+        layer, because the backward pass needs its activations at once. The result is
+        true if the plan would not fit even if the last layer saved as much as the
+        others.
+
         """
         errors = (self.search.errors[program_name(self.count, r)] for r in ("", remat))
         none, most = (getattr(error, "least_bytes", 0.0) for error in errors)
@@ -433,11 +438,13 @@ class _Layers:
         return most - saved > self.search.cluster.memory_bytes
 
     def too_few(self, layers: int) -> int:
-        """The largest number of rematerialised layers that is certainly too small.
+        """Returns the largest number of rematerialised layers that cannot be enough.
 
-        The memory is assumed to fall linearly with the number.
+        The memory is assumed to fall linearly with the number of rematerialised layers.
 
-        The memory falls at most to zero, so fewer layers cannot be enough either.
+        With ``layers`` rematerialised layers, the memory is zero at best. So a line
+        from the memory without rematerialisation down to zero is a lower bound of the
+        memory.
 
         Args:
           layers: a number of layers with which a plan fits.
@@ -458,7 +465,9 @@ class _Layers:
 
 
 def first_that(holds: Callable[[int], bool], low: int, high: int, few: int) -> int:
-    """The least number for which a condition holds that all larger numbers meet too.
+    """Returns the least number for which a condition holds, by bisection.
+
+    The condition must also hold for all larger numbers.
 
     The search is a bisection. Numbers up to ``few`` are tested only if the condition
     holds for ``few + 1``.
@@ -531,17 +540,18 @@ def _host_memory(search: Programs) -> None:
 
 
 def _cannot_offload(cluster: Cluster) -> str:
-    """Why optimizer state cannot lie in the memory of the hosts; '' if it can."""
+    """Returns why optimizer state cannot be in host memory; '' if it can."""
     if cluster.groups:
         return "replicas on unequal devices keep their state in the devices' memory"
     if cluster.device.kind == "tpu":
-        # Compiled with libtpu 0.0.42: 10.8 GB of copies at once for 9.7 GB of state.
+        # Measured with libtpu 0.0.42: for 9.7 GB of state, the compiled program copied
+        # 10.8 GB to the devices at once.
         return "XLA's compiler for TPU brings all of it back to the devices at once"
     return ""
 
 
 def _plan_on_host(search: Programs, paths: Sequence[str]) -> Plan:
-    """The fastest plan of one stage that keeps given state in the hosts' memory."""
+    """Returns the fastest plan of one stage that keeps given state in host memory."""
     options = dataclasses.replace(search.options, stages=1, offload="none")
     inner = Programs(
         search.analysis,

@@ -504,7 +504,7 @@ def _impossible(plan: Plan, found: Candidate) -> PlanError:
 
 
 def _with_codecs_of(analysis: Analysis, result: SearchResult, plan: Plan) -> Plan:
-    """Makes a plan from layouts that a search found and the codecs of another plan.
+    """Makes a plan from layouts that a search found, with the codecs of another plan.
 
     If the user changed the codecs, each gradient must use its codec. Otherwise a
     gradient that its codec cannot send is sent without a codec.
@@ -527,7 +527,7 @@ def _with_codecs_of(analysis: Analysis, result: SearchResult, plan: Plan) -> Pla
 
 
 def _with_reason_of(made: Plan, plan: Plan) -> Plan:
-    """The plan with the reason for the codecs of a plan that has the same codecs."""
+    """Returns a plan with another plan's reason for equal codecs."""
     if not plan.gradients or "gradients" in plan.changed_parts:
         return made
     compression = msgspec.structs.replace(

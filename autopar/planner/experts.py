@@ -39,11 +39,11 @@ class Expert:
 
 
 def _with_rows_split(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restriction:
-    """A recipe's restriction that also requires data axes to be used where possible.
+    """Adds to a recipe the rule that data axes must split rows wherever they can.
 
-    A node that can must let each data axis split the rows or the sequence. Without
-    this, the solver could leave an axis unused, and every device would compute the
-    whole batch. Plans that people write use all axes.
+    If a node has such a strategy, each data axis must split its rows or its sequence.
+    Without this rule, the solver could leave an axis unused, and every device would
+    compute the whole batch. Plans that people write use all axes.
     """
     within = restriction_of(analysis, recipe, pricer)
     labels, sizes = analysis.node_labels, pricer.sizes

@@ -75,7 +75,7 @@ def infeasible(
 def _relaxed_problem(
     analysis: Analysis, pricer: Pricer, formulation: Formulation
 ) -> ShardingProblem:
-    """The problem with only the memory that every choice needs.
+    """Returns the problem with only the memory terms that hold for every choice.
 
     The peak memory of its solution is a lower bound of the memory of every plan.
     """
@@ -135,7 +135,7 @@ def round_up(nbytes: float) -> int:
 def _unchecked_fixes(
     analysis: Analysis, pricer: Pricer, need: float, untried: Sequence[str]
 ) -> list[str]:
-    """Advice that lowers the memory needed; no search has checked that it is enough."""
+    """Yields advice that lowers the memory needed; it may not lower it enough."""
     cluster = pricer.cluster
     limit = cluster.memory_bytes
     inputs = sum(
@@ -163,9 +163,9 @@ def _state_bytes(analysis: Analysis) -> float:
 
 
 def _together(number: int) -> str:
-    """The text ``and 3 like it`` for an entry of the message that stands for 4 arrays.
+    """Returns the text ``and 3 like it``, for an entry that stands for 4 equal arrays.
 
-    A node of the problem may stand for the same array in all equal layers.
+    One node of the problem may stand for the same array in all equal layers.
     """
     return f"and {number - 1} like it " if number > 1 else ""
 
@@ -197,7 +197,7 @@ def size_text(nbytes: float, space: str = "") -> str:
 
 
 def _down(nbytes: float) -> str:
-    """A lower bound of bytes as text, rounded down."""
+    """Returns a lower bound of bytes as text, rounded down."""
     unit = next((size for _, size in _UNITS if nbytes >= size), 1.0)
     if nbytes < 1:
         return "0B"

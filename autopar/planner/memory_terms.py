@@ -37,8 +37,8 @@ from autopar_solver import MemoryTerm
 def fixed_bytes(analysis: Analysis, pricer: Pricer) -> float:
     """Returns the bytes on a device that every choice needs in addition to the terms.
 
-    Arrays that stay in on-chip memory need none of these bytes, but the terms count
-    them. Their bytes at the peak, equal for every choice, are subtracted.
+    Arrays that stay in on-chip memory need no device memory, although the terms count
+    them. So their bytes at the peak are subtracted; these are equal for every choice.
     """
     life = analysis.life(habits_of(pricer.cluster.device))
     return float(life.workspace_bytes - life.on_chip_bytes)
@@ -96,7 +96,7 @@ class _TermWriter:
         self.last_sum = max((self.life.time[o.index] for o in summed), default=0)
 
     def usage(self, node: int, dims: Dims, nbytes: int) -> np.ndarray:
-        """Bytes of one device under each strategy of a node."""
+        """Returns the bytes on one device under each strategy of a node."""
         key = (node, dims, nbytes)
         if key not in self.cache:
             layouts = self.spaces[node].layouts(dims)
@@ -141,7 +141,7 @@ class _TermWriter:
                 yield self.buffer(home, value, start, end)
 
     def partials(self) -> Iterator[MemoryTerm]:
-        """Partial results of contractions, until their reduction over devices ends."""
+        """Adds partial results of contractions, until their reduction ends."""
         for op in self.graph.operators:
             index = self.contraction.node_of.get(op.class_index)
             if index is None or self.contraction.nodes[index].kind != "contraction":
@@ -174,7 +174,7 @@ class _TermWriter:
         )
 
     def arrivals(self, sources: Iterable[HomeValue]) -> Iterator[MemoryTerm]:
-        """The receive buffer of a reader's resharding."""
+        """Adds the receive buffer of the resharding for each reader."""
         for source in sources:
             for use in source.foreign:
                 for value, (first, _, _) in use.readers.items():

@@ -66,10 +66,11 @@ from autopar.units import number_of
 
 # Plans for a part of a cluster, if the number of devices does not divide the batch.
 #
-# A mesh axis splits rows only if it divides their number. For example, 5 devices cannot
-# split a batch of 32 rows, but 4 of them can, and then run a step about four times as
-# fast as one device. So the planner also plans for the largest part of the cluster that
-# divides the batch, and takes the faster plan. The other devices stay idle.
+# A mesh axis splits rows only if its size divides their number. For example, 5 devices
+# cannot split a batch of 32 rows, but 4 of them can, and then run a step about four
+# times as fast as one device. So the planner also plans for the largest part of the
+# cluster that divides the batch, and takes the faster plan. The other devices stay
+# idle.
 
 
 class UnsplitBatchError(PlanError):
@@ -155,7 +156,9 @@ def plan_best_part(
         whole = None
     try:
         smaller = search(part)
-    except PlanError:  # for example, one device needs more memory
+    # The part may have no plan: for example, with fewer devices, each needs more
+    # memory.
+    except PlanError:
         if whole is None:
             raise
         return whole
@@ -262,7 +265,7 @@ def plan_analysis(
     advise: bool = True,
     unfit: Unfit | None = None,
 ) -> Plan:
-    """As `autopar.plan`, for a step that is already analysed.
+    """Plans a step that is already analysed; `autopar.plan` describes the result.
 
     The plan's `Seconds.solve` is the duration of the whole search.
 
@@ -350,7 +353,7 @@ def meshes_of(
 
 
 def _check_no_remat(options: PlanOptions, kept: Plan) -> None:
-    """Checks that the options ask for no other rematerialisation than a kept plan's."""
+    """Checks that the options request no rematerialisation that a kept plan lacks."""
     if options.remat not in (None, "auto"):
         raise PlanError(
             f"remat={options.remat!r}: the plan given as layouts= has "
@@ -509,7 +512,7 @@ def _search_layouts(
     weights: Sequence[Weights] | None = None,
     most_s: float = math.inf,
 ) -> Planned:
-    """The fastest layouts, with codecs if the user asked for them."""
+    """Returns the fastest layouts, with codecs if the user requested them."""
 
     def restrict(pricer: Pricer) -> Restriction:
         return pin_restriction(analysis, pinned_layouts(analysis, pins, pricer.mesh))
@@ -587,7 +590,7 @@ def check_batch(
 ) -> None:
     """Raises `UnsplitBatchError` if no mesh axis divides the rows of the batch.
 
-    Exempt are rows of a kernel whose sequence may be split instead.
+    Rows of a kernel are exempt if its sequence may be split instead.
     """
     parts = analysis.microbatches
     if has_context(analysis):

@@ -56,7 +56,7 @@ Priced = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Within:
-    """Two restrictions; the second does not count at nodes where it leaves no strategy.
+    """Two restrictions; the second is dropped at nodes where it leaves no strategy.
 
     Attributes:
       outer: a restriction that holds at every node; None: no such restriction.
@@ -99,7 +99,7 @@ def allowed_strategies(
     return kept[:1] if small and not any(kept[0]) else kept
 
 
-# Fractions by kind for an edge none of whose seconds belong to a kind.
+# An edge whose seconds cannot overlap with work: no fraction of them is of any kind.
 _NO_PARTS = in_kinds(0.0, 0.0, 0.0)
 
 
@@ -538,7 +538,7 @@ def _source_edges(
         return matrix, parts(copy.uses)
 
     def parts(uses: Sequence[Use]) -> np.ndarray:
-        """The fractions of a gather that may overlap with work, by kind."""
+        """Returns the fractions of a gather that may overlap with work, by kind."""
         return _in_passes(analysis, uses) if together else _NO_PARTS
 
     shared = bool(together)
@@ -601,9 +601,10 @@ def _reuse_matrix(forward: Copy, backward: Copy) -> tuple[np.ndarray, np.ndarray
 def _by_mode(
     copy: Copy, home: Sequence[Layout], layouts: Sequence[Layout], fetch: np.ndarray
 ) -> np.ndarray:
-    """The seconds of each way to make a copy, for each layout of the value itself.
+    """Returns the seconds of making a copy, for each layout of the value and each mode.
 
-    One way is to use the value as the copy, if both have the same layout.
+    The modes (`autopar.layouts.strategies.Mode`) are: resharding the value, using the
+    value itself if it has the copy's layout, and reusing the forward copy.
     """
     if Mode.SAME in copy.modes:
         same = np.array([[a == b for b in layouts] for a in home])

@@ -208,8 +208,8 @@ _QUICK_S = 2.0
 # The most programs that are planned in full, and the fraction by which the quick plans
 # of these programs may be slower than the fastest quick plan.
 _REFINED, NEAR = 3, 0.03
-# Of programs whose step times differ by less than this fraction, the one that changes
-# the user's step less is preferred.
+# Two programs whose step times differ by less than this fraction count as equally fast.
+# Of them, the program that changes the user's step less is preferred.
 _TOLD = 1e-3
 # The number of analyses of programs that are cached.
 _PROGRAMS = 4
@@ -251,8 +251,8 @@ class Programs:
         self.programs: dict[str, PlanOptions] = {}
         # The analyses of programs that were made last.
         self.analyses: dict[str, Analysis] = {}
-        # A program whose plan gives the layouts, and another program -> seconds of a
-        # step of the other program in these layouts.
+        # Seconds of a step of a program (the second name) in the layouts of the plan of
+        # another program (the first name).
         self.seconds: dict[tuple[str, str], float] = {}
         # Programs that were planned only quickly.
         self.quick: set[str] = set()
@@ -278,7 +278,8 @@ class Programs:
         begin = time.thread_time()
         try:
             found = make()
-        except TimeOutError as error:  # no plan found in time: counts as too large
+        # If the solver found no plan in time, the program counts as too large.
+        except TimeOutError as error:
             self.errors[name] = self.unfit[name] = InfeasibleError(str(error))
             found = None
         except PlanError as error:
@@ -420,10 +421,10 @@ class Programs:
         return not easy and self.slowed[name] > 1 + GAP
 
     def priced_s(self, name: str, other: str) -> float:
-        """Seconds of a step of another program in the layouts of a program's plan.
+        """Returns the step time of program ``other`` in the layouts of ``name``.
 
-        The solver chooses layouts for operators that only the other program has. The
-        result is 0 if it finds none in time.
+        The solver chooses layouts for operators that only ``other`` has. The result is
+        0 if it finds none in time.
         """
         if (name, other) not in self.seconds:
             before, after = self.program(name), self.program(other)
@@ -531,7 +532,7 @@ class Programs:
     def describe_gain(
         self, what: str, best: Plan, other: Plan | None, than: str
     ) -> str:
-        """How much faster the best plan is than the best plan without a decision."""
+        """Describes how much slower the best plan without a decision is."""
         if other is not None:
             times = other.predicted.step_s / best.predicted.step_s
             if times < 1.1:
@@ -550,7 +551,7 @@ class Programs:
 
 
 def _changes(plan: Plan) -> tuple[int, int]:
-    """Numbers that grow as a plan changes more of the user's step.
+    """Returns numbers that measure how much a plan changes the user's step.
 
     Of two equally fast plans, the one with smaller numbers is preferred.
     """
@@ -579,6 +580,6 @@ def _record(
 
 
 def _roomy(cluster: Cluster) -> Cluster:
-    """A cluster with the same devices but unlimited memory."""
+    """Returns a cluster with the same devices but unlimited memory."""
     device = dataclasses.replace(cluster.device, memory_bytes=_UNLIMITED)
     return dataclasses.replace(cluster, device=device)

@@ -160,8 +160,8 @@ def _node_roles(analysis: Analysis) -> dict[int, InputRole]:
 def least_bytes(analysis: Analysis, rule: Restriction, pricer: Pricer) -> float:
     """Returns a lower bound of the bytes of state on one device under a rule.
 
-    The bound assumes for each input the allowed layout with the most shards, even if
-    the layouts of two inputs do not fit together.
+    For each input, the bound takes the allowed layout with the most shards, even if
+    such layouts of two inputs exclude each other.
 
     Args:
       analysis: the step.

@@ -55,7 +55,8 @@ from autopar.steps.microbatches import check_can_be_dealt_out, with_turns
 from autopar_passes.replay.replicas import AXIS
 from autopar_solver import deal_out
 
-# Names for the mesh axis of the replicas: the first name that no other axis has.
+# Candidate names for the mesh axis of the replicas; the first name that no other axis
+# has is used.
 _NAMES = ("replica", "replicas", "replica_group")
 
 
@@ -154,7 +155,7 @@ def _replica_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def price_replica(view: Analysis, found: Candidate, site: ReplicaDevices) -> Candidate:
-    """Predicts the step of a candidate's layouts on one replica.
+    """Prices a step on one replica in the layouts of a candidate.
 
     Args:
       view: the step with the number of microbatches that the replica runs
@@ -280,7 +281,7 @@ _TRIED, _PER_REPLICA = 6, 16
 
 @dataclasses.dataclass(frozen=True)
 class Dealt:
-    """Layouts, and how many microbatches each replica runs with them.
+    """Layouts of the replicas, and the number of microbatches of each replica.
 
     Attributes:
       base: the step, split into its microbatches.
@@ -303,11 +304,10 @@ class Dealt:
         return self.slowest.step_s
 
     def expected_s(self, count: int) -> float:
-        """An estimate of the least seconds of a step with another number of
-        microbatches.
+        """Estimates the least seconds of a step with another number of microbatches.
 
-        The estimate assumes that each row takes the same time at any microbatch size,
-        and that the rest of the step takes no time.
+        The estimate assumes that a row takes the same time at any microbatch size, and
+        that work outside the microbatches takes no time.
         """
         each = [
             c.step_s / n * self.base.microbatches / count
@@ -472,7 +472,7 @@ def _deal_best(
     counts: Sequence[int] = (),
     check: Callable[[Candidate], None] = lambda _: None,
 ) -> Dealt:
-    """The best layouts and shares for a number of microbatches.
+    """Finds the best layouts and shares for a number of microbatches.
 
     Args:
       base: the step in its microbatches.
@@ -512,7 +512,7 @@ def _deal_best(
 def _search_alone(
     view: Analysis, options: PlanOptions, site: ReplicaDevices
 ) -> Candidate:
-    """The best layouts on the devices of a single replica."""
+    """Finds the best layouts on the devices of a single replica."""
     pins = options.pins or {}
     meshes = candidate_meshes(site.part, options.max_axes, options.axis_names)
     if pins:
@@ -536,7 +536,7 @@ def _search_alone(
 
 @dataclasses.dataclass(frozen=True)
 class _Shares:
-    """Layouts, to find the share of the microbatches for each replica.
+    """Divides the microbatches among the replicas, for given layouts.
 
     Attributes:
       base: the step in its microbatches.
@@ -553,7 +553,7 @@ class _Shares:
     counts: Sequence[int]
 
     def send(self, codecs: CodecRequest, check: Callable[[Candidate], None]) -> Dealt:
-        """The best shares with the codecs that were asked for.
+        """Returns the best shares with the codecs that the user requested.
 
         All replicas send a gradient by the same codec. The codecs are chosen on the
         replica that is the slowest without codecs, and the shares are then chosen
@@ -578,7 +578,7 @@ class _Shares:
         return self.best(send)
 
     def best(self, send: Callable[[Candidate], Candidate]) -> Dealt:
-        """The best shares with given codecs.
+        """Returns the best shares with given codecs.
 
         Args:
           send: adds the codecs to a priced replica.
@@ -608,12 +608,12 @@ class _Shares:
 def best_shares(
     price: Callable[[int, int], float], replicas: int, count: int
 ) -> Sequence[int]:
-    """The shares with which the slowest replica ends earliest, from few known prices.
+    """Returns the shares with which the slowest replica ends earliest.
 
     The seconds of a replica grow almost in proportion to its microbatches; only the
-    overlap of communication with work makes the growth uneven. So seconds are
-    interpolated linearly between numbers of microbatches for which ``price`` was
-    called. A choice is proved to be best once the seconds of each replica are known
+    overlap of communication with work makes the growth uneven. So ``price`` is called
+    for few numbers of microbatches, and the seconds of other numbers are interpolated
+    linearly. A choice is proved to be best once the seconds of each replica are known
     with its share, and with one microbatch more: a better choice would have to give one
     of the replicas another microbatch.
 
@@ -636,9 +636,7 @@ def best_shares(
 
 
 def _between(known: dict[int, float], most: int) -> list[float]:
-    """Seconds of 1, 2 ... microbatches, interpolated from known ones; never
-    decreasing.
-    """
+    """Returns the seconds of 1, 2 ... microbatches, interpolated between known ones."""
     at = sorted(known)
     values = np.maximum.accumulate([known[n] for n in at])
     return [float(s) for s in np.interp(range(1, most + 1), at, values)]
@@ -678,7 +676,7 @@ def _write_plan(
         for site, n, c in zip(sites, dealt.counts, dealt.replicas, strict=True)
     )
     most = max(r.peak_memory_bytes for r in replicas)
-    # No lower bound is proved for the step under other shares and layouts.
+    # No lower bound is known for a step with other shares and layouts.
     solver = msgspec.structs.replace(made.solver, status=status, gap=1.0, bound=0.0)
     return msgspec.structs.replace(
         made,

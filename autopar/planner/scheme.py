@@ -34,8 +34,8 @@ from autopar_passes.rules.factor_rule import CUDNN_EFFICIENCY, PALLAS_EFFICIENCY
 
 DATA, CONTEXT, TENSOR, EXPERTS = "data", "sequence", "tensor", "experts"
 _KINDS = {BATCH: DATA, SEQUENCE: CONTEXT}
-# A scheme is named after an axis that splits at least the first fraction of the work,
-# or at least the second fraction of the bytes.
+# An axis is named after a kind of dimension only if it splits at least the first
+# fraction of the work, or at least the second fraction of the bytes.
 _NAMED, _MOST = 0.2, 0.5
 _NAMES = {
     CONTEXT: "sequence parallel",
@@ -219,7 +219,7 @@ def _of_products(
 def _of_others(
     assignment: Assignment, works: Sequence[OperatorWork], axis: int
 ) -> dict[str, float]:
-    """As `_of_products` for forward operators that are no products, in bytes."""
+    """Like `_of_products`, for forward operators that are no products, by bytes."""
     total, parts = 0.0, defaultdict[str, float](float)
     for work in works:
         op = work.op
@@ -329,7 +329,7 @@ _FUSED = {"gpu": (128, CUDNN_EFFICIENCY), "tpu": (256, PALLAS_EFFICIENCY)}
 # The dtypes that such a kernel supports.
 _HALF = frozenset({"bfloat16", "float16"})
 # A fused attention kernel runs five matrix products in the backward pass, because it
-# computes the scores again. Without the kernel there are four. This is their ratio.
+# computes the scores again; without the kernel there are four. This is the ratio.
 _AGAIN = 1.25
 
 
@@ -430,7 +430,7 @@ def fused_saves_s(analysis: Analysis, work: Work) -> float:
     device, seconds = work.device, work.planned_s + work.kernel_s
     most, efficiency = _FUSED.get(device.kind, (0, 0.0))
     operators = analysis.graph.operators
-    # Each entry represents a class of operators, such as the same operator of all equal
+    # Each entry stands for a class of operators, such as the same operator of all equal
     # layers.
     read = dict[int, Attention]()
     products = set[int]()
@@ -457,7 +457,8 @@ def fused_saves_s(analysis: Analysis, work: Work) -> float:
 def _is_matrix(op: Operator) -> bool:
     """Whether a product is a matrix product.
 
-    It is not if it only multiplies each row of one operand with a row of the other.
+    A product that only multiplies each row of one operand with a row of the other is
+    not.
     """
     rule = op.rule
     sides = rule.factors_of(rule.results[0]) - frozenset.intersection(
@@ -474,7 +475,7 @@ def is_repeated(op: Operator) -> bool:
 def axis_uses(
     assignment: Assignment, work: Work, pricer: Pricer
 ) -> tuple[AxisUse, ...]:
-    """How the plan uses each mesh axis, such as the work that its devices repeat.
+    """Returns how a plan uses each mesh axis, such as the work repeated along it.
 
     Args:
       assignment: strategies as layouts.
@@ -521,7 +522,7 @@ def _sums_s(assignment: Assignment, axis: int, pricer: Pricer) -> float:
 
 
 def _part_left(split: float, total: float) -> float:
-    """The fraction of the work that an axis does not split; 1 if there is no work."""
+    """Returns the fraction of the work that an axis does not split; 1 without work."""
     return min(1.0, max(0.0, 1.0 - split / total)) if total else 1.0
 
 

@@ -80,11 +80,11 @@ _LEAST_SHARE = 0.05
 
 
 class Limit:
-    """A limit on the time that the solver spends on a mesh.
+    """A limit on the CPU time that the solver spends on the problems of a mesh.
 
-    The limit counts CPU seconds of the thread, so that a busy machine does not lead to
-    worse plans. The time of pricing plans is not counted. It stays small, because only
-    a few plans are priced for each solved problem.
+    The limit counts CPU seconds of the thread, so that other programs on the machine do
+    not lead to worse plans. The time of pricing plans is not counted. It stays small,
+    because only a few plans are priced for each solved problem.
 
     Attributes:
       seconds: the limit; None: no limit.
@@ -121,9 +121,9 @@ class Limit:
 # The most times that the memory limit of the problem is lowered so that the exact peak
 # of the solution fits.
 _TIGHTENINGS = 5
-# How many plans in a row may come from problems with memory terms and be hardly faster.
-# After them, only rules and codecs are still tried on the mesh, because a problem with
-# memory terms takes about ten times as long as one without.
+# The search of a mesh stops after this many plans in a row that come from problems with
+# memory terms and are hardly faster; only rules and codecs are then still tried. A
+# problem with memory terms takes about ten times as long as one without.
 _MOST_ALIKE = 2
 # How many times the weights of the lower bound are changed to raise it.
 _ROUNDS = 4
@@ -249,16 +249,17 @@ class _Mesh:
         self.sent: Candidate | None = None
         self._refused: PlanError | None = None
         self.bound_s = 0.0
-        # Limit of the memory terms, in bytes; None: every plan has fitted so far.
+        # The memory limit of the problem, in bytes; None while every plan has fitted,
+        # so that the problem needs no memory terms.
         self.tight: float | None = None
         # How many plans in a row came from problems with memory terms and were hardly
         # faster.
         self._alike = 0
         # Seconds of a step of the fastest plan, whatever memory the plan needs.
         self.free_s = math.inf
-        # Of the problems in which all work has weight 1: the weights and messages of
-        # the problem that gave the fastest plan, the seconds of this plan, and the
-        # least cost.
+        # Three facts about problems in which all work has weight 1: the weights and
+        # messages of the problem that gave the fastest plan (`way`), the seconds of
+        # this plan (`_way_s`), and the least cost of any of them (`least_s`).
         self.way = CommunicationWay(HIDDEN)
         self._way_s = self.least_s = math.inf
         self._planes: list[Plane] = []
@@ -276,16 +277,16 @@ class _Mesh:
         return bool(self.pricer.cluster.device.corrections.overlap)
 
     def is_settled(self, most_s: float) -> bool:
-        """Whether no plan can be faster by a worthwhile fraction."""
+        """Whether no plan can be faster by a fraction of `WORTHWHILE`."""
         if self.best is None:
             return False
         least_s = (1 - WORTHWHILE) * self.best.step_s
         return self.bound_s >= min(most_s, least_s)
 
     def felt_weights(self, weights: Weights) -> Weights:
-        """The weights of a problem, raised because hidden communication slows work.
+        """Raises the weights of communication that overlaps, because it slows the work.
 
-        Communication that overlaps with work slows this work, so it is not free.
+        Communication that overlaps with work is therefore not free.
         """
         if not self.hides:
             return WHOLE
@@ -293,7 +294,7 @@ class _Mesh:
         return weights.with_least(least)
 
     def solve(self, way: CommunicationWay) -> Candidate | None:
-        """Solves the problem with the communication costs of one of the ways.
+        """Solves the problem with one way of counting the seconds of communication.
 
         Returns None if it was already solved in this way, or if no time is left.
 
@@ -358,7 +359,7 @@ class _Mesh:
                 self.solve(CommunicationWay(self.way.weights, known, small))
 
     def messages(self) -> Messages:
-        """For each group of devices, the largest message of the fastest plan."""
+        """Returns the largest message of the fastest plan, by group of devices."""
         assert self.best is not None
         found: dict[Group, float] = {}
         for one in self.best.collectives:
@@ -464,7 +465,7 @@ class _Mesh:
 
     @property
     def far_s(self) -> float:
-        """The least cost, in seconds, above which a rule's plan is not searched."""
+        """The cost, in seconds, above which plans by an expert's rule are skipped."""
         known = self.best.step_s if self.best is not None else math.inf
         return max(_FAR * self.least_s, known)
 
@@ -475,14 +476,14 @@ class _Mesh:
         inner: Restriction | None = None,
         name: str = "",
     ) -> Candidate | None:
-        """The best plan of the problem with communication costs of one of the ways.
+        """Returns the best plan of the problem for one way of counting communication.
 
         Memory terms make a problem hard to solve. So the problem is first solved
         without them. They are added only if the resulting plan does not fit but is
         faster than the best plan: memory terms cannot lower the least cost.
 
         Args:
-          way: the weights, messages and prices of communication.
+          way: how the problem counts communication: weights, messages and prices.
           start: a known plan.
           inner: a rule that says which strategies are allowed.
           name: name of the rule.
@@ -592,8 +593,9 @@ class _Mesh:
         raise _failure(self, formulation, solution.status, tight)
 
     def summed_each_microbatch(self, found: Candidate) -> Candidate | None:
-        """A plan's layouts with gradients summed in each microbatch; None if they do
-        not fit.
+        """Returns a plan's layouts with gradients summed in each microbatch.
+
+        The result is None if the plan does not fit.
 
         If gradients are summed over devices in each microbatch, each device stores only
         its shard of the sum. If the sum is postponed, every device stores a gradient of

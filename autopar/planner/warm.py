@@ -33,8 +33,8 @@ from autopar.steps.update_batches import in_update_batches
 # Time limit of the solver on each mesh, and time after which no further mesh is tried,
 # in seconds.
 MESH_S, ALL_S = 0.6, 1.2
-# Time limit of the solver for further problems of a mesh, in seconds; and the fraction
-# of the step that they must be able to save to be solved.
+# Time limit of the solver for a further problem of a mesh, in seconds; and the fraction
+# of a step that the problem must be able to save to be solved.
 REFINE_S, _CLOSE = 0.15, 0.01
 
 
@@ -77,7 +77,7 @@ def warm_plan(
     asked = request_of(options, sent, errors)
     codecs = None if asked.mode == "none" else asked
     result = _search_in_time(split, cluster, meshes, options, running, codecs)
-    if result is None:  # the full search finds a plan or says why there is none
+    if result is None:  # The full search finds a plan, or reports why there is none.
         return plan_analysis(analysis, cluster, options, sent, errors)
     best = result.best
     check_pinned(options.pins or {}, split, best.assignment, best.pricer.mesh)

@@ -37,9 +37,9 @@ from autopar_solver import highest_minimum
 # Maps each group of devices to the bytes of its largest message.
 Messages = tuple[tuple[Group, float], ...]
 
-# How many kinds of seconds there are: work in each segment of both passes and in the
-# update, gathers in each segment of both passes, and sums in each segment of the
-# backward pass.
+# The number of kinds of work: one for each segment of both passes, and one for the
+# update. The number of kinds of gathers: one for each segment of both passes. The kinds
+# of sums are the segments of the backward pass.
 _WORK, _GATHERS = 2 * SEGMENTS + 1, 2 * SEGMENTS
 KINDS = _WORK + _GATHERS + SEGMENTS
 
@@ -48,7 +48,7 @@ KINDS = _WORK + _GATHERS + SEGMENTS
 class Weights:
     """The factor by which the problem multiplies seconds of each kind.
 
-    Seconds of no kind have weight 1.
+    Seconds that belong to no kind have weight 1.
 
     Attributes:
       work: weights of work in each segment of the forward pass and of the backward
@@ -132,9 +132,7 @@ class CommunicationWay:
 
     @property
     def bounds(self) -> bool:
-        """Whether the least cost of the problem may be a lower bound of the time of
-        every plan.
-        """
+        """Whether the problem's least cost may be a lower bound of every plan."""
         plain = self.messages is None and self.prices is None
         whole = not self.small and plain
         return whole and (self.weights == HIDDEN or not self.weights.works)
@@ -161,7 +159,7 @@ def in_kinds(
 def lower_seconds(
     weights: Weights, seconds: np.ndarray, parts: np.ndarray
 ) -> np.ndarray:
-    """Multiplies seconds by weights, given the fraction of the seconds of each kind.
+    """Multiplies seconds by weights, given which fraction of them is of each kind.
 
     Infinite seconds stay infinite.
     """
@@ -207,7 +205,7 @@ def nowhere() -> np.ndarray:
 
 
 def highest(planes: Sequence[Plane], share: float) -> tuple[np.ndarray, float]:
-    """The weights of stretches at which the least of all planes is largest.
+    """Returns the stretches' weights at which the least value of all planes is largest.
 
     Args:
       planes: the planes of the plans that are known so far.

@@ -1,8 +1,8 @@
-"""Decisions whose codecs get settings as inputs of the program.
+"""Makes settings of codecs inputs of the program, for the gradients of a plan.
 
-See `autopar.compression.adjusting`. A policy can change these settings without
-compiling again. A *decision* says how one gradient is sent. Codecs of one *family*
-differ only in such settings.
+A policy can change such a setting without compiling the program again
+(`autopar.compression.adjusting`). A *decision* says how one gradient is sent. Codecs of
+one *family* differ only in such settings.
 """
 
 from __future__ import annotations
@@ -42,15 +42,13 @@ def codec_of(decision: GradientDecision) -> Codec:
 
 
 def families(decisions: Decisions) -> set[Codec]:
-    """The families of the decisions' codecs that take settings as program inputs."""
+    """Returns the families of codecs whose settings are inputs of the program."""
     limits = [parse_codec(g.limit) for g in decisions if g.limit]
     return {f for limit in limits if (f := family_of(limit)) is not None}
 
 
 def changed_families(before: Decisions, after: Decisions) -> set[Codec]:
-    """The families of those codecs that differ between two plans for the same
-    gradient.
-    """
+    """Returns the families of those codecs that a plan changes for a gradient."""
     known = {g.name: g for g in before}
     out: set[Codec] = set()
     for new in after:
@@ -92,7 +90,7 @@ def adjusted_plan(plan: Plan, wanted: Collection[Codec]) -> Plan:
 
 
 def check_rooms(decisions: Decisions) -> None:
-    """Checks that what gradients send fits into the messages of the program.
+    """Checks that the gradients' bytes fit the program's messages of fixed size.
 
     Raises:
       PlanError: a gradient does not fit.
@@ -169,6 +167,6 @@ def _size(codec: Codec) -> float:
 
 
 def _together(decision: GradientDecision) -> tuple[Any, ...]:
-    """A key that is equal for gradients whose codes one message carries."""
+    """Returns a key that is equal for gradients whose encoded data share a message."""
     g = decision
     return g.bucket, g.axes, g.within, g.workers, g.scatter

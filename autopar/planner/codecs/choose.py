@@ -1,13 +1,13 @@
 """Chooses the codec of each gradient, for given layouts.
 
-The choice is a small integer program (`autopar_solver.selection`). The program
-minimises the seconds for which a step waits for the links or runs codecs, within an
-error budget. The search of layouts (`autopar.planner.solving`) chooses codecs for each
-of its plans in this way. It then solves the problem of the layouts again, with prices
-(in seconds of the step) of error and of each second on a link, both taken from the best
-choice so far. At given prices, every gradient has a best codec for every pair of
-layouts. So only the costs of edges that carry gradients change in the problem of the
-layouts.
+The choice is a small integer program (`autopar_solver.selection`). It minimises the
+seconds for which a step waits for the links or runs codecs, within an error budget. The
+search of layouts (`autopar.planner.solving`) chooses codecs in this way for each plan
+that it tries. The search then solves the problem of the layouts again, with two prices
+from the best choice so far: the seconds of a step that a unit of error is worth, and
+the seconds of a step that each second on a link costs. At given prices, every gradient
+has a best codec for every pair of layouts. So only the costs of edges that carry
+gradients change in the problem of the layouts.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ from autopar_solver import (
 # A codec that saves less than this fraction of a step is not worth its error.
 WORTHWHILE = 0.03
 # The *effective relative error* of a gradient is the L2 norm of a codec's error divided
-# by that of the gradient, less what error feedback makes up for. That of each gradient
-# may be at most this many times the budget of the whole gradient. Without this limit,
-# the rest of the budget would be spent on large errors of a few small gradients. In
-# training such large errors do not average out: on 100 steps of a character GPT,
-# sending 6 % of the elements by `predicted` and `sign`, within a budget of 0.1, raised
-# the loss by 0.09 nats a character (docs/record).
+# by that of the gradient, less the part that error feedback corrects later. The error
+# of a single gradient may be at most this many times the budget of the whole gradient.
+# Without this limit, the choice would spend the rest of the budget on large errors of a
+# few small gradients. In training such large errors do not average out: on 100 steps of
+# a character GPT, sending 6 % of the elements by `predicted` and `sign`, within a
+# budget of 0.1, raised the loss by 0.09 nats a character (docs/record).
 MOST_OF_BUDGET = 2.0
 
 # Name of a parameter -> codec -> measured relative error of the parameter's gradient.
@@ -148,8 +148,8 @@ def sent_as_asked(
     found = sites(analysis, candidate.assignment, mesh, candidate.collectives)
     _check_codecs(found, request)
     layouts = candidate.assignment
-    # Replicas sum gradients among each other once per step, however gradients are
-    # summed within each.
+    # Even if each replica sums its gradients in each microbatch, sums over replicas are
+    # computed once per step, and codecs can send them.
     if layouts.sums_each_microbatch and not layouts.replicas:
         return dataclasses.replace(
             candidate, sending=_as_they_are(candidate, found, request)
@@ -192,12 +192,14 @@ def sent_alike(
 def _as_they_are(
     candidate: Candidate, found: Sequence[Site], request: CodecRequest
 ) -> Sending:
-    """How gradients are sent that are summed in each microbatch.
+    """Sends no gradient by a codec, because the plan sums gradients in each microbatch.
 
-    They are, if gradients that accumulate over microbatches do not fit the memory.
+    A plan sums gradients over devices in each microbatch if unsummed gradients,
+    accumulated over microbatches, do not fit the memory.
 
     Raises:
-      PlanError: codecs were asked for. Codecs send only sums over all microbatches.
+      PlanError: the user requested codecs, which can only send sums over all
+        microbatches.
     """
     given = request.sent.gradients if request.sent is not None else ()
     if request.codec is not None or any(g.codec for g in given):
@@ -226,7 +228,7 @@ def _check_codecs(found: Sequence[Site], request: CodecRequest) -> None:
 
 
 def _uniform(candidate: Candidate, found: Sequence[Site], codec: Codec) -> Sending:
-    """Sends every gradient by one codec, and small gradients without a codec.
+    """Sends every large gradient by one codec, and small gradients without a codec.
 
     Raises:
       PlanError: no gradient can use the codec.
@@ -258,14 +260,14 @@ def codecs_of(given: dict[str, GradientDecision], found: Sequence[Site]) -> list
 
 
 def _sends(site: Site, text: str, given: dict[str, GradientDecision]) -> bool:
-    """Whether a codec can send a gradient; '' (no codec) only if the plan says so."""
+    """Whether a codec can send a gradient; for '' whether the plan lists it."""
     return not site.refuses(parse_codec(text)) if text else site.name in given
 
 
 def _choose_sending(
     candidate: Candidate, found: Sequence[Site], request: CodecRequest
 ) -> Sending:
-    """The codecs that make the step fastest, within the budget."""
+    """Returns the codecs that make the step fastest, within the error budget."""
     errors = request.errors
     large = [s for s in found if s.compressible]
     nothing = judge_codecs(candidate, found, [""] * len(found), errors)
@@ -298,7 +300,7 @@ def _choose_sending(
 
 
 def _rest_codec(site: Site, *, coded: bool) -> str:
-    """Decides how to send a gradient for which no codec was chosen.
+    """Decides how to send a gradient for which the integer program chose no codec.
 
     If other gradients have codecs, the gradient can join their messages in float32 and
     needs no message of its own. A large gradient that the compiler sums in a narrower
@@ -313,10 +315,10 @@ def judge_codecs(
 ) -> Sending:
     """Returns the cost of sending gradients by given codecs.
 
-    If several operators contribute to a gradient whose sum is postponed, the gradient
-    is summed once. The cost is computed for each message, with and without codecs. A
-    message holds all gradients of one codec. So no part of a message is sent before the
-    backward pass has ended.
+    Several operators may contribute to a gradient whose sum is postponed; the gradient
+    is summed once. The cost is computed for each message, with and without codecs. One
+    message holds all gradients with the same codec, so it is sent after the backward
+    pass has ended.
     """
     pricer = candidate.pricer
     mesh = pricer.mesh.axes
@@ -356,7 +358,7 @@ def judge_codecs(
 
 
 def _waiting_cost(candidate: Candidate, texts: Mapping[int, str]) -> CostBreakdown:
-    """The cost of a step without the sums of the gradients that have codecs."""
+    """Returns the cost of a step without the sums of the gradients that have codecs."""
     waiting = dataclasses.replace(candidate.assignment, codecs=dict(texts))
     return estimate(waiting, candidate.pricer).cost
 
@@ -454,9 +456,9 @@ def _selection(
 
 
 def _felt_part(candidate: Candidate) -> float:
-    """The fraction of the compiler's all-reduces that lengthens a step.
+    """Returns the fraction of the compiler's all-reduces that lengthens a step.
 
-    The rest overlaps with work.
+    The other all-reduces overlap with work of the backward pass.
     """
     known = candidate.pricer.cluster.device.corrections
     backward = [t for t in candidate.timelines if t.role is Role.BACKWARD]
@@ -465,9 +467,9 @@ def _felt_part(candidate: Candidate) -> float:
     return (exposed + known.contention * (sent - exposed)) / sent if sent else 1.0
 
 
-# Two costs count as equal if they differ by less than this fraction of the sum of the
-# backward pass and the cost. The solver proves costs only up to it. Among equal costs,
-# the choice with the smaller error is taken.
+# Two costs count as equal if they differ by less than this fraction of the cost and the
+# backward pass together, because the solver proves costs only to this precision. Among
+# equal costs, the choice with the smaller error is taken.
 GAP = 1e-4
 
 
@@ -485,8 +487,7 @@ def with_less_error(
     chosen, spent = list(answer.choices), answer.cost_s
     for site, errors in enumerate(problem.error):
         now, local, wire = chosen[site], problem.local_s[site], problem.wire_s[site]
-        # Work of codecs that cannot overlap with the backward pass adds all of its
-        # seconds.
+        # Without a backward pass to overlap with, all seconds of a codec's work count.
         own = local if problem.backward_s else local + wire
         for k in np.argsort(errors, kind="stable").tolist():
             if errors[k] >= errors[now]:
@@ -504,11 +505,11 @@ def with_less_error(
 
 
 def prices_of(best: Candidate, request: CodecRequest) -> Prices:
-    """The prices of a second on the link and of an error, at the best choice.
+    """Returns the prices of an error and of a second on the links, at the best choice.
 
-    If the best choice sends nothing by codecs, the price of an error is 0, because the
-    exact choice keeps the budget later. A codec that the user named is used for every
-    gradient that it can send.
+    If the best choice sends no gradient by a codec, the price of an error is 0: the
+    final choice of codecs keeps to the error budget anyway. A codec that the user named
+    is used for every gradient that it can send.
     """
     if not request.chooses:
         given = request.sent.gradients if request.sent is not None else ()
@@ -567,7 +568,7 @@ def describe_compression(
     after_s: float,
     more: str = "",
 ) -> Compression:
-    """Says why these codecs were chosen, and how many gradients no codec can send.
+    """Explains why these codecs were chosen, and how many gradients no codec can send.
 
     Args:
       parts: the stages, with the decisions on their gradients.
@@ -613,7 +614,7 @@ def describe_compression(
 def warn_if_unused(
     parts: Sequence[tuple[Analysis, Candidate]], request: CodecRequest
 ) -> None:
-    """Warns if the codec that was asked for sends no gradient of any stage."""
+    """Warns if the codec that the user requested sends no gradient of any stage."""
     if request.codec is None or request.sent is not None or request.codec.lossless:
         return
     text = format_codec(request.codec)
@@ -623,18 +624,19 @@ def warn_if_unused(
 
 
 def elements_of(sending: Sending) -> int:
-    """The number of elements of all gradients."""
+    """Returns the number of elements of all gradients together."""
     return sum(math.prod(site.shape) for site in sending.sites)
 
 
 def gradients_s(candidate: Candidate) -> float:
-    """Seconds that the sums of gradients add to a step without codecs.
+    """Returns the seconds that sums of gradients add to a step without codecs.
 
-    A *postponed* sum is a gradient that stays a summand on each device until it is
-    sent.
+    If the sum of a gradient is postponed, each device keeps its own summand until the
+    sum.
 
-    An operator on a postponed sum takes longer, because each device holds a summand of
-    full size. This extra time is not included, because the operator sends nothing.
+    An operator on such a summand takes longer than on a shard of the sum, because the
+    summand has the full size. This extra time is not included here, because the
+    operator sends nothing.
     """
     assert candidate.sending is not None
     texts = {site.value: "dense" for site in candidate.sending.sites}

@@ -1,8 +1,8 @@
 """The gradients that a plan sums over devices, and how they are sent.
 
 A codec can send a gradient if the all-reduce of the gradient may be postponed
-(`autopar.layouts.stacking`). Until then each device holds its own summand of the
-gradient in full size.
+(`autopar.layouts.stacking`). Until the all-reduce, each device holds its own summand of
+the gradient in full size.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Site:
 
     @property
     def compressible(self) -> bool:
-        """Whether the gradient is large enough and has more than one dimension."""
+        """Whether the gradient is large enough for a codec, and is not a vector."""
         return worth_a_codec(self.shape)
 
     def refuses(self, codec: Codec) -> str:
@@ -108,7 +108,7 @@ class Sending:
 
     @property
     def has_codecs(self) -> bool:
-        """Whether any gradient has a codec."""
+        """Whether a codec sends any gradient."""
         return any(self.codecs)
 
     def decisions(self, mesh: Sequence[MeshAxis]) -> tuple[GradientDecision, ...]:
@@ -316,9 +316,9 @@ _TOLD = contextvars.ContextVar("told", default=True)
 
 @contextlib.contextmanager
 def without_warnings() -> Generator[None]:
-    """A context without warnings about unused codecs.
+    """A context in which codecs that send no gradient cause no warnings.
 
-    In this context the planner tries codecs that the user has not asked for.
+    The planner uses this context to try codecs that the user has not requested.
     """
     token = _TOLD.set(False)
     try:
@@ -330,7 +330,7 @@ def without_warnings() -> Generator[None]:
 def left_to_compiler(
     analysis: Analysis, assignment: Assignment, found: Sequence[Site]
 ) -> dict[str, list[str]]:
-    """The gradients that no codec can send under an assignment, by reason.
+    """Returns the gradients that no codec can send under an assignment, by reason.
 
     Args:
       analysis: the step.

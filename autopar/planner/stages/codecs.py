@@ -1,11 +1,11 @@
 """Chooses how the stages of a pipeline send their gradients.
 
 A stage sums its gradients after its last microbatch. So the codecs of a stage shorten
-the step if this stage ends last. The error budget applies to the gradient of all stages
-together. First, the best codecs of each stage are computed under several budgets for
-this stage: its options. Then one option of each stage is chosen such that the last
-stage ends earliest. Among equally fast choices, the choice with the least error is
-taken.
+the step only if this stage ends last. The error budget applies to the gradient of all
+stages together. The choice has two steps. First, the best codecs of each stage are
+computed under several budgets for this stage; each result is an option of the stage.
+Then one option of each stage is chosen such that the last stage ends earliest. Among
+equally fast choices, the choice with the least error is taken.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def without_codecs(cut: CutStep, found: Sequence[Candidate]) -> Choices:
 def _by_site(
     graph: OperatorGraph, choices: Choices, request: CodecRequest, sent: Plan
 ) -> tuple[CodecRequest, ...]:
-    """The request for each stage, with the stage's own names for the gradients."""
+    """Returns the request for each stage, with the stage's names for gradients."""
     given = {g.name: g for g in sent.gradients}
     requests: list[CodecRequest] = []
     for names, choice in zip(gradient_names(graph, choices), choices, strict=True):
@@ -184,7 +184,7 @@ def _by_site(
 
 
 def with_codecs(costs: StageCosts, choices: Sequence[Candidate]) -> StageCosts:
-    """The cost of a pipeline with codecs, which change the work once per step."""
+    """Returns a pipeline's costs with codecs, which change the work of each step."""
     saved = [choice.saved_s for choice in choices]
     tasks = dataclasses.replace(
         costs.tasks, step_s=np.maximum(0.0, costs.tasks.step_s - np.array(saved))
@@ -197,7 +197,7 @@ def with_codecs(costs: StageCosts, choices: Sequence[Candidate]) -> StageCosts:
 
 
 def summed_once(analysis: Analysis) -> Analysis:
-    """A stage's analysis, with the gradients that it accumulates over microbatches."""
+    """Returns a stage's analysis in which codecs may send accumulated gradients only."""
     added = analysis.graph.accumulated
     deferrals = tuple(
         d if added.issuperset(d.ends) else dataclasses.replace(d, gradients=frozenset())
@@ -217,7 +217,7 @@ def _nothing(analysis: Analysis, candidate: Candidate) -> Candidate:
 def _as_asked(
     analyses: Sequence[Analysis], nothing: Choices, requests: Sequence[CodecRequest]
 ) -> Choices:
-    """The stages with the codec that was asked for, in all stages that can use it.
+    """Sends gradients by the requested codec, in all stages that can use it.
 
     Raises:
       PlanError: no stage can use the codec.
@@ -246,9 +246,7 @@ def _within_budget(
     request: CodecRequest,
     seconds: StepSeconds,
 ) -> Choices:
-    """The codecs that make the step fastest while the whole gradient stays within its
-    budget.
-    """
+    """Chooses codecs that make the step fastest, within the whole gradient's budget."""
     budgets = [
         dataclasses.replace(request, budget=part * request.budget) for part in _PARTS
     ]

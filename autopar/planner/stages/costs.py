@@ -44,8 +44,8 @@ class LayerBytes:
     """Bytes of example layers.
 
     Attributes:
-      state: float64 ``[examples]``, bytes of parameters, moments and the batch. An
-        example layer stands for all equal layers.
+      state: float64 ``[examples]``, bytes of parameters, moments and the batch. There
+        is one entry for each example layer, which stands for all equal layers.
       gradients: ``[examples]``, gradients accumulated over microbatches.
       accumulated: ``[examples]``, bytes read and written to add the gradients of one
         microbatch to the accumulated gradients.
@@ -114,7 +114,7 @@ class BytesPricer:
 
     @functools.cached_property
     def around(self) -> tuple[int, ...]:
-        """The operators that the lifetimes of example layers' values depend on.
+        """The operators that affect the lifetimes of values of the example layers.
 
         They are the layers' operators, the readers of their results, and the producers
         of their inputs.
@@ -261,9 +261,10 @@ class SecondsPricer:
 
     @functools.cached_property
     def _runs(self) -> tuple[list[tuple[int, int, int]], np.ndarray]:
-        """The columns, example layers and classes of operators, and the runs of each.
+        """Pairs the runs of operators with where their seconds are added.
 
-        ``[places]``.
+        The first result lists triples: column of the table of seconds, example layer,
+        class of operators. The second holds the number of runs of each triple.
         """
         layers = self.layers
         out: dict[tuple[int, int, int], float] = {}
@@ -334,8 +335,7 @@ def _overlap(
     share: float,
     contention: float,
 ) -> LayerSeconds:
-    """Adds the seconds of work and of communication, part of which overlaps with the
-    work.
+    """Adds up the seconds of work and communication, which may partly overlap.
 
     Args:
       work: float64 ``[columns, examples, scales]``, seconds of work.
@@ -368,7 +368,7 @@ def _overlap(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Crossings:
-    """The values that cross the boundary after each layer except the last.
+    """The values that are sent across the boundary after each layer except the last.
 
     Attributes:
       forward: activations, by boundary.
@@ -421,7 +421,7 @@ def device_bytes(
     submesh: Submesh,
     scales: np.ndarray,
 ) -> np.ndarray:
-    """Bytes of some values on one device, float64 ``[boundaries, scales]``."""
+    """Returns bytes of some values on one device, float64 ``[boundaries, scales]``."""
     assignment = submesh.assignment
     labels = layers.analysis.dim_labels
     out = np.zeros((len(values), len(scales)))
@@ -435,10 +435,12 @@ def device_bytes(
 
 
 def between(cluster: Cluster, first: Submesh, second: Submesh) -> LinkSpec:
-    """The link from a stage to the next: the link of the outermost level of size two or
-    more.
+    """Returns the link between two stages: that of the outermost level.
 
-    The places of the stages are not known yet. Some stages may be closer to each other.
+    Levels of size one are ignored.
+
+    It is not known yet on which devices the stages will be. Some stages may be closer
+    to each other than this link assumes.
     """
     if first.group != second.group:
         assert cluster.between is not None
@@ -668,9 +670,7 @@ def with_copied_layers(
 
 
 def _link_ends(found: Sequence[Priced]) -> list[int]:
-    """A number for each submesh; equal for submeshes that send and receive the same
-    bytes.
-    """
+    """Numbers the submeshes, equal numbers for those that send equal bytes."""
     known: dict[object, int] = {}
     out: list[int] = []
     for one in found:
@@ -680,12 +680,12 @@ def _link_ends(found: Sequence[Priced]) -> list[int]:
 
 
 class _Links:
-    """Seconds and latencies of links, by the kinds of their two ends."""
+    """Seconds and latencies of links between numbered submeshes (`_link_ends`)."""
 
     def __init__(
         self, cluster: Cluster, found: Sequence[Priced], ends: Sequence[int]
     ) -> None:
-        """Stores one submesh for each kind of end."""
+        """Computes bandwidth and latency for one submesh of each number."""
         first = dict(zip(reversed(ends), reversed(found), strict=True))
         self.examples = [first[end] for end in range(len(first))]
         count = len(self.examples)
@@ -698,9 +698,9 @@ class _Links:
                 self.latency[a, b] = link.latency_s
 
     def seconds(self, scale: int, *, backward: bool) -> np.ndarray:
-        """Seconds for which a link's busier end sends or receives.
+        """Returns the seconds for which a link is busy, at the end with more bytes.
 
-        The shape is ``[layers - 1, links, links]``.
+        The shape is ``[layers - 1, numbers, numbers]``.
         """
         nbytes = np.stack(
             [(e.returned if backward else e.sent)[:, scale] for e in self.examples], 1
@@ -717,7 +717,7 @@ def _layer_costs(
     microbatches: int,
     again: np.ndarray,
 ) -> LayerCosts:
-    """The costs at one number of microbatches.
+    """Returns the costs at one number of microbatches.
 
     Args:
       layers: the layers.
@@ -766,7 +766,7 @@ def _layer_costs(
 def _shared_parameters(
     layers: LayerMap, cluster: Cluster, found: Sequence[Priced]
 ) -> tuple[SharedParameter, ...]:
-    """The parameters that several layers read, such as tied embeddings."""
+    """Returns the parameters that several layers read, such as tied embeddings."""
     out: list[SharedParameter] = []
     for shared in shared_parameters(layers):
         held = np.array([_held_bytes(one.submesh, shared.value) for one in found])

@@ -282,7 +282,7 @@ def best_pipeline(
 
     try:
         choice = choose_counts([asked] if isinstance(asked, int) else None)
-        if is_worse(choice):  # with fewer numbers, too
+        if is_worse(choice):  # Fewer microbatches would be worse, too.
             return None
         if not isinstance(asked, int) and not _is_exact(whole, options, choice):
             choice = choose_counts([1])
@@ -303,7 +303,7 @@ def best_pipeline(
 
 
 def issue_s(stages: int, microbatches: int) -> float:
-    """Seconds of launching those tasks of a pipeline that wait for each other.
+    """Returns the seconds of launching those tasks that wait for each other.
 
     Args:
       stages: number of stages.
@@ -370,8 +370,10 @@ def _of_loops(
 
 
 def _even_stages(whole: Analysis, cluster: Cluster, most: int, chunks: int) -> int:
-    """The largest number of stages, up to a limit, that divides the devices, and whose
-    parts divide some stack of layers; 1 if there is none.
+    """Returns the largest number of stages that divides devices and layers.
+
+    The number is at most ``most`` and divides the number of devices. Its parts divide
+    some stack of layers evenly. The result is 1 if there is no such number.
     """
     stacks = set(whole.stacked_inputs.values())
     return max(

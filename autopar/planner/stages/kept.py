@@ -68,10 +68,9 @@ def layouts_in_stages(
     """Plans the stages that the options ask for, with the layouts of a plan of one.
 
     Inputs keep their layouts by the names of mesh axes, on a smaller mesh in each
-    stage. An axis for which a stage has no devices left splits nothing. If there are
-    several choices of such axes, the fastest is taken. Unless the options ask for
-    others, the stages run the plan's microbatches, if it has several, and rematerialise
-    as many layers.
+    stage. If a stage has no devices left for an axis, the axis splits nothing there. Of
+    several choices of such axes, the fastest is taken. By default the stages run as
+    many microbatches as the plan (if it has several) and rematerialise as many layers.
 
     Args:
       analysis: the step on the whole batch.

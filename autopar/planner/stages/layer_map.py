@@ -127,14 +127,16 @@ class LayerMap:
         return self._above.get(op.equation) in self._again
 
     def column(self, operator: int) -> int:
-        """The task of an operator: 0 is forward, 1 gradients of inputs, 2 of weights.
+        """Returns the kind of task of an operator, as a number.
 
-        3 is work that runs once per step.
+        0 is the forward pass, 1 gradients of inputs, 2 gradients of weights, and 3 work
+        that runs once per step.
+
         """
         return int(self._columns[operator])
 
     def layer_of(self, operator: int, value: int) -> int:
-        """The layer of a collective by its operator and its array."""
+        """Returns the layer of a collective, from its operator and its array."""
         layer = int(self.layer[operator])
         if layer == NOWHERE:
             maker = self.analysis.contraction.producer[value]
@@ -249,10 +251,10 @@ def _layers(analysis: Analysis, parts: Parts) -> np.ndarray:
 
 
 def _examples(analysis: Analysis, parts: Parts, layer: np.ndarray) -> np.ndarray:
-    """For each layer, the second layer with the same operators, or the only one.
+    """Returns an example layer for each layer.
 
-    The first of equal layers may read values that the others do not read. So the second
-    layer represents all of them.
+    It is the second layer with the same operators, if there are several: the first of
+    equal layers may read values that the others do not read.
     """
     classes: list[Counter[int]] = [Counter() for _ in range(parts.count)]
     for op in analysis.graph.operators:

@@ -53,12 +53,11 @@ SCHEDULES = (
     *(Schedule(ScheduleKind.INTERLEAVED, chunks) for chunks in (2, 3, 4)),
     Schedule(ScheduleKind.ZERO_BUBBLE),
 )
-# Least ratio of two numbers of microbatches that are tried one after the other.
+# Numbers of microbatches that are tried differ at least by this factor.
 _APART = 1.4
-# The number of microbatches for which the search of layouts counts gathers of
-# parameters.
+# The search of layouts assumes this number of microbatches for gathers of parameters.
 _TYPICAL = 16
-# Number of layers per device if there are few devices.
+# Largest number of layers per device, if there are few devices.
 _LAYERS = 4
 
 
@@ -246,7 +245,7 @@ def _solve(
 
 
 class _Spent:
-    """CPU seconds of each part of the planning."""
+    """Measures the CPU seconds of each part of the planning."""
 
     def __init__(self) -> None:
         """Starts the clock."""

@@ -1,4 +1,8 @@
-"""Computes the costs of the tasks of planned stages: seconds and bytes of each part."""
+"""Computes the costs of the tasks of planned stages: seconds and bytes of each part.
+
+A *part* is a run of consecutive layers of the model. Part ``k`` is on stage ``k %
+stages``, so a stage has several parts if its schedule is interleaved.
+"""
 
 from __future__ import annotations
 
@@ -246,10 +250,10 @@ def wire_collectives(
 
 
 def _operator_of(assignment: Assignment, value: int) -> int:
-    """The operator of a stage that makes a value, or else the first that reads it.
+    """Returns the operator of a stage that makes a value, or its first reader.
 
-    The values of an update that other stages have made, or that are put together of all
-    microbatches, have no operator that makes them.
+    Some values of an update have no operator on the stage that makes them: values that
+    other stages have made, and values joined from all microbatches.
     """
     made = assignment.contraction.producer.get(value)
     if made is not None:
@@ -311,7 +315,7 @@ def copied_layers(cut: CutStep) -> Iterator[tuple[int, int, int]]:
 
 
 def _state(cut: CutStep, stage: int) -> list[int]:
-    """The state that a stage has during a step."""
+    """Returns the values of the state that a stage has during a step."""
     owners = cut.cut.owners
     return [v for v in cut.cut.parts.flow.state if owners.get(v) == stage]
 
@@ -321,8 +325,8 @@ def sent_layers(
 ) -> Iterator[tuple[int, int, float]]:
     """Yields the messages of `copied_layers`, to the other stage and back.
 
-    Each has the sending stage, the receiving stage, and the bytes that one device
-    sends.
+    Each message has the sending stage, the receiving stage, and the bytes that one
+    device sends.
     """
     for holder, stage, value in copied_layers(cut):
         if holder != stage:
@@ -391,9 +395,7 @@ def _task_seconds(
 
 
 def _tasks_of(cut: CutStep, stage: int) -> dict[int, list[TaskKey]]:
-    """Equation (also an equation within a region) -> the tasks of the stage that run
-    it.
-    """
+    """Maps each equation (also within a region) to the stage's tasks that run it."""
     out: dict[int, list[TaskKey]] = defaultdict(list)
     for task in cut.cut.of_stage(stage):
         for index in _needed_equations(cut, task):
@@ -403,7 +405,9 @@ def _tasks_of(cut: CutStep, stage: int) -> dict[int, list[TaskKey]]:
 
 
 def _needed_equations(cut: CutStep, task: Task) -> list[int]:
-    """The equations of a task whose results are read; compilers remove the others.
+    """Returns the equations of a task whose results are read.
+
+    Compilers remove the other equations.
 
     A task that rematerialises activations also has equations whose results only the
     next part reads.
@@ -466,7 +470,7 @@ def _activation_bytes(cut: CutStep, part: int, found: Sequence[Candidate]) -> fl
 
 
 def _sent_values(cut: CutStep, part: int, other: int, *, forward: bool) -> set[int]:
-    """The values that tasks of a part send to another part."""
+    """Returns the values that tasks of one part send to another part."""
     source, target = _of_part(cut, part, forward), _of_part(cut, other, None)
     keys = {t.key for t in source}
     return {v for task in target for v, maker in task.inputs if maker in keys}
@@ -489,8 +493,9 @@ def _link(
     found: Sequence[Candidate],
     part: int,
 ) -> tuple[float, float, float]:
-    """Seconds to send activations to the next part, seconds to send cotangents back,
-    and the latency.
+    """Returns the seconds of a part's link forward and backward, and its latency.
+
+    Activations are sent forward to the next part, cotangents back.
     """
     one, two = cut.cut.stage_of[part], cut.cut.stage_of[part + 1]
     if one == two:
@@ -504,13 +509,14 @@ def _link(
 def link_bytes(
     cut: CutStep, assignments: Sequence[Assignment], part: int
 ) -> tuple[float, float]:
-    """Bytes of a microbatch on the link between a part of the step and the next part.
+    """Returns the bytes of a microbatch on the link between a part and the next part.
 
-    The first number is what a device of the part sends to the next part, the second
-    what a device of the next part sends back.
+    The first number is what one device sends from ``part`` to the next part
+    (activations), the second what one device sends from the next part back to ``part``
+    (cotangents).
 
-    A value that skips parts is counted on the link that enters the part which reads it.
-    Parts on the same stage send each other nothing.
+    A value that skips parts is counted on the link into the part that reads it. Parts
+    on the same stage send each other nothing.
 
     Args:
       cut: the step as stages.

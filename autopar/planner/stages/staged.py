@@ -141,9 +141,7 @@ def _lay_stages(
     table: ScheduleTable,
     search: StageSearch,
 ) -> _Laid:
-    """The layouts of all stages, searched such that the activations which the schedule
-    keeps fit.
-    """
+    """Searches the layouts of all stages such that the schedule's activations fit."""
     # The search of a stage does not know about rematerialisation. So a stage with
     # rematerialised layers is searched without a memory limit.
     rooms = [
@@ -166,7 +164,7 @@ def _lay_stages(
 
 
 def _with_equal_names(cut: CutStep, found: list[Candidate]) -> list[Candidate]:
-    """The stages with equal names of mesh axes, if the stages share an array.
+    """Gives the mesh axes of stages equal names, if the stages share an array.
 
     An array of which every stage has a piece is laid over one mesh of all stages. A
     stage in the middle gives the names for the axes of all stages.
@@ -374,7 +372,7 @@ def _with_codecs(cut: CutStep, plan: Plan, choice: StagedChoice) -> Plan:
 
 
 def _over(wanted: WantedPipeline, memory: Sequence[float]) -> list[int]:
-    """The stages that need more memory than their devices have."""
+    """Returns the stages that need more memory than their devices have."""
     return [
         k
         for k, (site, nbytes) in enumerate(zip(wanted.sites, memory, strict=True))
@@ -385,9 +383,7 @@ def _over(wanted: WantedPipeline, memory: Sequence[float]) -> list[int]:
 def _rooms(
     wanted: WantedPipeline, costs: StageCosts, memory: Sequence[float]
 ) -> list[float]:
-    """By stage, the bytes left for one microbatch after the activations that the
-    schedule keeps.
-    """
+    """Returns, by stage, the bytes left for one microbatch by kept activations."""
     return [
         max(1.0, site.cluster.device.memory_bytes - (nbytes - once))
         for site, nbytes, once in zip(
@@ -397,7 +393,7 @@ def _rooms(
 
 
 def _again(cut: CutStep, wanted: WantedPipeline, stage: int) -> frozenset[int]:
-    """The layers of a stage that are rematerialised."""
+    """Returns the layers of a stage that are rematerialised."""
     ends = (*wanted.parts[1:], len(wanted.layers))
     own = {
         layer
@@ -414,7 +410,7 @@ def _saved_by_remat(
     again: Sequence[frozenset[int]],
     found: Sequence[Candidate],
 ) -> list[float]:
-    """By stage, the bytes that rematerialisation saves (`saved_bytes`)."""
+    """Returns, by stage, the bytes that rematerialisation saves (`saved_bytes`)."""
     return [
         saved_bytes(cut, wanted.layers, layers, candidate) if layers else 0.0
         for layers, candidate in zip(again, found, strict=True)
@@ -424,7 +420,7 @@ def _saved_by_remat(
 def _memory_bytes(
     table: ScheduleTable, costs: StageCosts, saved: Sequence[float]
 ) -> list[float]:
-    """By stage, the most bytes that a device holds.
+    """Returns, by stage, the most bytes that a device holds.
 
     The search of a stage counts the activations of one microbatch for each part of the
     stage. The schedule may keep the activations of several microbatches.

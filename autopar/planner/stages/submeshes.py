@@ -7,9 +7,9 @@ the fastest layouts, the fastest layouts that split optimizer state over all dev
 the fastest layouts that split all state, and layouts that do not split the batch over
 some axes.
 
-The first rule allows the most layouts. The other rules serve to save memory, and to run
-microbatches that the fastest layouts cannot split. If the fastest layouts leave spare
-memory and can split all microbatches, no other rule is tried.
+The rule of the fastest layouts excludes nothing. The other rules serve to save memory,
+and to run microbatches that the fastest layouts cannot split. If the fastest layouts
+leave spare memory and can split all microbatches, no other rule is tried.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ Shape = tuple[int, ...]
 # Relative gap of the search of layouts. A smaller gap is not needed, because the
 # objective weighs communication only roughly.
 _GAP = 5e-3
-# If the whole program needs less than this fraction of the memory, the rest is assumed
-# to be enough for what a stage needs in addition: accumulated gradients, and
-# microbatches in flight.
+# If the whole program needs less than this fraction of the memory, the rest of the
+# memory is assumed to be enough for what a stage needs in addition: accumulated
+# gradients, and the activations of several microbatches.
 _EASY = 0.5
 # The fraction of the remaining time that each search of layouts gets.
 _SHARE = 0.2
@@ -228,8 +228,8 @@ def slice_shapes(cluster: Cluster) -> list[Shape]:
 def _bases(cluster: Cluster, shapes: Sequence[Shape]) -> Iterator[Shape]:
     """The shapes on which layouts are searched: one for each set of levels used.
 
-    The inner levels have their full size. The outermost level has the smallest size of
-    a slice if the level may be cut anywhere, and its full size otherwise.
+    The inner levels have their full size. If the outermost level may be cut anywhere,
+    it has the smallest size of a slice there, and otherwise its full size.
     """
     by_levels: dict[tuple[bool, ...], list[Shape]] = {}
     for shape in shapes:
@@ -249,7 +249,7 @@ def _levels(shape: Shape) -> tuple[bool, ...]:
 def _largest(
     cluster: Cluster, shapes: Sequence[Shape], mesh: MeshShape
 ) -> tuple[int, ...]:
-    """The sizes of a mesh's axes on the largest of some slices."""
+    """Returns the sizes of a mesh's axes on the largest of some slices."""
     for shape in reversed(shapes):
         for grown in _meshes(mesh, cluster.slice(shape)):
             return grown.sizes
@@ -263,7 +263,7 @@ def _resize_group(
     pricer: Pricer,
     found: Sequence[tuple[str, Assignment]],
 ) -> Iterator[Submesh]:
-    """The given layouts on all slices that use the same levels of the cluster."""
+    """Puts given layouts on all slices that use the same levels of the cluster."""
     for shape in shapes:
         part = cluster.slice(shape)
         for mesh in _meshes(pricer.mesh, part):
@@ -275,8 +275,7 @@ def _resize_group(
 
 
 def _meshes(mesh: MeshShape, part: Cluster) -> Iterator[MeshShape]:
-    """The logical meshes on a slice: the outer axis of each level is resized to the
-    slice.
+    """Yields the logical meshes on a slice, with each level's outer axis resized.
 
     An axis with several devices is never resized to one device.
     """
