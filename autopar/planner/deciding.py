@@ -430,7 +430,6 @@ class _Layers:
         layer, because the backward pass needs its activations at once. The result is
         true if the plan would not fit even if the last layer saved as much as the
         others.
-
         """
         errors = (self.search.errors[program_name(self.count, r)] for r in ("", remat))
         none, most = (getattr(error, "least_bytes", 0.0) for error in errors)

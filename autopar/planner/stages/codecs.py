@@ -197,7 +197,7 @@ def with_codecs(costs: StageCosts, choices: Sequence[Candidate]) -> StageCosts:
 
 
 def summed_once(analysis: Analysis) -> Analysis:
-    """Returns a stage's analysis in which codecs may send accumulated gradients only."""
+    """Returns an analysis in which codecs may send only accumulated gradients."""
     added = analysis.graph.accumulated
     deferrals = tuple(
         d if added.issuperset(d.ends) else dataclasses.replace(d, gradients=frozenset())

@@ -104,7 +104,6 @@ class BytesPricer:
         """The lifetimes of values.
 
         Products that compute gradients run in program order.
-
         """
         habits = dataclasses.replace(habits_of(device), late_gradients=0)
         analysis = self.layers.analysis

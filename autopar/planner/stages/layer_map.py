@@ -131,7 +131,6 @@ class LayerMap:
 
         0 is the forward pass, 1 gradients of inputs, 2 gradients of weights, and 3 work
         that runs once per step.
-
         """
         return int(self._columns[operator])
 
