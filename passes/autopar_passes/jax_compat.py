@@ -91,7 +91,7 @@ def is_of_random(eqn: Any) -> bool:
 
 
 def thread_options() -> list[Any]:
-    """Returns context managers that set this thread's JAX options in another thread."""
+    """Returns contexts that give another thread the JAX options of this thread."""
     own = [x for x in vars(_config).values() if isinstance(x, _config.State)]
     unset = _config.config_ext.unset
     found = [(x, x.get_local()) for x in own if x.get_local() is not unset]
@@ -110,7 +110,7 @@ def source_of(eqn: Any) -> Generator[None]:
 
 
 def bind(eqn: Any, *args: Any) -> list[Any]:
-    """Binds the primitive of ``eqn`` to ``args``. Always returns a list."""
+    """Binds the primitive of ``eqn`` to ``args``; always returns a list."""
     functions, params = _bind_parameters(eqn)
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -538,7 +538,7 @@ def compile_without_devices(
 
 
 def _compile_module(module: bytes, used: np.ndarray) -> tuple[str, dict[str, int]]:
-    """The text of an optimized module for devices, and its memory in bytes by kind."""
+    """Compiles a module for devices; returns its text and its memory by kind."""
     with _mlir.make_ir_context():
         parsed = _ir.Module.parse(module)
         options = _compiler.get_compile_options(
@@ -626,7 +626,7 @@ def _function(eqn: Any) -> Any:
                 "step keeps. Call the host by jax.experimental.io_callback."
             )
         return params["callback"]
-    # The same function as in JAX's own lowering of the primitive.
+    # This is the function that JAX's own lowering of the primitive calls.
     shown = functools.partial(
         _debugging._format_print_callback,  # pyright: ignore[reportPrivateUsage]
         params["fmt"],

@@ -28,7 +28,8 @@ from jax.experimental.compilation_cache import compilation_cache as _cache
 from jax.extend import backend as _backend
 from jaxlib.mlir import ir as _ir
 
-# The supervisor watches the processes, so JAX's heartbeats must not end a slow process.
+# The supervisor detects failed processes, so JAX's heartbeats must not end a slow
+# process.
 _HEARTBEAT_S = 24 * 3600
 _SHUTDOWN_S = 2
 
@@ -43,8 +44,8 @@ def was_forked() -> bool:
 
 
 def _after_fork() -> None:
-    # Read the dictionary: another thread may hold the lock of
-    # `backends_are_initialized`.
+    # This reads the dictionary itself, because another thread may have the lock that
+    # `backends_are_initialized` would wait for.
     if _xla_bridge._backends:  # pyright: ignore[reportPrivateUsage]
         _forked.append(True)
 
@@ -187,7 +188,7 @@ def local_device_count() -> int:
 
 
 def _cpu_client(address: str, index: int, count: int, local: int) -> tuple[Any, Any]:
-    """A connection to a coordination service, and the CPU backend of that process."""
+    """Returns a connected client of a coordination service, and a CPU backend."""
     client = coordination_client(address, index, connect_s=30)
     client.connect()
     collectives = _jax.make_gloo_tcp_collectives(distributed_client=client)

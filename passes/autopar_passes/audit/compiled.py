@@ -364,7 +364,7 @@ class Reader:
         return scope.instruction(op.operands[0]).shapes[0].dtype in _NARROW
 
     def _arriving(self, scope: Scope, name: str) -> float:
-        """The share of an array that earlier reduce-scatters left per device."""
+        """Returns an array's share on each device after earlier reduce-scatters."""
         scope, op = self.follow.origin(scope, name)
         index = None
         if op.opcode == "get-tuple-element":
@@ -395,7 +395,7 @@ _MOVES: Final = (LAYOUT_OPCODES - {"convert"}) | {
 }
 
 
-# Instructions that only pass values to other instructions. No kernel runs for them.
+# Instructions that only pass values to other instructions, so no kernel runs for them.
 _FREE: Final = frozenset(
     {
         "after-all", "bitcast", "constant", "get-tuple-element", "iota",
@@ -418,8 +418,8 @@ class Start:
     Attributes:
       name: the name of the instruction.
       collectives: the collectives of the arrays, which share one message.
-      waits: whether the device waits for the end at once, so that no kernel runs at the
-        same time.
+      waits: whether the device waits for the end of the collective at once, so that no
+        kernel runs at the same time.
     """
 
     name: str

@@ -101,7 +101,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """For each instruction, the instructions that read it."""
+        """Returns, for each instruction, the instructions that read it."""
         out: dict[str, list[Instruction]] = {n: [] for n in self.instructions}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -391,9 +391,10 @@ class ValueFollower:
     def readings_outside(
         self, scope: Scope, index: int | None, through: frozenset[str]
     ) -> Iterator[ValueReading]:
-        """Yields the readers of a fusion's result.
+        """Yields the readers of a value that its computation returns.
 
-        In any other computation, the result is not followed and counts as used whole.
+        The result of a fusion is followed to its readers. If the computation is no
+        fusion, its caller counts as one reader that uses the whole value.
         """
         if scope.call is None or scope.call.opcode != "fusion" or scope.outer is None:
             yield ValueReading(scope, None, 0)
@@ -543,7 +544,7 @@ class ValueFollower:
 def split_groups(need: Need, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Splits an all-reduce into a reduce-scatter and an all-reduce of the rest.
 
-    Returns the groups of devices of the first, and of the second.
+    Returns the groups of devices of the reduce-scatter, and those of the all-reduce.
     """
     size = groups.shape[1]
     ratio = round(need.join_groups(groups).share / need.share)
@@ -554,7 +555,8 @@ def split_groups(need: Need, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray
     kept = list(of_slice.values())
     if len(kept) == ratio and len({len(devices) for devices in kept}) == 1:
         return np.array([[devices[0] for devices in kept]]), np.array(kept[:1])
-    # It is unknown which devices keep the same slice, or slices overlap in part.
+    # The groups are uncertain here: it is unknown which devices keep the same slice, or
+    # slices overlap in part. Only the number of slices is used.
     ratio = math.gcd(max(ratio, 1), size)
     parts = groups[:1].reshape(ratio, size // ratio)
     return parts[:, :1].T, parts[:1]

@@ -1,4 +1,4 @@
-"""Kernels of a compiled program: their matrix products, bytes read and written."""
+"""Reads the matrix products of compiled kernels, and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from autopar_passes.audit.hlo_text import (
 # over layers reads one layer of the stacked weights. A kernel that updates a slice in
 # place writes only the slice.
 
-# Operations that read only as many elements of their first operand as are used of the
-# result.
+# Operations that read only those elements of their first operand that they return.
 _PARTIAL = frozenset({"slice", "dynamic-slice", "gather", "broadcast"})
 # Operations that update their first operand in place -> the position of the operand
 # with the new elements.
@@ -53,7 +52,7 @@ def kernel_bytes(module: HloModule, scope: Scope, op: Instruction) -> float:
 
 
 def _size(shapes: tuple[Shape, ...]) -> float:
-    """Bytes of arrays, without vectors of bytes, which libraries use as work space."""
+    """Returns the bytes of arrays, without byte vectors, which are work space."""
     return sum(s.nbytes for s in shapes if s.dtype != "s8" or len(s.dims) > 1)
 
 
@@ -94,7 +93,7 @@ def _count(op: Instruction) -> float:
 
 
 def _element_counts(body: Computation) -> dict[str, float]:
-    """For each value of a fusion, an upper bound of the number of its used elements."""
+    """Returns an upper bound of the number of used elements of each fusion value."""
     wanted: defaultdict[str, float] = defaultdict(float)
     in_place: set[str] = set()
     for name in _roots(body):
@@ -117,7 +116,10 @@ def _element_counts(body: Computation) -> dict[str, float]:
 def _reads(
     body: Computation, op: Instruction, made: float, in_place: bool
 ) -> Iterator[tuple[str, float]]:
-    """How many elements of each operand an instruction reads for ``made`` results."""
+    """Yields the number of elements that an instruction reads of each operand.
+
+    ``made`` is the number of elements of its result that are used.
+    """
     for slot, name in enumerate(op.operands):
         count = _count(body.instructions[name])
         if op.opcode in _IN_PLACE and in_place:
@@ -255,14 +257,16 @@ def _dims_in_text(op: Instruction, role: str) -> tuple[int, ...] | None:
 def _convolution(
     op: Instruction, shapes: Sequence[Shape], labels: Sequence[str]
 ) -> Product:
-    """A convolution as products: ``2 |output| |kernel| / output channels`` FLOPs.
+    """Describes a convolution as matrix products.
+
+    It has ``2 |output| |weights| / output channels`` FLOPs.
 
     A forward convolution counts as a product with one row for each output position and
     one column for each output channel. The gradient of the convolution's weights counts
-    as a product with one column for each output channel, and one row for each weight
-    of such a channel. The labels refer to the
-    input, kernel and output of the forward pass, even if the instruction computes a
-    gradient.
+    as a product with one column for each output channel, and one row for each of the
+    weights that belong to one output channel. The labels name the dimensions of input,
+    weights (HLO's "kernel") and output of the forward pass, even if the instruction
+    computes a gradient.
     """
     image, kernel, output = 0, 1, 2
     if "convBackwardFilter" in op.attributes:

@@ -2,9 +2,9 @@
 
 `shardy_collectives` runs the compiler's partitioner on a lowered program, and needs no
 device. Later compiler passes for accelerators rewrite two patterns, so
-`shardy_collectives` rewrites them too. First, if each device uses only a slice of an
-all-reduce, it counts as a reduce-scatter. Second, two equal collectives of the same
-array count once. Only the first rewrite applies to collectives that the program itself
+`shardy_collectives` rewrites them too. First, an all-reduce of which each device uses
+only a slice counts as a reduce-scatter. Second, two equal collectives of the same array
+count once. Only the first rewrite applies to collectives that the program itself
 requests inside a `jax.shard_map`.
 """
 
@@ -129,13 +129,15 @@ def shardy_collectives(lowered: Any) -> tuple[AuditedCollective, ...]:
         _spread_host_calls(module)
         passmanager.PassManager.parse(_PARTITION).run(module)
         found = _Auditor(module).functions()
-        return tuple(c for c in found if c.nbytes)  # an empty array is never sent
+        # The compiler never sends an empty array.
+        return tuple(c for c in found if c.nbytes)
 
 
 def _spread_host_calls(operation: Any) -> None:
-    """Removes the placement of host callbacks on one device.
+    """Removes the annotation that a host callback runs on one device.
 
-    Shardy has no collective from one device to all devices, and would fail.
+    Shardy has no collective that sends a value from one device to all devices, so it
+    would fail on this annotation.
     """
     for region in operation.regions:
         for block in region.blocks:

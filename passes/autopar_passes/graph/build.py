@@ -168,7 +168,8 @@ def _rows(
                 score[1] = float(found not in trained)
                 score[2] = apart.products.get(found, 0.0)
                 score[3] = -float(found in apart.in_turns)
-                if score[2]:  # only compared between sets that occur in products
+                # The score is compared only between sets that occur in matrix products.
+                if score[2]:
                     score[4] = -apart.mixed.get(found, 0.0)
                 score[5] += dims.nbytes(i.value) / (1 + k)
     return max(scores, key=lambda c: (*scores[c], -c), default=-1)
@@ -397,9 +398,9 @@ class _Meetings:
         self._numbers = self._numbers_of_rows(forward)
 
     def _size(self, given: Sequence[int]) -> tuple[int, int]:
-        """The number of rows, and the row dimension of a batch with only one row.
+        """Returns the number of rows, and the row dimension of a batch of one row.
 
-        The largest input tells both.
+        Both are found from the largest input.
 
         No rule names a dimension of size one. If a batch has one row, the row dimension
         is the first dimension, or the dimension after the time dimension of a loop.
@@ -567,7 +568,7 @@ def _true_runs(
     out: list[tuple[int, int]] = []
     for start, stop in zip(starts[long].tolist(), stops[long].tolist(), strict=True):
         if out and start < out[-1][1]:
-            continue  # this run overlaps the last period of the previous run
+            continue  # This run overlaps the last period of the previous run.
         if free[start : stop + period].all():
             out.append((start, stop + period))
     return out
@@ -690,7 +691,8 @@ def _like(given: GraphInput, other: GraphInput | None) -> GraphInput:
     if other is None:
         return dataclasses.replace(given, role=InputRole.OTHER)
     role = given.role
-    if given.output < 0:  # state that another stage carries has no role in this stage
+    # The state belongs to another stage, so it has no role in this stage.
+    if given.output < 0:
         role = InputRole.OTHER if other.output >= 0 else other.role
     return dataclasses.replace(
         given, role=role, rows=other.rows, unit=other.unit, turns=other.turns

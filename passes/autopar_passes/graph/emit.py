@@ -97,7 +97,7 @@ def emit_operators(
     )
 
 
-# The type that stands for any operand that is a scalar constant.
+# Stands for any operand that is a scalar constant.
 _SCALAR = Value((), jnp.dtype("float32"))
 
 

@@ -31,7 +31,8 @@ REPEATED = "rematted_computation"
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|remat|checkpoint|jit|pjit)\((.*)\)$")
 
 
-# The equations of a layer have few different name stacks, so most calls hit the cache.
+# Cached: the equations of a layer have few different name stacks, so most calls hit the
+# cache.
 @functools.lru_cache(maxsize=1 << 12)
 def module_path(name_stack: str) -> str:
     """Removes the parts of a name stack that JAX's transformations add.
@@ -48,7 +49,7 @@ def module_path(name_stack: str) -> str:
 
 
 def _split(stack: str) -> list[str]:
-    """Splits at the slashes outside of parentheses."""
+    """Splits a name stack at the slashes that are outside of parentheses."""
     out, depth, start = [], 0, 0
     for i, c in enumerate(stack):
         depth += (c == "(") - (c == ")")

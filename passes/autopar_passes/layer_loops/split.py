@@ -161,9 +161,12 @@ _Changed = tuple[int, Callable[[int], dict[str, Any]]]
 def move_dim(
     eqn: Equation, dim: int, shapes: Sequence[tuple[int, ...]]
 ) -> _Changed | None:
-    """The position of a dimension after an operator; None if it is lost or unknown.
+    """Returns the position of a dimension after an operator; None if unknown.
 
-    Also returns a function from a piece's size to the operator's parameters on it.
+    The position is also None if the result has no such dimension.
+
+    The second result is a function from the size of a piece to the operator's
+    parameters on this piece.
     """
     params, shape = eqn.params, shapes[0]
     match eqn.primitive:
@@ -192,9 +195,9 @@ def move_dim(
 def resize_dim(
     eqn: Equation, dim: int, sizes: Sequence[int]
 ) -> list[dict[str, Any]] | None:
-    """The parameters of a slice or padding on each piece of a dimension.
+    """Returns the parameters of a slice or padding on each piece of a dimension.
 
-    The result is None for any other operator, and if a piece would be empty.
+    None for any other operator, and if a piece would be empty.
     """
     params = eqn.params
     if eqn.primitive == "slice":
@@ -729,14 +732,15 @@ def stacked_state(program: Program, carried: Mapping[int, int]) -> dict[int, int
 
 
 def _sources(program: Program, carried: Mapping[int, int]) -> dict[int, int]:
-    """Value -> the carried argument of which it is a copy or an elementwise map."""
+    """Maps a value to the carried argument of which it is a copy or elementwise map."""
     values, arguments = program.values, program.body.inputs
     found = {arguments[k]: k for k in carried if values[arguments[k]].shape}
     for eqn in program.body.equations:
         if eqn.primitive == "slice" and isinstance(read := eqn.inputs[0], int):
             (made,) = eqn.outputs
             if read in found and values[read].shape[1:] == values[made].shape[1:]:
-                found[made] = found[read]  # a slice of the layer dimension
+                # This value is a slice of the layer dimension.
+                found[made] = found[read]
         if eqn.primitive not in POINTWISE or len(eqn.outputs) != 1:
             continue
         shape = values[eqn.outputs[0]].shape

@@ -56,7 +56,8 @@ class _Joiner:
         self.found = found
         self.micro = found.traced.program
         self.builder = Builder(whole.values, next_index(whole))
-        # The values and equations of the loop's body follow those of the whole step.
+        # In the new program, the loop's body has its own values and equations. Their
+        # numbers come after those of the whole step.
         self.first_value = len(whole.values)
         self.builder.values.extend(self.micro.values)
         self.first_index = self.builder.next_index
@@ -168,7 +169,7 @@ class _Joiner:
         self.rename(last, crossing.value)
 
     def rename(self, value: int, to: int) -> None:
-        """Makes the last equation that made a value return another value."""
+        """Makes the last equation that computed a value compute another value."""
         for k in range(len(self.builder.equations) - 1, -1, -1):
             eqn = self.builder.equations[k]
             if value in eqn.outputs:
@@ -177,7 +178,7 @@ class _Joiner:
                 return
 
     def body(self, crossings: list[Crossing]) -> tuple[Equation, ...]:
-        """The equations of one microbatch, under the program's numbers."""
+        """Returns the equations of one microbatch, numbered for the new program."""
         repeated = [
             e for e in self.micro.body.equations if e.index not in self.found.once
         ]

@@ -320,7 +320,9 @@ def _equal(a: Any, b: Any, within: tuple[_Functions, ...] = ()) -> bool:
         held = ((getattr(x, f.name) for f in dataclasses.fields(a)) for x in (a, b))
         return all(_equal(x, y, within) for x, y in zip(*held, strict=True))
     if getattr(a, "shape", None) != getattr(b, "shape", None):
-        return False  # arrays of other shapes may be equal after broadcasting
+        # The comparison below would broadcast arrays of different shapes, and could
+        # then find them equal.
+        return False
     try:
         return bool(np.all(a == b))
     except (TypeError, ValueError):
@@ -349,7 +351,7 @@ def _held_objects(function: FunctionType) -> dict[str | int, Any]:
     out.update(function.__kwdefaults__ or {})
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # the cell is empty
+        with contextlib.suppress(ValueError):  # The cell of a closure may be empty.
             out[name] = cell.cell_contents
     return out
 
@@ -517,7 +519,7 @@ def _is_array(graph: OperatorGraph, given: GraphInput) -> bool:
 
 
 def _gradient_values(graph: OperatorGraph) -> frozenset[int]:
-    """The values that are computed from gradients, such as new parameters."""
+    """Returns the values that are computed from gradients, such as new parameters."""
     found: set[int] = set()
     # An iteration of a loop may read values that the previous iteration computes.
     for _ in range(2):

@@ -182,7 +182,7 @@ class _WriterOfRows:
         self.builder.equations.append(dataclasses.replace(eqn, inputs=inputs))
 
     def late_operand(self, atom: Atom) -> Atom:
-        """Returns an operand, with all rows, of an equation that runs once."""
+        """Returns an operand, with all the batch's rows, of an equation run once."""
         if not isinstance(atom, int) or self.pair.dims[atom] == -1:
             return self.read(atom)
         maker = self.pair.made_by.get(atom)
@@ -296,7 +296,10 @@ class _WriterOfRows:
 
 
 def _fold_key(key: Any, number: Any) -> Any:
-    """Keys that differ in each microbatch; ``key`` may be raw, ``(..., words)``."""
+    """Makes random keys that differ in each microbatch.
+
+    ``key`` may be an array of raw keys, ``(..., words)``.
+    """
     if jax_compat.is_extended(key.dtype):
         fold, rank = jax.random.fold_in, key.ndim
     else:
@@ -387,7 +390,7 @@ def unsplit(
       dims: flat input of the batch -> the dimension of its rows.
     """
     body = whole.program.body
-    # A callback without results may run after all parts, so it runs once.
+    # A callback without results may run after all microbatches, so it runs once.
     told = (e.index for e in body.equations if e.source.effects and not e.outputs)
     once = update_equations(whole.program, graph).union(told)
     made = {v for e in body.equations if e.index not in once for v in e.outputs}
@@ -435,10 +438,10 @@ def _rows_ahead(pair: Pair, follower: Follower, made: Rewritten) -> dict[int, Ro
 
 
 def _made_twice(pair: Pair, follower: Follower, made: Rewritten) -> frozenset[int]:
-    """The equations that run ahead and should therefore run nowhere else.
+    """Returns equations that run before the microbatches, and should run only there.
 
-    If microbatches ran them again, they would draw different numbers, or compute rows
-    again that are known for the whole batch.
+    If microbatches ran these equations again, they would draw different numbers, or
+    compute rows again that are already known for the whole batch.
     """
     folded = {index for index, _ in follower.known.edits.folded}
     handed = set(_handed_on(pair, follower)) - follower.known.edits.replaced
@@ -495,7 +498,7 @@ def _ahead(pair: Pair, made: Rewritten) -> Program | None:
 
 
 def _handed_on(pair: Pair, follower: Follower) -> dict[int, Equation]:
-    """The microbatches' values that are used after the last one, with their makers."""
+    """Returns the microbatches' values that are used after the last microbatch."""
     made = {
         v: eqn
         for eqn in pair.micro.body.equations
@@ -515,7 +518,9 @@ def _crossings(pair: Pair, follower: Follower) -> tuple[Crossing, ...]:
     for value, maker in _handed_on(pair, follower).items():
         split = follower.known.classes[value]
         if value in follower.known.edits.replaced | follower.known.edits.counted:
-            split = SAME  # The value of the whole batch is already available.
+            # The value of the whole batch is already available, so microbatches are not
+            # combined.
+            split = SAME
         combine = _COMBINED.get(split.kind)
         dtype = pair.micro.values[value].dtype
         if combine is None or (combine is Combine.MEAN and not is_float(dtype)):

@@ -10,8 +10,8 @@ the value.
 If a sum over the batch is needed before all microbatches have run, the batch is
 *coupled*. A sum that depends only on the given batch (such as the number of unmasked
 tokens) is computed ahead. For any other sum, each microbatch may use ``M`` times its
-own part as an estimate of the whole sum. Batch normalisation then uses the statistics
-of each microbatch. The sums of its backward pass are treated alike.
+own part as an estimate of the whole sum. For example, batch normalisation then uses the
+statistics of each microbatch, also in the sums of its backward pass.
 
 The step may mix rows of the batch before the model reads them, for example reverse,
 permute or sample them. Mixed rows are computed ahead from the whole batch too. Each
@@ -54,14 +54,14 @@ from autopar_passes.sums.stacked import ADDITIONS
 
 
 def added_up(eqn: Equation) -> list[bool] | None:
-    """Which carried values a scan only adds to; None if a row depends on earlier rows.
+    """Returns which carried values a scan only adds to; None if rows depend on others.
 
     The transpose of a map over rows sums gradients: each iteration adds the gradients
     of one row.
 
     Returns:
-      For each carried value, whether the iterations add to it. The other carried values
-      never change, so the iterations may read them.
+      For each carried value, whether the iterations only add to it. The other carried
+      values never change, so the iterations may read them.
     """
     (body,) = eqn.regions
     first, count = eqn.params["num_consts"], eqn.params["num_carry"]
@@ -96,7 +96,7 @@ def _adds(body: Region, reads: dict[int, list[Equation]], value: int, end: int) 
 
 
 def _hands_on(eqn: Equation) -> bool:
-    """Whether an equation returns its operand: it converts to the dtype it has."""
+    """Whether an equation returns its operand, as a conversion to its own dtype."""
     (given,) = eqn.source.invars[:1]
     kind = eqn.primitive == "convert_element_type"
     return kind and given.aval.dtype == eqn.params["new_dtype"]
@@ -152,7 +152,7 @@ class Known:
     def hoist(self, values: Sequence[int]) -> list[Split]:
         """Marks values to be computed ahead from the whole batch.
 
-        Returns the classes.
+        Returns the classes of the values.
         """
         self.edits.replaced.update(values)
         self.classes.update((v, self.of_whole(v)) for v in values)
@@ -425,9 +425,10 @@ class Follower:
         return [ANY_ROWS]
 
     def _draw(self, eqn: Equation, key: Split) -> Split:
-        """The class of random numbers for rows.
+        """Returns the class of random numbers for rows.
 
-        If possible, the batch's own numbers.
+        If possible, each row gets the numbers that it gets in the whole batch.
+        Otherwise each microbatch gets a key of its own.
         """
         inner = self.known.adjacent(eqn.outputs[0])
         of = eqn.inputs[0]
@@ -495,7 +496,7 @@ class Follower:
         return [LOCAL if Kind.LOCAL in kinds else SAME] * len(eqn.outputs)
 
     def settle(self, eqn: Equation, slot: int) -> Split:
-        """The class of a sum over microbatches that one of the microbatches needs."""
+        """Returns the class of a sum over microbatches that a microbatch needs."""
         value = eqn.inputs[slot]
         assert isinstance(value, int)
         origin = self.known.outer.get(value)
@@ -509,7 +510,7 @@ class Follower:
         return LOCAL
 
     def _couple(self, eqn: Equation, why: str) -> list[Split]:
-        """The classes of results that couple rows in a way other than a sum."""
+        """Returns the classes of results that couple rows in a way other than a sum."""
         if self._sampling:
             made = map(self.known.of_whole, eqn.outputs)
             return [LOCAL if split == SAME else split for split in made]
@@ -701,7 +702,8 @@ class Follower:
         (again,) = self._body(test)
         kinds = {c.kind for c in found}
         if again.kind is Kind.ROWS and kinds <= {Kind.SAME, Kind.ROWS}:
-            # If a loop is mapped over rows, each row ends the loop on its own.
+            # If a loop is mapped over rows, each row leaves the loop independently of
+            # the others.
             return found
         if again.kind not in (Kind.SAME, Kind.LOCAL):
             return self._couple(eqn, "goes on until all rows are through")

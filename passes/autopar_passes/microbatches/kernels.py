@@ -1,9 +1,9 @@
 """Decides from a kernel's body whether the kernel keeps rows of a batch independent.
 
-A kernel runs as it was traced for a microbatch: its body cannot be edited. Its body is
-followed like a step, with the arrays that each point of its grid sees. The same facts
-are needed as for a step: which results have rows, which results are sums over the
-batch, and that no row depends on another row.
+A kernel runs in a microbatch as it was traced: its body cannot be edited. The analysis
+follows the body like a step, with the arrays that each point of the grid sees. It finds
+the same facts as for a step: which results have rows, which results are sums over the
+batch, and whether a row depends on another row.
 """
 
 from __future__ import annotations
@@ -106,9 +106,10 @@ class _Body:
 
 
 def is_followed(pair: Pair, eqn: Equation) -> bool:
-    """Whether a kernel's body must show how the kernel treats rows.
+    """Whether a kernel's body has to be followed to find how it treats rows.
 
-    Otherwise the result is its grid does.
+    If not, the kernel's grid shows this: a Pallas kernel has the same body for a
+    microbatch as for the whole batch.
     """
     if eqn.primitive != pallas_grid.PRIMITIVE:
         return eqn.primitive in (PARTITIONED, manual.PRIMITIVE)
@@ -120,7 +121,7 @@ def is_followed(pair: Pair, eqn: Equation) -> bool:
 def classes(
     pair: Pair, eqn: Equation, given: Sequence[Split], inner: int, follow: Follow
 ) -> list[Split] | str:
-    """The classes of a kernel's results, or why its rows may depend on each other.
+    """Returns the classes of a kernel's results, or why its rows may be coupled.
 
     Args:
       pair: the programs of the whole batch and of one microbatch.
@@ -175,12 +176,12 @@ def _classes(
 def _try(follow: Callable[[], T]) -> T:
     try:
         return follow()
-    except Exception as error:  # a kernel can raise anything
+    except Exception as error:  # Tracing a kernel may raise any exception.
         raise MicrobatchError("something is done that cannot be followed") from error
 
 
 def _ratio(whole: Program, micro: Program) -> int:
-    """How many times more rows a body sees for the batch than for a microbatch."""
+    """Returns the ratio of the rows that a body sees for batch and microbatch."""
     pairs = zip(whole.body.inputs, micro.body.inputs, strict=False)
     shapes = [(whole.values[a].shape, micro.values[b].shape) for a, b in pairs]
     sizes = (x for a, b in shapes for x in zip(a, b, strict=False))

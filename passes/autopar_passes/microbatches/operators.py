@@ -94,7 +94,7 @@ def taken_from_others(pair: Pair, eqn: Equation, value: int | None) -> Equation 
 def picked_by_order(
     pair: Pair, eqn: Equation, among: Collection[int]
 ) -> Equation | None:
-    """Finds an operator that selects rows by an order of the rows of the batch.
+    """Finds an operator that selects rows by a rank, such as the position after a sort.
 
     Args:
       pair: the programs of the whole batch and of one microbatch.
@@ -328,9 +328,9 @@ def rows(
 def _in_their_way(
     pair: Pair, eqn: Equation, given: Sequence[Split], inner: int
 ) -> list[Split] | str | None:
-    """The classes for operators that their sharding rules do not describe.
+    """Returns the classes of results of operators that sharding rules do not describe.
 
-    Otherwise the result is None.
+    The result is None for an operator that its sharding rule describes.
     """
     dim = max(pair.dims[a] for a in eqn.arrays)
     match eqn.primitive:
@@ -486,7 +486,7 @@ def _follow_slice(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
 
 
 def is_moved(pair: Pair, eqn: Equation) -> bool:
-    """Whether a slice or padding cuts the whole array otherwise than a microbatch's."""
+    """Whether a slice or padding is not the same on each microbatch as on the batch."""
     whole = pair.sources[eqn.index].params
     if eqn.primitive == "slice":
         return whole["start_indices"] != eqn.params["start_indices"]

@@ -74,8 +74,8 @@ class AdditionTree:
 class EqualEquations:
     """Equal equations as a table: one row per equation, one column per operand.
 
-    A column is either the one atom that all equations read, or a tuple with the value
-    that each equation reads.
+    A column is either a single atom, if all equations read the same, or a tuple with
+    the value that each equation reads.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class EqualGroups:
         self.readers = self._readers()
         self.sums = self._sums()
         self.linked = {k: s for s in self.sums for k in (*s.links, s.root)}
-        # A value that duplicates an earlier value -> the earlier value.
+        # Maps a value that duplicates an earlier value to the earlier value.
         self.same: dict[int, int] = {}
         # Positions of equations all of whose results duplicate earlier values.
         self.repeated: set[int] = set()
@@ -217,7 +217,7 @@ class EqualGroups:
         return sorted(many, key=lambda x: (-heights[x[0]], x))
 
     def _slot(self, position: int, slot: int) -> int:
-        """The slot of a reader's operand; all terms of a sum count as one slot."""
+        """Returns the slot of a reader's operand; terms of a sum share one slot."""
         return 0 if position in self.linked else slot
 
     def _may_stack(self, eqn: Equation) -> bool:
@@ -397,7 +397,7 @@ class _BlockRewriter:
     def _now(self, atom: Atom) -> Atom:
         """The new program's value of an atom.
 
-        Takes it out of its block if necessary.
+        If the value is a row of a stack, it is first taken out of the stack.
         """
         if isinstance(atom, Scalar):
             return atom
@@ -503,7 +503,7 @@ class _BlockRewriter:
         return made
 
     def _alone(self, eqn: Equation) -> None:
-        """Writes an equation unchanged."""
+        """Writes an equation as it is, outside of blocks."""
         for atom in reads(eqn):
             self._now(atom)
 

@@ -189,10 +189,10 @@ INLINED = frozenset(
 )
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 # Primitives that return their operand unchanged, and that the flat program drops.
-# Placements only tell where a value is stored, which the plan decides. The others
-# matter only for differentiation, which is complete. If these primitives stayed, the
-# compiler would see a second name of the same array, and the planner would price a
-# second resharding.
+# Placements only tell where a value is stored, which the plan decides. The other
+# primitives only matter for differentiation, which JAX has finished when it traces the
+# step. If these primitives stayed, the compiler would see a second name of the same
+# array, and the planner would price a second resharding.
 _DROPPED = PLACEMENTS | {"stop_gradient", "name"}
 
 
@@ -580,7 +580,7 @@ def renumber_atoms(
 
 
 def made_values(equations: Iterable[Equation]) -> list[int]:
-    """The values that equations and their regions make."""
+    """Returns the values that equations and their regions compute."""
     found: list[int] = []
     for eqn in equations:
         for one in (eqn, *eqn.inner):

@@ -385,5 +385,5 @@ def update_objects(tree: Any, new: Any) -> Any:
 
 
 def objects_alone(tree: Any) -> Any:
-    """The tree with None in place of everything that is not an object."""
+    """Returns the tree with None in place of everything that is not an object."""
     return jax.tree.map(lambda x: x if is_object(x) else None, tree, is_leaf=is_object)

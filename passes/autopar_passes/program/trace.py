@@ -42,14 +42,14 @@ from autopar_passes.program.static_leaves import (
     updating,
 )
 
-# Finds the state that a step carries: arguments that come back in the result.
+# Finds the state that a step carries: arguments whose next values are in the result.
 #
 # A whole argument is matched with a part of the result that has the same structure,
 # shapes and dtypes. The part may be the result itself, an element of a tuple, a value
-# of a dict or a field of a dataclass. NNX objects are matched array by array, because
-# a step may add or remove variables. A scalar argument, such as a learning rate, is
-# matched only if the result depends on it; otherwise a loss could be taken for its
-# next value. An argument that is named as the batch is never state.
+# of a dict or a field of a dataclass. NNX objects are matched array by array, because a
+# step may add or remove variables. A scalar argument, such as a learning rate, is
+# matched only if the result depends on it; otherwise a loss could be mistaken for its
+# next value. An argument that the user names as batch is never state.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class _Leaf:
     kind: tuple[Any, ...]
 
 
-# The carried pairs, and paths of arguments that come back with another shape or dtype.
+# The carried pairs, and the paths of arguments that come back with another shape or
+# dtype.
 _Found = tuple[dict[int, int], set[int]]
 # Path and array of every leaf of NNX objects.
 _ObjectArrays = Iterator[tuple[Any, _Leaf]]

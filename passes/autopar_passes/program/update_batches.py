@@ -259,7 +259,7 @@ def _preparation(
 ) -> set[int]:
     """Finds reductions to move into a part, because the part then reads fewer bytes.
 
-    Only the part reads the result of such a reduction.
+    A reduction is moved only if nothing else reads its result.
 
     An example is the norm by which the part divides a matrix. A device that holds the
     whole matrix computes the norm without an all-reduce.

@@ -97,7 +97,8 @@ def _copy_named(eqn: Equation) -> Equation:
     return dataclasses.replace(eqn, name_stack=stack, regions=regions)
 
 
-# Primitives that draw different numbers each time. Draws from keys repeat exactly.
+# Primitives that are never recomputed, because they draw different numbers each time.
+# Draws from keys repeat exactly.
 NEVER = frozenset({"rng_uniform"})
 
 
@@ -144,7 +145,7 @@ def _forward_readers(flow: Flow, eqn: Equation) -> list[int]:
 
 
 def crossing(flow: Flow, owner: dict[int, int]) -> frozenset[int]:
-    """The values that one layer makes and another layer reads in the forward pass."""
+    """Returns the forward values that one layer computes and another reads."""
     out: set[int] = set()
     for index, eqn in flow.equations.items():
         layer = owner.get(index)
@@ -258,7 +259,7 @@ def merge_repeats(program: Program) -> Program:
       RematError: a checkpoint repeats a product or a loop that the forward pass lacks.
     """
     first: dict[Any, Equation] = {}
-    # Value -> the equal value that is read instead, and value -> the first equal value.
+    # `instead` maps a value to the equal value that is read in its place.
     instead: dict[int, int] = {}
     equal: dict[int, int] = {}
     out: list[Equation] = []

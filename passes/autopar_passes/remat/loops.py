@@ -114,12 +114,12 @@ def _top(program: Program) -> dict[int, Equation]:
 
 
 def _first_stack(eqn: Equation) -> int:
-    """The position of a loop's first operand that it reads slice by slice."""
+    """Returns the position of a loop's first operand that it reads slice by slice."""
     return eqn.params["num_consts"] + eqn.params["num_carry"]
 
 
 def loops_through(program: Program, eqn: Equation) -> list[int]:
-    """Indices of the other loops that read a loop's stacked results slice by slice."""
+    """Returns the indices of loops that read a loop's stacked results by slices."""
     made = set(eqn.outputs[eqn.params["num_carry"] :])
     return [
         other.index
@@ -415,7 +415,10 @@ class _Loop:
 
 
 def _gates(body: Region, gone: Collection[int], carries: Sequence[int]) -> list[int]:
-    """The carried gradients read by the first equation that reads a dropped value."""
+    """Returns the carried gradients that a recomputation must wait for.
+
+    They are those that the first reader of a dropped value reads.
+    """
     for eqn in body.equations:
         found = reads(eqn)
         if not set(gone).isdisjoint(found):
@@ -563,7 +566,7 @@ class _Rewriter:
         return keeps(self.wanted.level, eqn, name, self.names)
 
     def again(self, layer: int) -> _LayerAgain | None:
-        """The recomputation of a layer; None if its backward pass needs none."""
+        """Returns the recomputation of a layer; None if the layer needs none."""
         made = {
             v
             for index, own in self.owner.items()
@@ -579,7 +582,7 @@ class _Rewriter:
         if not users:
             return None
         place = self.position[users[0].index]
-        # Values of a second forward pass, later in the program, are not available at
+        # A forward pass that comes later in the program (a second one) has no values at
         # this place.
         wanted = {
             v

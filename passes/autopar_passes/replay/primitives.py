@@ -189,7 +189,9 @@ class Ring:
         return of_query, of_key, of_value
 
     def _around(self, turn: Any, moved: tuple[Array, Array], held: Any) -> Any:
-        """Runs all rounds after the first, in which each device uses its own block.
+        """Runs all rounds after the first.
+
+        In the first round, each device uses its own keys and values.
 
         The keys and values of the next round are sent while the current round computes.
         """
@@ -330,7 +332,8 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
     def read(atom: Any) -> Any:
         if isinstance(atom, jax_compat.Literal):
-            return np.asarray(atom.val)  # removes the mesh from the constant's type
+            # A NumPy array has no mesh in its type, unlike the constant.
+            return np.asarray(atom.val)
         return env[atom]
 
     for eqn in jaxpr.eqns:

@@ -30,8 +30,9 @@ from autopar_passes.sums.stacked import sum_partials
 # A function from the constants, carry and slices of one iteration to its new carry and
 # the values that it stacks.
 Turn = Callable[[Any, Any, Any], tuple[Any, Any]]
-# A function from the position of a replica and the number of an iteration to the same
-# number. A simulation of slower devices waits in it.
+# A function that takes the position of a replica and the number of an iteration, and
+# returns the number unchanged. To simulate slower devices, the function waits before it
+# returns.
 Wait = Callable[[Any, Any], Any]
 # The mesh axis of the replicas.
 AXIS = 0
@@ -47,9 +48,10 @@ class Replicas:
         first microbatches.
       wait: called at the beginning of each iteration, to simulate slower devices; None
         for no call.
-      turns: a number of iterations that every replica runs instead of its own number in
-        ``counts``; None for its own. Audits count the messages of one replica, and need
-        a number that is known before the program runs.
+      turns: a number of iterations that every replica runs in place of its number in
+        ``counts``; None to use ``counts``. Audits set it, because they count the
+        messages of one replica, and need a number that is known before the program
+        runs.
     """
 
     loop: int
@@ -217,8 +219,6 @@ def _total(array: Any) -> Any:
 
 
 def _raw(array: Any) -> Any:
-    """The raw words of random keys, which are numbers that can be summed; other arrays
-    unchanged.
-    """
+    """Returns the raw words of random keys, to be summed; other arrays unchanged."""
     extended = jax_compat.is_extended(array.dtype)
     return jax.random.key_data(array) if extended else array

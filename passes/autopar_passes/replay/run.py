@@ -1,8 +1,8 @@
 """Replays a flat program with the layouts of a plan stated in it.
 
-The layout of every value is stated where the value is computed. If a reader needs
-another layout, every layout on the way to it is stated too. The compiler's partitioner
-therefore has no choice left.
+The replay states the layout of every value where the value is computed. If a reader
+needs another layout, the replay also states every layout on the way to it. So the
+compiler's partitioner has no choice left.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ControlFlow:
         return self._hand_out(carries, 1, end) + self._hand_out(stacks, 0, ys)
 
     def _watch(self, eqn: Equation) -> Any:
-        """Returns what the `Watch` observes in an iteration; () without one."""
+        """Returns what a `Watch` observes in one iteration; () without a watch."""
         watch = self._values.watch
         if watch is None:
             return ()
@@ -290,8 +290,8 @@ class ControlFlow:
     def _loop_result(self, op: Operator, slot: int, array: Any) -> Any:
         """Returns one result of a loop.
 
-        In a result with an entry per iteration, the dimension of partial sums is moved
-        before the dimension of iterations.
+        A stacked result has an entry for each iteration. In such a result, the
+        dimension of partial sums is moved in front of the dimension of iterations.
         """
         value, plan = op.outputs[slot], self._values.plan
         if plan.partial_layout(value) is None:
@@ -320,7 +320,7 @@ def _where(test: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
 
 
 def _as_arrays(ends: Sequence[Any], types: Sequence[Any]) -> list[Any]:
-    """Turns constants that end a region into arrays of the region's result types."""
+    """Turns constants that a region returns into arrays of its result types."""
     return [
         e if hasattr(e, "aval") else jax.numpy.asarray(e, t.dtype)
         for e, t in zip(ends, types, strict=True)
@@ -429,7 +429,7 @@ class Replayer:
     def run(self, equations: Iterable[Equation], made: Made) -> None:
         """Runs equations in order.
 
-        ``made`` may replace their results (see `replay`).
+        ``made`` may replace the results of the equations (see `replay`).
         """
         for eqn in equations:
             self.equation(eqn)
@@ -493,7 +493,7 @@ class PlainSums:
 
 
 class _Within:
-    """A plan for one segment, whose readers never recompute an input for themselves."""
+    """A plan for one segment, in which no reader recomputes an input of the segment."""
 
     def __init__(
         self, plan: LayoutPlan, inputs: Collection[int], outputs: Collection[int]

@@ -262,7 +262,7 @@ class Values:
     def read(self, atom: Atom, layout: Layout | None, backward: bool) -> Any:
         """Returns a value in a reader's layout.
 
-        The backward pass may use its own copy.
+        A reader in the backward pass may use the backward copy.
         """
         if isinstance(atom, Scalar):
             return atom.value
@@ -310,7 +310,7 @@ class Values:
         return self.read(atom, layout, self.plan.is_backward(op))
 
     def partial_operand(self, op: Operator, slot: int, atom: Atom) -> Any:
-        """An operand that stays partial as it is, and any other like `operand`."""
+        """Returns a partial operand unchanged, and any other like `operand`."""
         if (
             isinstance(atom, int)
             and self.plan.partial_layout(atom) is not None
@@ -324,7 +324,7 @@ class Values:
     def defer(self, value: int, array: Any) -> Any:
         """Makes a stacked array a partial value.
 
-        Sums it unless the plan defers this.
+        If the plan does not defer the sum, computes the sum at once.
         """
         found = self.plan.partial_layout(value)
         assert found is not None

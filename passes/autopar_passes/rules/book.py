@@ -1,9 +1,8 @@
 """The sharding rule of every equation of a program.
 
-Equations that differ only in the arrays that they read and write, not in shapes or
-parameters, have the same rule. Each *distinct* equation is therefore lowered once. All
-distinct equations are lowered in one module, from which the compiler's own rules are
-read.
+Equations with the same shapes and parameters have the same rule, whatever arrays they
+read and write. So each *distinct* equation is lowered only once. All distinct equations
+are lowered in one module, from which the compiler's own rules are read.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from autopar_passes.rules.shardy import LoweredEquation, read_rules
 
 # Platforms whose lowerings are tried in this order, on any host.
 PLATFORMS = ("cpu", "cuda", "tpu")
-# JAX's errors if a platform has no lowering of a primitive. The first is the base class
-# of the most frequent error.
+# The errors that JAX raises if a platform has no lowering of a primitive. The first is
+# a base class, which includes the most frequent error.
 _NO_LOWERING = (RuntimeError, ValueError)
 
 
@@ -155,9 +154,9 @@ def _lowered_rules(
 ) -> tuple[list[FactorRule], tuple[str, ...]]:
     """Lowers independent equations in one module and reads their rules.
 
-    An equation that one platform cannot lower is lowered for the next platform. The
-    rules therefore do not depend on the host. An equation that no platform can lower is
-    replicated, and its primitive is reported.
+    If one platform cannot lower an equation, the next platform is tried. So the rules
+    do not depend on the host. An equation that no platform can lower is replicated, and
+    its primitive is reported.
     """
     if not equations:
         return [], ()

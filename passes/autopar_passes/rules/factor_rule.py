@@ -95,9 +95,9 @@ class FactorRule:
         ``and``, or `INNER`; '' if the equation has no reduction factor.
       sums: for each result, the factors of kind ``PASS`` over which the operator itself
         sums the result if they are sharded; () if there are none.
-      whole: factors that must be sharded over exactly one mesh axis, which has as many
-        devices as the factor has elements. With other shardings the operator would
-        compute something else.
+      whole: factors that must be sharded over exactly one mesh axis, with as many
+        devices as the factor has elements. Under any other sharding the operator would
+        compute a wrong result.
       exchanges: the arrays that shards send to each other (`FactorKind.EXCHANGED`).
     """
 

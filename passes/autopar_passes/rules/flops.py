@@ -45,7 +45,7 @@ _ELEMENT_FLOPS = {
 FlopsFunction = Callable[[Sequence[Value], Sequence[Value], dict[str, Any]], float]
 _REGISTRY: dict[str, FlopsFunction] = {}
 
-# Primitives that move data and compute nothing.
+# Primitives that only move data, so they count no FLOPs.
 _FREE = frozenset(
     {
         "broadcast_in_dim",
@@ -131,7 +131,7 @@ def _ragged_product(
 def _sort(
     operands: Sequence[Value], results: Sequence[Value], params: dict[str, Any]
 ) -> float:
-    """A comparison sort makes about n log2(n) comparisons."""
+    """Counts n log2(n) comparisons, as a comparison sort of n elements makes."""
     del results
     length = operands[0].shape[params["dimension"]]
     return float(operands[0].size) * max(1.0, math.log2(max(2, length)))
@@ -144,8 +144,10 @@ def _sort(
 def _scatter(
     operands: Sequence[Value], results: Sequence[Value], params: dict[str, Any]
 ) -> float:
-    """One FLOP for each element of the updates, for any size of the operand
-    (openxla/xla, ``HloCostAnalysis::HandleScatter``)."""
+    """Counts one FLOP for each element of the updates, whatever the operand's size.
+
+    The source is ``HloCostAnalysis::HandleScatter`` in openxla/xla.
+    """
     del results, params
     return float(operands[2].size)
 
@@ -319,13 +321,13 @@ class _Walk:
         return found
 
     def alias(self, inner: Sequence[Any], outer: Sequence[Any]) -> None:
-        """Makes a body's references lead to the arrays that are its operands."""
+        """Makes references inside a body point to the arrays that are its operands."""
         for mine, theirs in zip(inner, outer, strict=True):
             if not isinstance(theirs, jax_compat.Literal) and theirs in self.refs:
                 self.refs[mine] = self.refs[theirs]
 
     def cond(self, eqn: Any, given: list[Any], env: dict[Any, Any]) -> Count:
-        """Counts the branch that is taken, or the largest branch if data decides."""
+        """Counts the branch that is taken; the largest if this depends on data."""
         branches = [b.jaxpr for b in eqn.params["branches"]]
         which, rest = given[0], given[1:]
         found: list[tuple[Count, list[Any]]] = []
@@ -345,7 +347,7 @@ class _Walk:
     def loop(self, eqn: Any, given: list[Any]) -> Count:
         """Counts a loop.
 
-        One without known ends is taken to run `UNKNOWN_TRIPS` times.
+        A loop whose end is unknown is assumed to run `UNKNOWN_TRIPS` times.
         """
         params = eqn.params
         cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
@@ -424,7 +426,7 @@ def _flops(eqn: Any) -> Count:
     if len(known) < len(operands) + len(results):
         return Count()
     if not any(v.shape for v in known):
-        return Count()  # scalars that only control loops cost nothing
+        return Count()  # Scalars that only control loops count no FLOPs.
     name = "dot_general" if eqn.primitive.name in _DOTS else eqn.primitive.name
     flops = equation_flops(
         name,

@@ -128,7 +128,7 @@ def _integer(array: Any) -> bool:
 
 
 def _is_like(result: Any, of: Sequence[Any]) -> bool:
-    """Whether a result has the shape of an array, perhaps after leading dims."""
+    """Whether a result has an array's shape, possibly with more leading dims."""
     return any(
         len(result.shape) >= len(array.shape)
         and tuple(result.shape[-len(array.shape) :]) == tuple(array.shape)

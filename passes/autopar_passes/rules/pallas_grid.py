@@ -52,7 +52,7 @@ class _Index:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Block:
-    """One array of a kernel: its shape, its block sizes, and an index per dimension."""
+    """One array of a kernel: its shape, block sizes, and an index per dimension."""
 
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -246,7 +246,7 @@ class _Grid:
         return not kept or self.name.startswith(_FRESH_SCRATCH)
 
     def parts(self, operands: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """For each grid dimension, the number of parts into which shards divide it."""
+        """Returns the number of parts into which shards divide each grid dimension."""
         parts = [1] * len(self.grid)
         for block, shape in zip(self.operands, operands, strict=True):
             for size, local, index in zip(
@@ -272,8 +272,8 @@ class _Grid:
         major: dict[int, tuple[int, ...]] = {}
         minor: dict[int, tuple[int, ...]] = {}
         for g in free:
-            # If all points of a grid dimension read the same blocks, no array is
-            # sharded with this dimension.
+            # If all points along a grid dimension read the same blocks, sharding this
+            # dimension would shard no array.
             repeats = (b.indices[d].repeat for b in arrays for d in b.along(g))
             repeat = max(repeats, default=self.grid[g])
             major[g] = new(self.grid[g] // repeat, FactorKind.PASS)

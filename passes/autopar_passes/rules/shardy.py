@@ -366,7 +366,8 @@ class _RuleReader:
                 real = [factors[i] for i in indices if rule.factor_sizes[i] > 1]
                 if factor is not None and real:
                     self.forest.unite([factor], real)
-                elif factor is not None:  # the rule forbids sharding this factor
+                # The compiler's rule forbids sharding this factor.
+                elif factor is not None:
                     self.forest.block(factor)
         kind = _combiner(op, name)
         for i in rule.reduction_factors:
@@ -422,8 +423,8 @@ class _RuleReader:
         if self.forest.is_blocked(leaf):
             return FactorKind.BLOCKED
         reduced = bool(self.forest.reduction(leaf))
-        # The factor is reduced but still in the result, or it is missing from the
-        # result although no reduction removed it.
+        # Such a rule is inconsistent: the factor is reduced but still in the result, or
+        # it is missing from the result although no reduction removed it.
         if reduced == produced:
             return FactorKind.BLOCKED
         return FactorKind.REDUCE if reduced else FactorKind.PASS

@@ -171,7 +171,8 @@ class _Cutter:
         self.order = {index: k for k, index in enumerate(self.flow.equations)}
         # Equation -> the task that runs it; free equations have no entry.
         self.owner: dict[int, TaskKey] = {}
-        # Free equation -> the forward tasks that give its results to other tasks.
+        # Maps a free equation to the forward tasks that send its results to other
+        # tasks.
         self.kept: dict[int, set[TaskKey]] = defaultdict(set)
 
     def tasks(self, split_backward: bool) -> dict[TaskKey, Task]:
@@ -205,7 +206,10 @@ class _Cutter:
         return TaskKey(Phase.FORWARD, self.stage_of[part], part)
 
     def groups(self, split_backward: bool) -> dict[TaskKey, list[int]]:
-        """The equations of each task, without those that several tasks may run."""
+        """Returns the equations of each task, without those that may be repeated.
+
+        Several tasks may run an equation that is free (`autopar_passes.stages.parts`).
+        """
         flow, parts = self.flow, self.parts
         by_part: dict[tuple[Role, int], list[int]] = defaultdict(list)
         for index in flow.equations:
@@ -274,7 +278,7 @@ class _Cutter:
             yield key, groups[number, stage]
 
     def makers_behind(self, index: int) -> Iterator[int]:
-        """The equations with a fixed part that an equation reads, also by free ones."""
+        """Yields fixed equations that an equation reads, also through free ones."""
         for value in reads(self.flow.equations[index]):
             maker = self.flow.maker.get(value)
             if maker in self.parts.part:

@@ -32,8 +32,8 @@ from autopar_passes.stages.parts import Flow
 # all stretches have the same work. A boundary with fewer crossing bytes may be worth
 # some imbalance of work.
 
-# The WEIGHT of the formula above. With 0, only the work counts. With 2, two stretches
-# may be merged to save a typical boundary.
+# The WEIGHT of the formula above. With 0, only the work counts. With 2, the formula may
+# merge two stretches to save a boundary with typical bytes.
 WEIGHT = 0.5
 
 
@@ -69,7 +69,7 @@ def chain_cost(work: np.ndarray, crossing: np.ndarray, starts: Sequence[int]) ->
 
 
 def _costs(work: np.ndarray, crossing: np.ndarray, stretches: int) -> np.ndarray:
-    """``[i, j]``: the cost of a stretch of units i to j - 1, with the cut before it."""
+    """Returns ``[i, j]``: the cost of units i to j - 1, with the cut before them."""
     running = np.concatenate(([0.0], np.cumsum(work, dtype=np.float64)))
     mean = running[-1] / stretches or 1.0
     costs = stretch_cost(running[None, :] - running[:, None], mean)
@@ -297,7 +297,7 @@ def _repeats(chain: ForwardChain) -> _Repeats | None:
 
 
 def _phase(chain: ForwardChain, repeats: _Repeats) -> np.ndarray:
-    """The cuts between repeats, at the same place of each repeat.
+    """Returns the cuts between repeats, at the same place of each repeat.
 
     The place is the one with the fewest crossing bytes. If several places are equal,
     the first is taken: the equations after the last repeat may begin like a repeat, and

@@ -39,8 +39,8 @@ from autopar_passes.sums.stacked import ADDITIONS, UNARY
 # counters, keys, learning rates and loss scales.
 SMALL = 16
 # A free equation runs only in the part that holds its state if its results have at most
-# this share of the bytes of that state. For example, a sum of squares is sent, but its
-# weights are not.
+# this fraction of the bytes of that state. So, for example, the sum of squares of
+# weights is sent to other parts, not the weights.
 REDUCING = 1 / 8
 
 
@@ -192,7 +192,7 @@ class Flow:
 
     @functools.cached_property
     def of_state(self) -> dict[int, frozenset[int]]:
-        """Value of an input or a free equation -> the state that it depends on."""
+        """Maps the value of an input or free equation to the state that it reads."""
         found = {
             v: frozenset({v}) if v in self.state else frozenset[int]()
             for v in self.program.body.inputs
@@ -297,8 +297,9 @@ class _Placer:
         self.place_at_state()
         self.backward()
         self.homes.update({v: min(parts) for v, parts in self.held.items()})
-        # Rows of all microbatches are put together in the part that makes them. Values
-        # of free equations are put together in the last part.
+        # An array with the rows of all microbatches is joined in the part that computes
+        # the rows. If free equations compute the rows, the array is joined in the last
+        # part.
         for value, crossing in self.gathered.items():
             maker = self.flow.maker[crossing]
             self.homes[value] = self.part.get(maker, len(self.starts) - 1)
@@ -331,7 +332,7 @@ class _Placer:
                     self.held[given].add(part)
 
     def state_behind(self, value: int) -> frozenset[int]:
-        """The state from which the reader of a free value can recompute the value."""
+        """Returns the state from which a reader can recompute a free value."""
         flow = self.flow
         maker = flow.maker.get(value)
         if maker is None or (maker in flow.free and maker not in flow.reducing):
@@ -588,7 +589,7 @@ class _Hoister:
         return flow.equations[index] if late else None
 
     def spans(self, eqn: Equation) -> bool:
-        """Whether an equation adds values of several stages, or forwards such a sum."""
+        """Whether an equation adds values of several stages, or passes on a sum."""
         made = [self.behind(a) for a in eqn.arrays]
         if any(m is None for m in made):
             return False

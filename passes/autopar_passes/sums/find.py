@@ -350,8 +350,8 @@ class _Finder:
                 continue
             known = [v for v in op.inputs if v is not None]
             if op.kind in ADDITIONS:
-                # If a value has other readers, its sum is computed before this
-                # operator.
+                # If a value has other readers, its sum over devices is computed before
+                # this operator.
                 alone = {v for v in known if v in linear and len(self.readers[v]) == 1}
                 if alone and all(v in alone or self.is_zero(v) for v in known):
                     linear.add(op.outputs[0])

@@ -122,7 +122,7 @@ def _order(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _room(shape: Sequence[int], lanes: int, rows: int) -> float:
-    """The elements that the tiles have room for, per element that they hold."""
+    """Returns the ratio of the elements that tiles can hold to those they hold."""
     units = ((shape[lanes], _LANES), (shape[rows], _ROWS))
     return math.prod(-(-size // unit) * unit / max(size, 1) for size, unit in units)
 
@@ -192,7 +192,7 @@ def _run_collective(shard: Any, step: Sum, mesh: Any) -> Any:
 
 
 def behind(layouts: Sequence[Layout], sums: Sequence[Sum]) -> tuple[Layout, ...]:
-    """The layouts that the program must state for a value after its sum.
+    """Returns the layouts that the program must state for a value after its sum.
 
     The result is empty if the last collective already gives the layout that readers
     use.

@@ -1,6 +1,6 @@
-"""Finds the results of a step that a non-finite gradient can make non-finite.
+"""Finds the results of a step that a NaN or infinity in a gradient can reach.
 
-Other results only depend on a comparison of the gradient.
+The other results depend on the gradient at most through a comparison.
 
 A NaN or an infinity passes through arithmetic. It does not pass through a comparison or
 through ``is_finite``, which return a boolean. A step may use such a boolean, for

@@ -57,7 +57,7 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stacked:
-    """A partial value: ``array`` is ``(n, *shape)``, for the n devices of ``axes``."""
+    """A partial value: a stacked array ``(n, *shape)`` over n devices of ``axes``."""
 
     array: Any
     axes: Axes
@@ -254,9 +254,9 @@ def reassociations(graph: OperatorGraph) -> tuple[Reassociation, ...]:
     joined: set[int] = set()
 
     def way(value: int | None) -> tuple[int, ...]:
-        """The values from an operand back to the value that is all-reduced.
+        """Returns the values from an operand back to the value that is all-reduced.
 
-        The result is () if none.
+        The result is () if an operation on the way prevents the combination.
         """
         out: list[int] = []
         while value is not None and value not in outputs:
