@@ -156,6 +156,6 @@ __all__ = [
     "write_contest_solution",
 ]
 
-# Names of the previous release, which still work.
+# Names from the previous release, kept so that old code still works.
 Evaluation = ChoiceEvaluation
 Task = ScheduleTask

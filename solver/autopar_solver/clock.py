@@ -1,4 +1,4 @@
-"""A clock of the time that a solve has left, or of the work that it has done."""
+"""Measures the time that a solve has left, or counts the work that it has done."""
 
 import copy
 import math
@@ -41,9 +41,9 @@ class Clock:
 
     @property
     def now(self) -> float:
-        """The timer's current time.
+        """Returns the timer's current time.
 
-        Without a limit, the seconds of work counted so far.
+        Without a time limit, this is the sum of the seconds that `tick` has counted.
         """
         return self._ticks[0] if self.counted else self._read()
 

@@ -318,7 +318,8 @@ def _lowest(
             names=tuple(f"above_plane_{i}" for i in range(planes)),
         )
     )
-    assert answer is not None  # Sufficiently high prices are always feasible.
+    # The program always has a solution, because sufficiently high prices are feasible.
+    assert answer is not None
     values = answer[0]
     return np.clip(values[1:], 0.0, 1.0) * scale, float(values[0] * unit + shift)
 
@@ -565,8 +566,8 @@ class _Rounds:
         problem = self.problem
         options = np.flatnonzero(lost <= threshold)
         ways = np.bincount(problem.jobs[options], minlength=problem.num_jobs)
-        # A job with only one option left is fixed. Taking no option also counts as an
-        # option.
+        # A job with only one option left is decided here. For a job that is not
+        # required, taking no option counts as an option, too.
         sure = ways == 1
         sure &= problem.required | (self.priced.best > threshold)
         fixed = options[sure[problem.jobs[options]]]
@@ -584,8 +585,8 @@ class _Rounds:
         settled = float(problem.values[fixed].sum())
         proved = 0.0
         if len(options):
-            # Every option of the known choice loses less than the threshold, so it is
-            # included.
+            # The known choice is among the included options, because each of its
+            # options loses less than the threshold.
             start = np.sort(found.choices) if found.choices else None
             chosen, proved = solve_core(
                 problem, options, budgets, self.backend, stop, start

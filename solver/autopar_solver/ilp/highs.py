@@ -261,7 +261,8 @@ def highest_minimum(
     if base.min() < 0:
         raise InputError(f"highest_minimum: a height is negative: {base.min():g}.")
     answer = solve_without_integrality(_program(base, slopes, groups))
-    assert answer is not None  # weights of 0 are always feasible
+    # A solution always exists, because weights of 0 are feasible.
+    assert answer is not None
     return answer[0][:weights]
 
 

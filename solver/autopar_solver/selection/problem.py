@@ -199,9 +199,9 @@ class SelectionResult:
         choices: by gradient, in the problem's numbering.
         cost_s, exposed_s, local_s, wire_s, error, memory_bytes: as in `SelectionCost`.
         bound_s: a lower bound of the cost of all choices within the budgets.
-        status: how the solve ended. Where `Status` names a memory limit, read the error
-            budget and the memory budget.
-        seconds: the wall-clock seconds of the solve.
+        status: how the solve ended. The texts of `Status` speak of a memory limit; here
+            it stands for the error budget and the memory budget.
+        seconds: the wall-clock seconds that the solve took.
     """
 
     choices: tuple[int, ...]
@@ -401,9 +401,9 @@ def fits_budgets(problem: CodecSelection, cost: SelectionCost) -> bool:
 
 
 def wire_weights(problem: CodecSelection, choices: Sequence[int]) -> tuple[float, ...]:
-    """The seconds by which a step grows per added second of a gradient on the link.
+    """Returns by how much a step grows per added second of a gradient on the link.
 
-    The result has one weight for each gradient.
+    The result has one weight, in seconds per second, for each gradient.
 
     The weights are the right-hand derivatives of ``exposed``, the seconds for which the
     step waits for the link. If the link finishes before the backward pass, all weights

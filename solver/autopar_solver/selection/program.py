@@ -179,7 +179,7 @@ def _link_rows(
     blocks: Blocks,
     unit: float,
 ) -> None:
-    """``start_b``, ``queue_b`` and ``exposed``."""
+    """Adds the rows ``start_b``, ``queue_b`` and ``exposed`` of the program."""
     size, count = len(options.gradient), len(blocks.ready)
     wire = options.above(options.wire) / unit
     own = np.split(
@@ -205,7 +205,7 @@ def _entry(column: int, value: float) -> tuple[np.ndarray, np.ndarray]:
 def _budget_rows(
     rows: _Rows, problem: CodecSelection, options: OptionTable
 ) -> dict[str, float]:
-    """The rows ``error`` and ``memory``.
+    """Adds the rows ``error`` and ``memory`` of the module's program.
 
     The unit of a row is its budget minus the least sum that any choice has.
     """

@@ -122,8 +122,10 @@ class _Outlook:
 
     Attributes:
         ready: by gradient, the second at which the gradient is ready.
-        early: by gradient, a finish time: see the comment on label search above.
-        late: by gradient, a finish time: see the comment on label search above.
+        early: by gradient, the finish time ``early`` (see the comment on label search
+          above).
+        late: by gradient, the finish time ``late`` (see the comment on label search
+          above).
         error: for each gradient, the least error that the later gradients add.
         memory: for each gradient, the least memory that the later gradients add.
         rest: a lower bound, in seconds, of the cost that the later gradients add,
@@ -253,9 +255,9 @@ def _affordable(
 def _promise(
     labels: _Labels, relaxed: Relaxed, outlook: _Outlook, place: int
 ) -> np.ndarray:
-    """For each label, a lower bound of the cost of all choices that begin with it.
+    """Returns a lower bound of the cost of all choices that begin with each label.
 
-    It follows from the prices of the relaxed program.
+    The bound follows from the prices of the relaxed program.
 
     A finish time below ``early`` is raised to ``early``. This changes no cost, so the
     bound still holds.
@@ -566,8 +568,8 @@ def _search(
     width: int,
 ) -> SelectionIncumbent:
     """Searches with labels for choices that save more than ``allowed`` seconds."""
-    # The factor 0.9 leaves room for rounding: without it, the gap could end just above
-    # what is allowed.
+    # The cutoff is 10 % closer to the incumbent than `allowed`. Without this margin,
+    # rounding could leave a gap just above `allowed`.
     cutoff = incumbent.cost_s - 0.9 * allowed
     answer = search_labels(
         problem, options, relaxed, cutoff_s=cutoff, width=width, clock=clock

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar_solver.sharding.problem import MemoryTerm, ShardingProblem, usage_over_time
 
-# Memory at the few times at which the memory limit could be exceeded.
+# Finds the few times at which the memory limit could be exceeded.
 #
 # A *row* is one time at which some choice could exceed the limit. A time is dropped if
 # even the choices with the most memory fit, or if all terms (a node's memory over an
@@ -24,11 +24,9 @@ from autopar_solver.sharding.problem import MemoryTerm, ShardingProblem, usage_o
 # dropped if, because of repeated layers, its memory is at most the mean of the memory
 # at two kept times.
 #
-# Rows that repeated layers make unnecessary:
-#
-# Take one row of each layer, at the same place of the layer. From layer to layer, their
-# memory changes by the memory of one layer. Such a sequence is convex, so its maximum
-# is at one of its ends::
+# Repeated layers make rows unnecessary. Take one row of each layer, at the same place
+# of the layer. From layer to layer, their memory changes by the memory of one layer.
+# Such a sequence is convex, so its maximum is at one of its ends::
 #
 #     held[i] <= (held[i - p] + held[i + p]) / 2   for all i between a and b, p apart
 #     =>  held[i] <= max(held[a], held[b])         for every choice

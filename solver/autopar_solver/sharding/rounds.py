@@ -331,9 +331,10 @@ class _State:
     def _climb(self) -> bool:
         """Changes the prices of memory for a slice of the time.
 
-        The result is True if the bound stalls.
+        The result is True if the bound stalls, that is, if it hardly rises any more.
 
-        Now and then it makes choices from the prices and messages.
+        From time to time, the method makes choices from the prices and messages, and
+        offers them to the incumbent.
         """
         # Making choices from prices and messages must end before the time limit.
         left = self.clock.left_s - 1.2 * self.decode_seconds
@@ -422,7 +423,7 @@ class _State:
     def _search(self) -> None:
         """Improves parts of the choices one by one.
 
-        For a shorter time after little success.
+        Searches for a shorter time if the last searches had little success.
         """
         if self.position is None:
             return
@@ -530,7 +531,8 @@ def solve(
         reports = reduce_graph(graph, early)
         close_gap(graph, incumbent, clock, solver)
     except ContradictionError:
-        # Either no choice is possible, or none costs less than the known choices.
+        # The bound equals the cost: either no choice is possible, or no choice costs
+        # less than the known choices.
         incumbent.prove(incumbent.cost)
     return _solution(incumbent, clock, reports)
 

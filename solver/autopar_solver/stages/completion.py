@@ -121,9 +121,9 @@ def is_possible(seconds: TaskSeconds) -> bool:
 
 
 def lower_bound_s(pipeline: Pipeline, seconds: TaskSeconds) -> float:
-    """A lower bound of a pipeline's step: the longest of three chains of tasks.
+    """Returns a lower bound of a pipeline's step: the longest of three chains of tasks.
 
-    In seconds. The chains are:
+    The bound is in seconds. The chains are:
 
     - A stage waits until the first microbatch arrives, then works on all microbatches.
       The last gradient then travels back to the first stage.
@@ -210,7 +210,10 @@ def _step_s(problem: StageProblem, pipeline: Pipeline, stage: int) -> float:
 
 
 def _standing_bytes(problem: StageProblem, pipeline: Pipeline, stage: int) -> float:
-    """Resident bytes, plus the most bytes that one layer needs while it runs."""
+    """Returns a part's seconds by kind of task, and its bytes held and pending.
+
+    All are for one microbatch.
+    """
     costs = problem.costs_of(pipeline.microbatches)
     option, layers = pipeline.options[stage], pipeline.layers(stage)
     rows = list(layers)

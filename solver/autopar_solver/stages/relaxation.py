@@ -140,7 +140,7 @@ def least_recompute_s(
 def _needs(
     entries: Entries, running: np.ndarray, kept: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """The bytes, per held microbatch, by which stages exceed their memory."""
+    """Returns the bytes, per held microbatch, by which stages exceed their memory."""
     fixed = entries.resident_bytes + running - entries.limit_bytes * (1 + 1e-12)
     needs = np.full(len(entries), -np.inf)
     for held, pending in kept:
@@ -151,7 +151,7 @@ def _needs(
 
 
 def _never(over: np.ndarray) -> np.ndarray:
-    """Infinite where a stage that holds no microbatch exceeds its memory."""
+    """Returns infinity for a stage that can hold no microbatch at all, else 0."""
     return np.where(over > 0, np.inf, -np.inf)
 
 

@@ -59,11 +59,9 @@ from autopar_solver.stages.schedules.play import Schedule
 class Answer(NamedTuple):
     """The least sum under a limit of the maximum, and the maximum of a choice.
 
-    In the module's bound, a choice is a chain of stages.
-
-    The choice is one with this least sum.
-
-    If no such choice is known, ``peak`` is the limit.
+    ``value`` is the least sum of all choices (here: chains of stages) whose maximum is
+    at most the limit. ``peak`` is the maximum of a choice with this sum. If no such
+    choice is known, ``peak`` is the limit.
     """
 
     value: float
@@ -109,9 +107,10 @@ def cut_intervals(
     closed = math.inf
 
     def add(answer: Answer, low: float, high: float) -> None:
-        """Uses that ``answer`` is best for a maximum above its own.
+        """Adds the interval below the maximum of ``answer``.
 
-        Adds the interval below.
+        ``answer`` is also best under every limit from its own maximum to ``high``, so
+        that part of the range needs no further search.
         """
         nonlocal closed
         if answer.value == math.inf:
@@ -236,7 +235,7 @@ class Tables:
     values: list[float]
 
     def walk(self, stages: int) -> tuple[int, ...]:
-        """The cheapest chain with a given number of stages, first stage to last."""
+        """Returns the cheapest chain of so many stages, first stage to last."""
         chain, layer, link = self.chain, 0, 0
         state, chosen = self.budgets.size - 1, list[int]()
         for place in range(stages - 1, -1, -1):

@@ -263,7 +263,7 @@ def solve_part(
 
 
 def _cost_outside(position: Position, members: np.ndarray) -> float:
-    """The part of the current cost that does not depend on the members."""
+    """Returns the part of the current cost that the members' choices do not change."""
     field = position.field
     inside = np.zeros(field.num_nodes, bool)
     inside[members] = True

@@ -347,8 +347,8 @@ def _run(table: ScheduleTable) -> None:
                 need in done for need in _needs(table.parts, kind, number, part)
             ):
                 break
-            # Both kinds of backward tasks that send gradients, the whole and the split
-            # one, count as one kind.
+            # A whole backward task and a task for gradients of inputs both send
+            # gradients to the previous part, so they count as one kind here.
             sent = TaskKind.BACKWARD if kind == TaskKind.BACKWARD_INPUT else kind
             done.add((sent, number, part))
             at[stage] += 1
