@@ -223,7 +223,7 @@ class Assignment:
         return held.strip(strategy)
 
     def partial(self, op: Operator) -> Axes:
-        """The axes over which an operator's results are partial."""
+        """Returns the axes over which an operator's results are partial."""
         return self._memo(("partial", op.class_index), lambda: self._partial(op))
 
     def _partial(self, op: Operator) -> Axes:
@@ -231,7 +231,7 @@ class Assignment:
         return partial_axes(self.strategies[node.index], node.factors_reduced(op))
 
     def _summed_axes(self, op: Operator, slot: int) -> Axes:
-        """The axes over which an operator itself sums a result."""
+        """Returns the axes over which an operator itself sums a result."""
         node = self.contraction.node(op)
         return partial_axes(self.strategies[node.index], node.summed_factors(op)[slot])
 
@@ -263,7 +263,7 @@ class Assignment:
         return (own, *(layout for layout in layouts if layout != own))
 
     def result_steps(self, op: Operator, slot: int) -> tuple[ReshardStep, ...]:
-        """The collectives between an operator and the home of its result."""
+        """Returns the collectives between an operator and the home of its result."""
         key = ("result", op.class_index, slot)
         return self._memo(key, lambda: self._result_steps(op, slot))
 
@@ -307,7 +307,7 @@ class Assignment:
         return found
 
     def stack(self, deferral: Deferral, *, waits: bool = True) -> dict[int, Stacking]:
-        """The values of a deferral that stay partial, each with its stacking.
+        """Returns the values of a deferral that stay partial, each with its stacking.
 
         Args:
           deferral: a deferral of the analysis.
@@ -517,7 +517,7 @@ _ONE_CORE_BYTES = 16 * 2**20
 
 
 def apart_bytes(device: DeviceSpec, devices: int) -> float:
-    """The most bytes of arrays that are gathered axis by axis.
+    """Returns the most bytes of arrays that are gathered axis by axis.
 
     Such arrays must not be gathered over all devices in one collective.
     """
@@ -534,7 +534,7 @@ def stated_layouts(
     nbytes: float,
     most_bytes: float,
 ) -> tuple[Layout, ...]:
-    """The layouts that a program states for a resharding.
+    """Returns the layouts that a program states for a resharding.
 
     Args:
       start: the layout before the steps.
@@ -594,7 +594,7 @@ def _kept_layout(
 def _result_layout(
     assignment: Assignment, value: int, known: dict[int, Layout]
 ) -> Layout:
-    """The layout that an element-wise operator gives its result."""
+    """Returns the layout that an element-wise operator gives its result."""
     op = assignment.contraction.producer[value]
     axes_of: dict[int, tuple[int, ...]] = {}
     used: set[int] = set()

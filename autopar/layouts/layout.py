@@ -44,12 +44,12 @@ class ReshardStep:
 
 
 def shards(layout: Layout, sizes: Sequence[int]) -> int:
-    """Number of different shards of an array with this layout."""
+    """Returns the number of different shards of an array with this layout."""
     return math.prod(sizes[a] for axes in layout for a in axes)
 
 
 def axes_of(layout: Layout) -> frozenset[int]:
-    """The mesh axes that a layout uses."""
+    """Returns the mesh axes that a layout uses."""
     return frozenset(a for axes in layout for a in axes)
 
 

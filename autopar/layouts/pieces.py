@@ -67,7 +67,7 @@ class Landing:
 def blocks_of(
     layout: Layout, shape: Sequence[int], sizes: Sequence[int], devices: Sequence[Any]
 ) -> Blocks:
-    """The blocks of an array on a mesh.
+    """Returns the blocks of an array on a mesh.
 
     Args:
       layout: layout of the array.
@@ -94,7 +94,7 @@ def blocks_of(
 def landings(
     have: Blocks, need: Blocks, process_of: Callable[[Any], int]
 ) -> tuple[Landing, ...]:
-    """The blocks of the target layout by process, each with its pieces.
+    """Returns the blocks of the target layout by process, each with its pieces.
 
     Args:
       have: the blocks of the old layout.
@@ -137,7 +137,7 @@ def _piece(
 def wire_layout(
     mine: Layout, sizes: Sequence[int], theirs: Layout, other_sizes: Sequence[int]
 ) -> Layout:
-    """The layout in which a pipeline stage sends or receives a value.
+    """Returns the layout in which a pipeline stage sends or receives a value.
 
     Each dimension is split into as many parts as the leading mesh axes of both stages
     allow. The devices of both stages then hold the same parts, and copy them without

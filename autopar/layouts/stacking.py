@@ -45,15 +45,15 @@ class Layouts(Protocol):
         ...
 
     def home_layout(self, value: int) -> Layout:
-        """The layout in which a value is kept."""
+        """Returns the layout in which a value is kept."""
         ...
 
     def layout(self, op: Operator, dims: Dims) -> Layout:
-        """The layout of an operand or result under the operator's strategy."""
+        """Returns the layout of an operand or result under the operator's strategy."""
         ...
 
     def partial(self, op: Operator) -> Axes:
-        """The axes over which an operator's results are partial."""
+        """Returns the axes over which an operator's results are partial."""
         ...
 
     def partial_of(self, op: Operator) -> Axes:
@@ -79,14 +79,12 @@ class Stacking:
         return dict.fromkeys(self.deferral.members, self)
 
     def strip(self, layout: Layout) -> Layout:
-        """A layout without the partial axes: the layout of a value during the
-        deferral.
-        """
+        """Returns a layout without the partial axes, as a value has until the sum."""
         return without(layout, self.axes)
 
 
 def without(layout: Layout, axes: Axes) -> Layout:
-    """A layout with some axes removed."""
+    """Returns a layout with some axes removed."""
     return tuple(tuple(a for a in dim if a not in axes) for dim in layout)
 
 

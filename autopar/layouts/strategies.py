@@ -29,7 +29,7 @@ class Space:
     strategies: tuple[Strategy, ...]
 
     def layouts(self, dims: Dims) -> list[Layout]:
-        """The layout of an array under each strategy."""
+        """Returns the layout of an array under each strategy."""
         return list(_layouts(self.strategies, dims))
 
 

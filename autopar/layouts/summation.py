@@ -130,7 +130,7 @@ def scattered_dim(home: Layout, axes: Axes) -> int | None:
 def _gather_whole(
     local: tuple[int, ...], slow: Axes, within: Axes, sizes: Sequence[int]
 ) -> Summation | None:
-    """The way to sum if every device needs the whole sum.
+    """Returns the way to sum if every device needs the whole sum.
 
     The largest divisible dim is split until the final gather.
     """
@@ -147,7 +147,7 @@ def _gather_whole(
 def _keep_local(
     home: Layout, local: tuple[int, ...], slow: Axes, within: Axes, sizes: Sequence[int]
 ) -> Summation | None:
-    """The way to sum if the result must be split over the fast links only."""
+    """Returns the way to sum if the result must be split over the fast links only."""
     dim = scattered_dim(home, within)
     if dim is None or not slow:
         return None

@@ -52,7 +52,7 @@ class Candidate:
         others (`autopar.planner.weights`).
       lower_s: a lower bound of the step time of every plan of this mesh, in seconds;
         None: the bound is the one in `solution`.
-      sending: the codec of each gradient; None: the user asked for no codecs.
+      sending: the codec of each gradient; None: the user requested no codecs.
       before_s: seconds of a step under this mesh's fastest plan without codecs; None:
         this candidate is that plan.
       free_s: seconds of a step under the fastest plan without codecs that the search
@@ -289,7 +289,7 @@ def assignment_of(
 
 
 def peak_of(assignment: Assignment, pricer: Pricer) -> float:
-    """The most bytes live at once on one device."""
+    """Returns the most bytes live at once on one device."""
     return live(assignment, pricer.cluster.device).peak_bytes()
 
 

@@ -73,7 +73,7 @@ _STAGED = 0.05
 # The stages of a cut must together do at least this fraction of the step's FLOPs: some
 # small operators are in no stage.
 _CUT = 0.999
-# How many amounts of optimizer state in the memory of the hosts are tried at most.
+# How many amounts of optimizer state in host memory are tried at most.
 _OFFLOADED = 3
 # The least time limit of the solver of stages, in seconds.
 _LEAST_S = 1.0
@@ -503,7 +503,7 @@ def _numbers(layers: int) -> list[int]:
 
 
 def _host_memory(search: Programs) -> None:
-    """Proposes to keep optimizer state in the memory of the hosts.
+    """Proposes to keep optimizer state in host memory.
 
     Each array comes to the devices and goes back once a step. All arrays are tried
     first, then the largest ones, with half of the bytes and so on, as long as plans get
@@ -567,9 +567,7 @@ def _plan_on_host(search: Programs, paths: Sequence[str]) -> Plan:
 
 
 def _pipelines(search: Programs) -> None:
-    """Proposes pipelines: with the number of stages that the user asked for, or with
-    the best number.
-    """
+    """Proposes pipelines with the user's number of stages, or the best number."""
     analysis, cluster, asked = search.analysis, search.cluster, search.options
     if asked.stages in (None, 1):
         return

@@ -194,13 +194,13 @@ def _edited_stages(
     wanted: WantedPipeline,
     seconds: float | None,
 ) -> tuple[list[Candidate], list[str]]:
-    """The layouts of all stages, planned again where inputs were edited.
+    """Returns the layouts of all stages, planned again where inputs were edited.
 
     Args:
       cut: the step as stages.
       alone: each stage as a plan.
       cluster: all devices.
-      wanted: the pipeline.
+      wanted: the pipeline to plan.
       seconds: time limit of the solver.
 
     Returns:
@@ -258,7 +258,7 @@ def _edited_layouts(
 
 
 def with_status(plan: Plan, status: str) -> Plan:
-    """The plan with another text on how it was found."""
+    """Returns the plan with another text on how it was found."""
     solver = msgspec.structs.replace(plan.solver, status=status)
     return msgspec.structs.replace(plan, solver=solver)
 
@@ -486,7 +486,7 @@ def _check_nodes(analysis: Analysis, plan: Plan, assignment: Assignment) -> None
 
 
 def _impossible(plan: Plan, found: Candidate) -> PlanError:
-    """The error that names two decisions of a plan which exclude each other."""
+    """Returns the error that names two decisions of a plan which exclude each other."""
     problem, choices = found.formulation.problem, found.solution.choices
     names = [f"node '{n.name}'" for n in plan.nodes]
     names += [

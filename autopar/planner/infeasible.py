@@ -154,7 +154,7 @@ def _unchecked_fixes(
 
 
 def _state_bytes(analysis: Analysis) -> float:
-    """Bytes of all inputs except the batch."""
+    """Returns the bytes of all inputs except the batch."""
     return sum(
         analysis.graph.values[i.value].device_nbytes
         for i in analysis.graph.inputs

@@ -157,7 +157,7 @@ class _TermWriter:
                     yield self.waiting(op, usage)
 
     def waiting(self, op: Operator, usage: np.ndarray) -> MemoryTerm:
-        """The memory of a gradient that waits to be sent.
+        """Returns the memory of a gradient that waits to be sent.
 
         The message is sent when the last of the gradients that share it is computed.
         """

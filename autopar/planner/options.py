@@ -28,7 +28,7 @@ Check = Callable[[Any], bool]
 
 
 def parsed_codec(mode: str) -> Codec | None:
-    """The codec that ``compression=`` names; None for ``none`` and ``auto``.
+    """Returns the codec that ``compression=`` names; None for ``none`` and ``auto``.
 
     Raises:
       PlanError: there is no such codec.
@@ -47,12 +47,12 @@ def parsed_codec(mode: str) -> Codec | None:
 
 
 def _whole(least: int) -> Callable[[Any], bool]:
-    """A check that a value is a whole number of at least ``least``."""
+    """Returns a check that a value is a whole number of at least ``least``."""
     return lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= least
 
 
 def _number(least: float) -> Callable[[Any], bool]:
-    """A check that a value is a finite number of at least ``least``."""
+    """Returns a check that a value is a finite number of at least ``least``."""
 
     def valid(x: Any) -> bool:
         real = isinstance(x, numbers.Real) and not _same(type(x), bool)
@@ -243,7 +243,7 @@ class PlanOptions:
 
     @property
     def count(self) -> int:
-        """The number of microbatches that the user asked for; 1 by default."""
+        """The number of microbatches that the user requested; 1 by default."""
         asked = self.microbatches
         if isinstance(asked, int):
             return asked
@@ -336,7 +336,7 @@ def as_written(asked: PlanOptions) -> PlanOptions:
     """Sets one stage, one microbatch, no rematerialisation and no offloading where the
     user set none.
 
-    The planner then rewrites the step only if the user asked for it, so that the same
+    The planner then rewrites the step only if the user requested it, so that the same
     program is planned for several batch sizes.
     """
     return dataclasses.replace(
@@ -375,7 +375,7 @@ def read_options(given: Mapping[str, Any]) -> PlanOptions:
 
 
 def changed_options(asked: PlanOptions, group: str = PLANNING) -> dict[str, Any]:
-    """The options of a group that differ from their defaults, by name."""
+    """Returns the options of a group that differ from their defaults, by name."""
     return {
         name: getattr(asked, name)
         for name, option in OPTIONS.items()

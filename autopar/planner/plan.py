@@ -338,7 +338,7 @@ def plan_analysis(
 def meshes_of(
     analysis: Analysis, cluster: Cluster, options: PlanOptions
 ) -> Sequence[MeshShape]:
-    """The meshes to try, which have the axes that pins and the step name.
+    """Returns the meshes to try, which have the axes that pins and the step name.
 
     Raises:
       PlanError: no mesh exists, or no mesh divides the batch.

@@ -132,7 +132,7 @@ class Formulation:
     whole: tuple[np.ndarray, ...]
 
     def at(self, weights: Weights) -> Formulation:
-        """The same problem with other weights of the kinds of seconds."""
+        """Returns the same problem with other weights of the kinds of seconds."""
         if weights == self.weights:
             return self
         problem = dataclasses.replace(
@@ -156,7 +156,7 @@ class Formulation:
         rule: Restriction | None,
         small: frozenset[int] = frozenset(),
     ) -> Formulation:
-        """The same formulation with only the strategies that a rule allows.
+        """Returns the same formulation with only the strategies that a rule allows.
 
         Args:
           analysis: the facts of the program.
@@ -363,7 +363,7 @@ def _node_costs(
     small: frozenset[int],
     known: Formulation | None,
 ) -> tuple[list[Space], list[np.ndarray]]:
-    """The strategies of each node, and their seconds (`Formulation.own`)."""
+    """Returns the strategies of each node, and their seconds (`Formulation.own`)."""
     spaces: list[Space] = []
     costs: list[np.ndarray] = []
     graph, contraction = analysis.graph, analysis.contraction
@@ -556,7 +556,7 @@ def _source_edges(
 
 
 def _whole(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The costs of an edge if none of its seconds may overlap with work."""
+    """Returns the costs of an edge if none of its seconds may overlap with work."""
     return matrix, _NO_PARTS
 
 
@@ -585,7 +585,7 @@ def _matrix(
 
 
 def _reuse_matrix(forward: Copy, backward: Copy) -> tuple[np.ndarray, np.ndarray]:
-    """The edge between a value's forward copy and its backward copy.
+    """Returns the edge between a value's forward copy and its backward copy.
 
     If the backward pass reuses the forward copy, the edge forbids different layouts of
     the two copies.

@@ -40,7 +40,7 @@ from autopar_passes.graph.roles import InputRole
 
 
 def remat_wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
-    """The rematerialisation that the options ask for.
+    """Returns the rematerialisation that the options ask for.
 
     For ``auto`` it is the rematerialisation that the step itself contains.
 
@@ -78,8 +78,8 @@ def as_asked(
     """The step with the microbatches and the rematerialised layers of the options.
 
     Equal matrix products of the optimizer update are computed together, in batches
-    whose size suits ``devices`` devices. The state of the paths ``offload`` lies in the
-    memory of the hosts.
+    whose size suits ``devices`` devices. The state of the paths ``offload`` is in host
+    memory.
 
     Raises:
       PlanError: the step cannot be split or rewritten in this way.
@@ -236,7 +236,7 @@ class Programs:
     ) -> None:
         """Starts without any plan; for the arguments see `autopar.planner.deciding`.
 
-        The state of the paths ``offload`` lies in the memory of the hosts.
+        The state of the paths ``offload`` is in host memory.
         """
         self.offload = tuple(offload)
         self.analysis, self.cluster = analysis, cluster
@@ -306,7 +306,7 @@ class Programs:
             self.best = plan
 
     def most_s(self, gain: float = 0.0) -> float:
-        """The seconds of a step below which a plan is kept."""
+        """Returns the seconds of a step below which a plan is kept."""
         best = self.best
         return math.inf if best is None else (1 - gain) * best.predicted.step_s
 
@@ -327,7 +327,7 @@ class Programs:
         )
 
     def program(self, name: str) -> Analysis:
-        """The step, rewritten as a program's options say; see `as_asked`."""
+        """Returns the step, rewritten as a program's options say; see `as_asked`."""
         found = self.analyses.pop(name, None)
         if found is None:
             found = as_asked(
@@ -450,7 +450,7 @@ class Programs:
         return state > self.cluster.memory_bytes * self.cluster.num_devices
 
     def failure(self, *, advise: bool) -> PlanError:
-        """The error to raise if no plan fits.
+        """Returns the error to raise if no plan fits.
 
         It is the error of the program that needs least memory.
         """

@@ -67,7 +67,7 @@ def of_program(text: str) -> Generator[None]:
 
 
 def program_text() -> str:
-    """The current program as text after a comma; '' if no program is named."""
+    """Returns the current program as text after a comma; '' if no program is named."""
     name = _PROGRAM.get()
     return f", {name}" if name else ""
 

@@ -192,7 +192,7 @@ def least_bytes(analysis: Analysis, rule: Restriction, pricer: Pricer) -> float:
 def _strategies_left(
     analysis: Analysis, rule: Restriction, number: int, pricer: Pricer, small: bool
 ) -> tuple[Strategy, ...]:
-    """The strategies of a node that a rule allows."""
+    """Returns the strategies of a node that a rule allows."""
     node = analysis.contraction.nodes[number]
     space = strategy_space(analysis.graph, analysis.contraction, node, pricer.sizes)
     return allowed_strategies(rule, node, space.strategies, small)

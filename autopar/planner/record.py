@@ -149,7 +149,7 @@ def _describe_compression(
 
 
 def _stage(analysis: Analysis, best: Candidate) -> StagePlan:
-    """The record of the whole step as one stage on all devices."""
+    """Returns the record of the whole step as one stage on all devices."""
     names, sizes = best.mesh.names, best.mesh.sizes
     inputs, outputs = _interface(analysis, best.assignment, names)
     return StagePlan(
@@ -215,7 +215,7 @@ def _copy_decisions(
 
 
 def split_as(analysis: Analysis, plan: Plan) -> Analysis:
-    """The step as a plan runs it.
+    """Returns the step as a plan runs it.
 
     The step has the plan's microbatches and rematerialised layers. Equal matrix
     products of the optimizer update are computed together, in batches that suit the
@@ -249,7 +249,7 @@ def check_plan(analysis: Analysis, plan: Plan) -> None:
 
 
 def another_step(analysis: Analysis, plan: Plan) -> PlanError:
-    """The error for a plan of another step; the error says what differs."""
+    """Returns the error for a plan of another step; the error says what differs."""
     have = {i.path for i in analysis.graph.inputs}
     want = set(plan.shapes or plan.inputs)
     differ = sorted(have ^ want)
@@ -350,7 +350,7 @@ def restore(analysis: Analysis, plan: Plan) -> Assignment:
 
 
 def stated_assignment(analysis: Analysis, plan: Plan) -> Assignment:
-    """The assignment of a plan's decisions, compared with its inputs' layouts.
+    """Returns the assignment of a plan's decisions, compared with its inputs' layouts.
 
     Args:
       analysis: the step, or the stage of which the plan consists.

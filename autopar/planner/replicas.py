@@ -88,7 +88,7 @@ class ReplicaDevices:
         return Cluster(device=self.part.device, levels=(outer, *self.part.levels))
 
     def mesh(self, mesh: MeshShape) -> MeshShape:
-        """A mesh of this replica with the axis of the replicas prepended."""
+        """Returns a mesh of this replica with the axis of the replicas prepended."""
         name = axis_name(mesh.names)
         outer = MeshAxis(name=name, size=self.count, link=self.between, level=0)
         inner = [dataclasses.replace(a, level=a.level + 1) for a in mesh.axes]
@@ -101,12 +101,12 @@ SearchAlone = Callable[[Analysis, ReplicaDevices], Candidate]
 
 
 def axis_name(names: Sequence[str]) -> str:
-    """A name for the axis of the replicas that is not among the given names."""
+    """Returns a name for the axis of the replicas that is not among the given names."""
     return next(n for n in _NAMES if n not in names)
 
 
 def sites_of(cluster: Cluster) -> tuple[ReplicaDevices, ...]:
-    """The replicas of a cluster of unequal groups, in the order of its devices.
+    """Returns the replicas of a cluster of unequal groups, in the order of its devices.
 
     If all groups have equal levels, each group is one replica. Otherwise each group is
     cut into replicas of one shape (`_replica_shape`).
@@ -137,7 +137,7 @@ def sites_of(cluster: Cluster) -> tuple[ReplicaDevices, ...]:
 
 
 def _replica_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The largest shape into whose copies all groups can be cut.
+    """Returns the largest shape into whose copies all groups can be cut.
 
     The innermost levels whose sizes are equal in all groups stay whole. The next level
     outward has the greatest common divisor of its sizes, and all levels around it have
@@ -182,7 +182,7 @@ def price_replica(view: Analysis, found: Candidate, site: ReplicaDevices) -> Can
 
 
 def _mesh_on(site: ReplicaDevices, found: Candidate) -> MeshShape:
-    """A candidate's mesh with the links of a replica."""
+    """Returns a candidate's mesh with the links of a replica."""
     mesh = found.mesh
     levels = site.part.levels
     return MeshShape(
@@ -205,12 +205,12 @@ def _shift_axes(found: Assignment) -> Assignment:
 
 
 def slowest_of(plan: Plan) -> int:
-    """The number of the slowest replica of a plan."""
+    """Returns the number of the slowest replica of a plan."""
     return max(range(len(plan.replicas)), key=lambda k: plan.replicas[k].step_s)
 
 
 def replica_pricer(plan: Plan, cluster: Cluster, number: int) -> Pricer:
-    """The prices on one replica of a plan.
+    """Returns the prices on one replica of a plan.
 
     Args:
       plan: a plan with replicas.
@@ -250,7 +250,7 @@ def one_replica(plan: Plan) -> Plan:
 
 
 def sites_for(plan: Plan, cluster: Cluster) -> tuple[ReplicaDevices, ...]:
-    """The replicas of a cluster, for a plan with as many."""
+    """Returns the replicas of a cluster, for a plan with as many."""
     sites = sites_of(cluster) if cluster.groups else ()
     if len(sites) != len(plan.replicas):
         raise PlanError(
@@ -389,7 +389,7 @@ def in_layouts_of(
       analysis: the step as the plan runs it (`autopar.planner.record.split_as`).
       cluster: of groups of unequal devices.
       plan: the plan.
-      codecs: the codecs that the user asked for.
+      codecs: the codecs that the user requested.
       search_alone: finds other layouts on the devices of a replica; None: the layouts
         of the plan stay.
       shares: the number of microbatches of each replica; empty: those of the plan.
@@ -400,7 +400,7 @@ def in_layouts_of(
     Raises:
       InfeasibleError: a replica does not fit the memory of its devices.
       PlanError: the cluster has other replicas, the plan is for another step, or a
-        codec that was asked for cannot be used.
+        requested codec cannot be used.
     """
     started = time.perf_counter()
     sites = sites_for(plan, cluster)
@@ -425,7 +425,7 @@ def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]
     """Yields the numbers of microbatches to try, small numbers first.
 
     Raises:
-      PlanError: there is no number to try, or the user asked for fewer microbatches
+      PlanError: there is no number to try, or the user requested fewer microbatches
         than there are replicas.
     """
     asked = options.microbatches
@@ -456,7 +456,7 @@ def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]
 
 
 def _most_promising(best: Dealt, counts: Sequence[int]) -> int | None:
-    """The number of microbatches that may save most seconds.
+    """Returns the number of microbatches that may save most seconds.
 
     None: no number is worth a search.
     """
@@ -561,7 +561,7 @@ class _Shares:
 
         Raises:
           InfeasibleError: a replica does not fit the memory of its devices.
-          PlanError: no gradient can use the codec that was asked for.
+          PlanError: no gradient can use the requested codec.
         """
         plain = self.best(lambda candidate: candidate)
         last = plain.slowest
@@ -661,7 +661,7 @@ def _write_plan(
     codecs: CodecRequest,
     status: str = STATUS,
 ) -> Plan:
-    """The plan of the slowest replica, with the shares of all replicas."""
+    """Returns the plan of the slowest replica, with the shares of all replicas."""
     last = dealt.slowest
     view = last.assignment.analysis
     found = SearchResult(last, ((last.pricer.mesh, last),), seconds, searched=False)

@@ -81,7 +81,7 @@ class AxisSplit:
 def scheme_of(
     assignment: Assignment, works: Sequence[OperatorWork], names: Sequence[str]
 ) -> str:
-    """The schemes in words, such as ``FSDP (ZeRO-3) over data (8)``.
+    """Returns the schemes in words, such as ``FSDP (ZeRO-3) over data (8)``.
 
     Args:
       assignment: strategies as layouts.
@@ -134,7 +134,10 @@ def is_axis_name(name: str) -> bool:
 
 
 def axis_name_of(split: AxisSplit) -> str:
-    """The name of an axis: the kind of dimension that it splits most, experts first."""
+    """Returns the name of an axis, after the kind of dimension that it splits most.
+
+    An axis that splits experts is named after the experts, whatever else it splits.
+    """
     if split.work.get(EXPERTS, 0.0) >= _NAMED:
         return _EXPERT
     kind = max(split.work, key=lambda kind: split.work[kind], default="")
@@ -142,7 +145,7 @@ def axis_name_of(split: AxisSplit) -> str:
 
 
 def name_of(split: AxisSplit) -> str:
-    """The name of the scheme of one axis."""
+    """Returns the name of the scheme of one axis."""
     ranked = sorted(split.work.items(), key=lambda item: -item[1])
     kinds = [kind for kind, part in ranked if part >= _NAMED]
     if kinds:
@@ -251,7 +254,7 @@ def _between(assignment: Assignment, works: Sequence[OperatorWork], axis: int) -
 
 
 def _split_factors(assignment: Assignment, member: int, axis: int) -> list[int]:
-    """The factors of a node's sharding rule that a mesh axis splits."""
+    """Returns the factors of a node's sharding rule that a mesh axis splits."""
     node, mapping = _place(assignment, member)
     strategy = assignment.strategies[node.index]
     return [f for f, own in enumerate(mapping) if own >= 0 and axis in strategy[own]]
@@ -305,7 +308,7 @@ def _is_parameter(assignment: Assignment, value: int | None) -> bool:
 
 
 def _split_share(assignment: Assignment, role: InputRole, axis: int) -> float:
-    """The fraction of the bytes of inputs with a role that an axis splits.
+    """Returns the fraction of the bytes of inputs with a role that an axis splits.
 
     The result is 0 if no input has this role.
     """
@@ -386,7 +389,7 @@ class ModelWork:
 
 
 def model_work(analysis: Analysis) -> ModelWork:
-    """The work of the model in a step, without repeated work.
+    """Returns the work of the model in a step, without repeated work.
 
     Args:
       analysis: the step.
@@ -415,7 +418,7 @@ def model_work(analysis: Analysis) -> ModelWork:
 
 
 def fused_saves_s(analysis: Analysis, work: Work) -> float:
-    """Seconds of a step that a fused attention kernel would save.
+    """Returns the seconds of a step that a fused attention kernel would save.
 
     The result is 0 if no kernel supports the step.
 
@@ -527,7 +530,7 @@ def _part_left(split: float, total: float) -> float:
 
 
 def _axes(assignment: Assignment, member: int) -> frozenset[int]:
-    """The mesh axes that split the work of a class of equal operators."""
+    """Returns the mesh axes that split the work of a class of equal operators."""
     contraction = assignment.contraction
     node = contraction.nodes[contraction.node_of[member]]
     strategy, mapping = assignment.strategies[node.index], node.members[member]

@@ -64,7 +64,7 @@ def candidate_meshes(
 def _check_axes(
     cluster: Cluster, levels: int, max_axes: int, axis_names: Sequence[str] | None
 ) -> None:
-    """Checks the number of mesh axes that the user asked for."""
+    """Checks the number of mesh axes that the user requested."""
     if max_axes < levels:
         text = "1 level" if levels == 1 else f"{levels} levels"
         raise PlanError(
@@ -169,13 +169,13 @@ def search(
 
 
 def _least_s(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> float:
-    """Seconds of a step under the best plan so far without codecs."""
+    """Returns the seconds of a step under the best plan so far without codecs."""
     known = (c for _, c in tried if c is not None)
     return min((c.before_s or c.plain_s for c in known), default=math.inf)
 
 
 def _best(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> str:
-    """The best plan so far, described as text."""
+    """Returns the best plan so far, described as text."""
     solved = [c for _, c in tried if c is not None]
     if not solved:
         return ""
@@ -222,7 +222,7 @@ def _no_mesh(
 def plan_mesh(
     cluster: Cluster, names: tuple[str, ...], sizes: tuple[int, ...]
 ) -> MeshShape:
-    """The mesh of a plan on a cluster.
+    """Returns the mesh of a plan on a cluster.
 
     Raises:
       PlanError: the cluster has no such mesh.
@@ -239,7 +239,7 @@ def plan_mesh(
 def search_of_one(
     analysis: Analysis, cluster: Cluster, assignment: Assignment, names: Sequence[str]
 ) -> SearchResult:
-    """The result of a search in which only one assignment is tried.
+    """Returns the result of a search in which only one assignment is tried.
 
     Args:
       analysis: the step.

@@ -18,7 +18,7 @@ The problem is solved:
   fraction of a message's bytes costs this fraction of its latency; and with one message
   for each array;
 - with the rules of plans that people write (`autopar.planner.recipes`);
-- if the user asked for codecs, with gradients that may be sent by codecs. The prices of
+- if the user requested codecs, with gradients that may be sent by codecs. The prices of
   a codec's error and of a second on the links, in seconds of the step, are those of the
   best choice of codecs so far. Each plan is then priced with its codecs.
 """
@@ -108,13 +108,13 @@ class Limit:
         return self.seconds is not None and self.spent_s >= self.seconds
 
     def part_s(self, share: float) -> float | None:
-        """A fraction of the remaining seconds; None: no limit."""
+        """Returns a fraction of the remaining seconds; None: no limit."""
         if self.seconds is None:
             return None
         return max(share * (self.seconds - self.spent_s), _LEAST_SHARE * self.seconds)
 
     def part(self, share: float) -> Limit:
-        """A limit of a fraction of the remaining seconds."""
+        """Returns a limit of a fraction of the remaining seconds."""
         return Limit(self.part_s(share), self)
 
 
@@ -175,7 +175,7 @@ def solve_mesh(
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
-      PlanError: no gradient can use the codec that was asked for.
+      PlanError: no gradient can use the requested codec.
     """
     memory = pricer.cluster.memory_bytes
     fitting = [c for c in starts if c.peak_memory_bytes <= memory]
@@ -228,7 +228,7 @@ class _Mesh:
 
     Attributes:
       best: the fastest plan that fits, without codecs.
-      sent: the fastest plan with codecs; None: no codecs were asked for, or no codec
+      sent: the fastest plan with codecs; None: no codecs were requested, or no codec
         can be used.
       bound_s: a lower bound of the seconds of every plan.
     """
@@ -398,7 +398,7 @@ class _Mesh:
         self.take_sent(found)
 
     def take_sent(self, found: Candidate) -> None:
-        """Adds a plan with its codecs, if codecs were asked for and can help."""
+        """Adds a plan with its codecs, if codecs were requested and can help."""
         least_s = found.estimate.cost.work_s
         if self.codecs is None or (self.sent and self.sent.step_s <= least_s):
             return
@@ -425,10 +425,10 @@ class _Mesh:
                 return
 
     def fastest_plan(self) -> Candidate:
-        """The fastest plan, with the lower bound of plans without codecs.
+        """Returns the fastest plan, with the lower bound of plans without codecs.
 
         Raises:
-          PlanError: no plan can use the codec that was asked for.
+          PlanError: no plan can use the requested codec.
         """
         assert self.best is not None  # otherwise `solve` has raised an error
         if self.sent is None and self._refused is not None:
@@ -599,7 +599,7 @@ class _Mesh:
 
         If gradients are summed over devices in each microbatch, each device stores only
         its shard of the sum. If the sum is postponed, every device stores a gradient of
-        full size. If the user asked for codecs, sums must be postponed, because codecs
+        full size. If the user requested codecs, sums must be postponed, because codecs
         send only postponed sums.
         """
         own = found.assignment
@@ -654,7 +654,7 @@ class _Mesh:
 
 
 def _faster(one: Candidate | None, other: Candidate | None) -> Candidate | None:
-    """The faster of two plans, each of which may be None."""
+    """Returns the faster of two plans, each of which may be None."""
     if one is None or other is None:
         return one or other
     return other if other.step_s < one.step_s else one
@@ -668,7 +668,7 @@ def _splits_nothing(node: Node, strategy: Strategy) -> bool:
 def _failure(
     mesh: _Mesh, formulation: Formulation, status: Status, tight: float | None
 ) -> PlanError:
-    """The error if the solver found no plan that fits."""
+    """Returns the error if the solver found no plan that fits."""
     label = mesh.pricer.mesh.label
     if status is Status.UNKNOWN:
         return TimeOutError(

@@ -87,7 +87,7 @@ def warm_plan(
 def _split(
     analysis: Analysis, cluster: Cluster, options: PlanOptions, running: Plan
 ) -> Analysis:
-    """The step with the microbatches and rematerialised layers of the options.
+    """Returns the step with the microbatches and rematerialised layers of the options.
 
     Numbers that the options leave open are taken from the running plan.
     """
@@ -101,7 +101,7 @@ def _split(
 
 
 def _order_meshes(meshes: Sequence[MeshShape], running: Plan) -> list[MeshShape]:
-    """The meshes, sorted by similarity to the running plan's mesh."""
+    """Returns the meshes, sorted by similarity to the running plan's mesh."""
     sizes = running.axis_sizes
 
     def unlike(mesh: MeshShape) -> tuple[bool, int]:
@@ -187,7 +187,7 @@ def _refine(
 def _limit(
     analysis: Analysis, pricer: Pricer, options: PlanOptions
 ) -> Restriction | None:
-    """The strategies that pins allow."""
+    """Returns the strategies that pins allow."""
     if not options.pins:
         return None
     pinned = pinned_layouts(analysis, options.pins, pricer.mesh)
@@ -201,7 +201,7 @@ def _on_mesh(
     running: Plan,
     codecs: CodecRequest | None,
 ) -> Candidate | None:
-    """A good plan on one mesh, from the running plan's layouts.
+    """Returns a good plan on one mesh, from the running plan's layouts.
 
     The result is None if time ran out.
     """

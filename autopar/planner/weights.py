@@ -172,7 +172,7 @@ def lower_seconds(
 
 @functools.cache
 def _stretches() -> tuple[np.ndarray, np.ndarray]:
-    """The stretches, as two arrays.
+    """Returns the stretches, as two arrays.
 
     Returns:
       The first tells for each stretch which kinds of seconds have their window or work
@@ -222,7 +222,7 @@ def highest(planes: Sequence[Plane], share: float) -> tuple[np.ndarray, float]:
 
 
 def weights_of(stretches: np.ndarray, known: Calibration) -> Weights:
-    """The weights of a problem for given weights of stretches; see `nowhere`.
+    """Returns the weights of a problem for given weights of stretches; see `nowhere`.
 
     Args:
       stretches: float64 ``[stretches]``.
@@ -258,7 +258,7 @@ class Plane:
 def plane_of(
     places: Positions, seconds: float, passes: Sequence[Timeline], known: Calibration
 ) -> Plane:
-    """The plane of a plan.
+    """Returns the plane of a plan.
 
     Args:
       places: the segment of each operator.

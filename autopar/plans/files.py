@@ -38,11 +38,11 @@ class ClusterData(
 
     @classmethod
     def of(cls, cluster: Cluster) -> ClusterData:
-        """The cluster as data."""
+        """Returns the cluster as data."""
         return cls(text=str(cluster), data=cluster.to_data())
 
     def read(self) -> Cluster:
-        """The cluster that the data describes.
+        """Returns the cluster that the data describes.
 
         Raises:
           PlanError: the data describes no cluster.
@@ -75,7 +75,7 @@ _HEADER = msgspec.json.Decoder(_Header)
 
 
 def read_bytes(path: str | pathlib.Path) -> bytes:
-    """The content of a file.
+    """Returns the content of a file.
 
     Raises:
       PlanError: the file cannot be read.
@@ -114,7 +114,7 @@ def decode(data: bytes | str, name: str) -> dict[str, Any]:
 
 
 def not_a_plan(name: str, error: Exception) -> PlanError:
-    """The error for a text that is not a plan."""
+    """Returns the error for a text that is not a plan."""
     return PlanError(
         f"{name}: not a plan: {error}. Plans are written by Plan.save or 'autopar plan "
         "--out plan.json'."

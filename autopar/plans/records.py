@@ -455,7 +455,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.devices // math.prod(idle)
 
     def faster(self, factor: float) -> Worth:
-        """The values for a step that takes ``1 / factor`` of the time."""
+        """Returns the values for a step that takes ``1 / factor`` of the time."""
         return msgspec.structs.replace(
             self,
             speed_up=self.speed_up * factor,

@@ -204,8 +204,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       pipeline: how the step is cut into the stages; None for one stage.
       remat: rematerialisation of a plan of one stage; for several stages see
         `pipeline`.
-      offload: paths of the state that lies in the memory of the hosts between steps
-        because of the plan; the step may put more there.
+      offload: paths of the state that is in host memory between steps because of the
+        plan; the step may put more there.
       decided: the decisions other than layouts, with their gains, for human readers.
       shapes: pytree path of each input -> its shape.
       target: the target of the command line that made the plan, such as
@@ -376,7 +376,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return out
 
     def _pieces(self, path: str) -> list[str]:
-        """The paths of the pieces of an array."""
+        """Returns the paths of the pieces of an array."""
         assert self.pipeline is not None
         return piece_paths(path, self.pipeline.pieces[path])
 
@@ -459,7 +459,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return msgspec.structs.replace(self, stages=(stage,))
 
     def with_gradients(self, gradients: Sequence[GradientDecision]) -> Plan:
-        """The plan with other decisions about its gradients.
+        """Returns the plan with other decisions about its gradients.
 
         Args:
           gradients: decisions in the plan's order, as many as the plan has; for a plan
@@ -483,7 +483,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return msgspec.structs.replace(self, stages=tuple(stages))
 
     def edit(self, layouts: Mapping[str, Entries]) -> Plan:
-        """The plan with other layouts of some inputs.
+        """Returns the plan with other layouts of some inputs.
 
         This method changes only the inputs. Dependent layouts are planned again, and
         the costs are computed again, when the plan is used with its step: in
@@ -560,7 +560,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return _render("line", self)
 
     def _repr_html_(self) -> str:
-        """The plan as HTML, for a cell of a notebook."""
+        """Returns the plan as HTML, for a cell of a notebook."""
         return _render("cell", self)
 
 
@@ -604,7 +604,7 @@ _MISSING = "-"
 def differences(
     one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """The fields that differ between two plans as plain data, with both values.
+    """Returns the fields that differ between two plans as plain data, with both values.
 
     Paths are joined by ``/``. Elements of lists are identified by name if they have a
     name, and otherwise by number. Durations of planning are left out.

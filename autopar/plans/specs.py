@@ -78,7 +78,7 @@ def check_divides(
 
 
 def spec_text(spec: Spec) -> str:
-    """A layout in JAX's notation of a `PartitionSpec`, without trailing None.
+    """Returns a layout in JAX's notation of a `PartitionSpec`, without trailing None.
 
     >>> spec_text((("data", "tensor"), (), ("fsdp",), ()))
     "P(('data', 'tensor'), None, 'fsdp')"

@@ -500,7 +500,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return self.running.planned
 
     def shardings(self, state: Any) -> Any:
-        """The ``NamedSharding`` of each array of a state under the plan in use.
+        """Returns the ``NamedSharding`` of each array of a state under the plan in use.
 
         Args:
           state: one pytree, or a tuple of the leading arguments; arrays or structs.

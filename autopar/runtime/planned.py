@@ -476,11 +476,11 @@ def _out_shardings(
 ) -> list[NamedSharding | None]:
     """Returns the sharding of each flat result.
 
-    Carried state is returned in the layout in which it is passed to the step. Nothing
-    else ensures or checks this. The layouts must be equal for two reasons. First, a
-    result can then be the argument of the next call, in the memory of the old array
-    (donation, `timing`). Second, `StateRestorer` can choose between the old and the new
-    array without moving either of them.
+    Carried state must be returned in the layout in which it is passed to the step; only
+    this function ensures it. There are two reasons. First, a result can then be the
+    argument of the next call and use the memory of the old array (donation). Second,
+    `StateRestorer` can choose between the old and the new array without moving either
+    of them.
 
     Raises:
       PlanError: the plan returns carried state in another layout.

@@ -550,7 +550,7 @@ class Preparation:
         return placed
 
     def devices(self, setting: Setting) -> tuple[Any, ...]:
-        """The devices that a setting may use."""
+        """Returns the devices that a setting may use."""
         if setting.devices is not None:
             return self._world().take(setting.devices)
         cluster = setting.cluster

@@ -125,7 +125,7 @@ def structure(graph: OperatorGraph, contraction: Contraction) -> str:
 
 
 def _kind(op: Operator) -> str:
-    """The kind of an operator, with the name of its kernel."""
+    """Returns the kind of an operator, with the name of its kernel."""
     return op.kind if op.kernel is None else f"{op.kind} {op.kernel.name}"
 
 
@@ -201,10 +201,10 @@ class Analysis:
         (`autopar.steps.update_batches`), the analysis of the step that computes each
         matrix separately.
       batches: the number of matrices in each of these batches.
-      offload: paths of the state that the plan keeps in the memory of the host
+      offload: paths of the state that the plan keeps in host memory
         (`autopar.steps.offload`).
-      on_devices: if there is such state, the analysis of the step with all its state
-        in the memory of devices.
+      on_devices: if there is such state, the analysis of the step with all its state in
+        device memory.
       programs: for a pipeline stage, equation -> the number of the program that runs
         it, since the passes of a stage are separate programs; None if one program
         runs the whole step.
@@ -276,12 +276,12 @@ class Analysis:
 
     @_untimed
     def loop_equations(self) -> frozenset[int]:
-        """The equations inside of the loop over microbatches."""
+        """Returns the equations inside of the loop over microbatches."""
         return frozenset(e.index for e in self.loop.inner)
 
     @_untimed
     def loop(self) -> Equation:
-        """The loop over microbatches of a step that has one."""
+        """Returns the loop over microbatches of a step that has one."""
         index = self.pytrees.loop
         return next(e for e in self.program.body.equations if e.index == index)
 
@@ -313,7 +313,7 @@ class Analysis:
 
     @_untimed
     def fusion(self) -> Fusion:
-        """The values that are in memory after fusion."""
+        """Returns the values that are in memory after fusion."""
         return fusion(self.graph, frozenset(self.contraction.floating))
 
     def works(self, *, streamed: bool = False) -> dict[int, OperatorWork]:
@@ -368,7 +368,7 @@ class Analysis:
         )
 
     def life(self, habits: Habits = PLAIN) -> Lifetimes:
-        """The times at which values are made and last read.
+        """Returns the times at which values are made and last read.
 
         Args:
           habits: the memory optimisations of the compiler
@@ -425,13 +425,13 @@ class Analysis:
 
     @_untimed
     def rounded_values(self) -> Rounded:
-        """The values that compilers for TPUs keep or send in bfloat16."""
+        """Returns the values that compilers for TPUs keep or send in bfloat16."""
         equations = self.program.by_index()
         return find_rounded(self.graph, self.contraction, self.readings, equations)
 
     @_untimed
     def in_kernels(self) -> frozenset[int]:
-        """The values that hand-written kernels read and write."""
+        """Returns the values that hand-written kernels read and write."""
         kernels = [op for op in self.graph.operators if op.kernel is not None]
         arrays = (v for op in kernels for v in (*op.inputs, *op.outputs))
         return frozenset(v for v in arrays if v is not None)
@@ -461,17 +461,17 @@ class Analysis:
 
     @_untimed
     def readings(self) -> Readings:
-        """The operands of operators, grouped by how they are resharded."""
+        """Returns the operands of operators, grouped by how they are resharded."""
         return readings(self.graph, self.contraction)
 
     @_untimed
     def independent(self) -> Independent:
-        """The operators whose collectives do not depend on each other."""
+        """Returns the operators whose collectives do not depend on each other."""
         return independent(self.graph, self.deferrals)
 
     @_untimed
     def followers(self) -> tuple[Operator, ...]:
-        """The update, and the operators that only the update waits for."""
+        """Returns the update, and the operators that only the update waits for."""
         return followers(self.graph, self.independent.summing)
 
     @_untimed
@@ -500,7 +500,7 @@ class Analysis:
 
     @_untimed
     def dim_labels(self) -> DimLabels:
-        """The dimensions and factors that grow with the batch."""
+        """Returns the dimensions and factors that grow with the batch."""
         return dim_labels(self.graph)
 
     @_untimed
@@ -527,7 +527,7 @@ class Analysis:
 
     @_untimed
     def shared_sums(self) -> SharedSums:
-        """The sums over devices that a compiler may combine into one.
+        """Returns the sums over devices that a compiler may combine into one.
 
         Sums that are deferred past a loop are left out.
         """

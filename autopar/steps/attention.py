@@ -90,7 +90,7 @@ class _Groups:
         self.parent: dict[int, int] = {}
 
     def root(self, value: int) -> int:
-        """The value that stands for the group of a value."""
+        """Returns the value that stands for the group of a value."""
         path = [value]
         while (above := self.parent.get(path[-1], path[-1])) != path[-1]:
             path.append(above)
@@ -99,7 +99,7 @@ class _Groups:
         return path[-1]
 
     def of(self, values: Iterable[int | None]) -> set[int]:
-        """The groups of some values.
+        """Returns the groups of some values.
 
         A value that was never joined to others has no group.
         """
@@ -227,7 +227,7 @@ def _is_causal(
 
 
 def _sources(value: int, made: Mapping[int, Operator]) -> frozenset[int]:
-    """The inputs from which a value is computed; -1 stands for ``iota``."""
+    """Returns the inputs from which a value is computed; -1 stands for ``iota``."""
     return frozenset(
         -1 if op.kind == "iota" else found
         for found, op in _behind(value, made)

@@ -40,11 +40,11 @@ class DimLabels:
     factors: dict[int, dict[int, str]]
 
     def degree(self, value: int) -> int:
-        """The number of dimensions of a value that grow with the batch."""
+        """Returns the number of dimensions of a value that grow with the batch."""
         return sum(name == BATCH for name in self.dims.get(value, ()))
 
     def batch_factors(self, operator: int) -> frozenset[int]:
-        """The factors of an operator's rule that grow with the batch."""
+        """Returns the factors of an operator's rule that grow with the batch."""
         found = self.factors.get(operator, {})
         return frozenset(f for f, name in found.items() if name == BATCH)
 
@@ -192,7 +192,7 @@ def batch_tokens(graph: OperatorGraph) -> int:
 
 
 def _looked_up(graph: OperatorGraph) -> list[int]:
-    """For each gather, the number of rows that integers of the batch look up.
+    """Returns, for each gather, the number of rows that integers of the batch look up.
 
     Only tables of a floating-point type count.
     """

@@ -324,7 +324,7 @@ class _Again:
         if self.into_products and value in self.floating:
             return False
         if op.kind == TO_DEVICES:
-            # Kernels of GPUs read arrays in the memory of the host directly.
+            # Kernels of GPUs read arrays in host memory directly.
             return self.into_products or any(_is_opaque(r) for r in users)
         if value in self.outputs or not self.scattered.isdisjoint(op.inputs):
             # The sum of an array and a scatter into zeros becomes a scatter into this
@@ -365,7 +365,7 @@ def _saves(
 
 
 def _handed_out(graph: OperatorGraph) -> frozenset[int]:
-    """The values that the program, or its part for one microbatch, returns."""
+    """Returns the values that the program, or its part for one microbatch, returns."""
     return graph.accumulated.union(v for v in graph.outputs if v is not None)
 
 

@@ -45,10 +45,10 @@ def breadth_first(graph: OperatorGraph, written: frozenset[int]) -> list[int]:
 
 
 def region_ends(graph: OperatorGraph, times: Sequence[int]) -> list[int]:
-    """Returns the time at which each region of operators ends, at its first operator.
+    """Returns the time at which the region of each boundary operator ends.
 
-    A region is the operators of a loop's body; its first operators pass values into the
-    body. The entry of an operator that begins no region is -1.
+    A region is the operators of a loop's body. Boundary operators pass values into or
+    out of a region. The entry of any other operator is -1.
 
     Args:
       graph: the operator graph.
@@ -235,7 +235,7 @@ class Lifetimes:
     factor: float = 1.0
 
     def starts(self, op: Operator, value: int) -> int:
-        """The first time at which a buffer holds a result of an operator."""
+        """Returns the first time at which a buffer holds a result of an operator."""
         return 0 if value in self.zeros else self.time[op.index]
 
     def arrives(self, value: int, reader: int) -> int:
@@ -244,7 +244,7 @@ class Lifetimes:
         return min(self.early.get(value, when), when)
 
     def needs(self, op: Operator) -> int:
-        """The last time at which an operator needs its operands.
+        """Returns the last time at which an operator needs its operands.
 
         A loop needs its operands until its end. Values that a loop stacks are copied
         out of it: a compiler that runs operators as soon as it can makes this copy at

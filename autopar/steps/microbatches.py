@@ -213,7 +213,7 @@ def _times(op: Operator, count: float) -> Operator:
 def _added_up(
     graph: OperatorGraph, found: Microbatched, repeated: frozenset[int]
 ) -> frozenset[int]:
-    """The values of this graph that are accumulated over microbatches."""
+    """Returns the values of this graph that are accumulated over microbatches."""
     made = {v for op in graph.operators if op.equation in repeated for v in op.outputs}
     return found.accumulated_values & made
 

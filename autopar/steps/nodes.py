@@ -83,7 +83,7 @@ class Node:
         return own_dims(self.members[op.class_index], dims)
 
     def factors_reduced(self, op: Operator) -> tuple[int, ...]:
-        """The node factors that a member reduces, in the order of its rule."""
+        """Returns the node factors that a member reduces, in the order of its rule."""
         mapping = self.members[op.class_index]
         return tuple(
             mapping[f] for f in sorted(op.rule.reduced_factors) if mapping[f] >= 0
@@ -135,7 +135,7 @@ class Contraction:
     producer: dict[int, Operator]
 
     def node(self, op: Operator) -> Node:
-        """The node that chooses the sharding of an operator."""
+        """Returns the node that chooses the sharding of an operator."""
         return self.nodes[self.node_of[op.class_index]]
 
 
@@ -230,7 +230,7 @@ class _Contractor:
         return results > SMALL_REDUCTION * operands
 
     def leader(self, op: Operator) -> tuple[Home, int] | None:
-        """The operand whose sharding the operator follows.
+        """Returns the operand whose sharding the operator follows.
 
         An operator of the update prefers an operand that is state. Among the other
         operands, parameters come first, then the operand that was produced last.

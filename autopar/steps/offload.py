@@ -1,4 +1,4 @@
-"""The analysis of a step that keeps state in the memory of the host."""
+"""The analysis of a step that keeps state in host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def optimizer_state(analysis: Analysis) -> list[tuple[str, int]]:
 
 
 def keep_on_host(analysis: Analysis, paths: Sequence[str]) -> Analysis:
-    """Returns the analysis of a step that keeps arrays in the memory of the host.
+    """Returns the analysis of a step that keeps arrays in host memory.
 
     Args:
       analysis: the step after the split into microbatches and rematerialisation.

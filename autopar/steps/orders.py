@@ -160,7 +160,7 @@ def _note_elementwise(op: Operator, found: _Found) -> None:
 def _copied_for(
     graph: OperatorGraph, value: int, wants: Sequence[_Want], fixed: _Fixed | None
 ) -> list[tuple[int, bool]]:
-    """The products that read a copy of a value in another order.
+    """Returns the products that read a copy of a value in another order.
 
     Each comes with True if the copy is made together with the value.
     """
@@ -185,12 +185,12 @@ def _copied_for(
 
 
 def _large(rule: FactorRule, factors: Iterable[int]) -> frozenset[int]:
-    """The factors of more than one element."""
+    """Returns the factors of more than one element."""
     return frozenset(f for f in factors if rule.sizes[f] > 1)
 
 
 def _plain(graph: OperatorGraph, value: int) -> Order:
-    """The dimensions in the order of the program."""
+    """Returns the dimensions in the order of the program."""
     return tuple(d for d, n in enumerate(graph.values[value].shape) if n > 1)
 
 

@@ -80,12 +80,12 @@ def _constant(array: Any) -> str:
 
 
 def node_name(analysis: Analysis, node: Node) -> str:
-    """The name of the first operator of a node."""
+    """Returns the name of the first operator of a node."""
     return operator_name(analysis, node.root)
 
 
 def operator_name(analysis: Analysis, index: int) -> str:
-    """The path of an input, or module path and primitive of an operator.
+    """Returns the path of an input, or module path and primitive of an operator.
 
     A step may close over an array, such as a table made by numpy. Such an array is an
     input of the program without a path. Its name is ``constant``.
@@ -97,7 +97,7 @@ def operator_name(analysis: Analysis, index: int) -> str:
 
 
 def array_name(analysis: Analysis, value: int) -> str:
-    """The path of an input, or the module and primitive that make a value."""
+    """Returns the path of an input, or the module and primitive that make a value."""
     return operator_name(analysis, analysis.contraction.producer[value].index)
 
 

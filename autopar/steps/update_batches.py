@@ -42,7 +42,7 @@ def _with_batches(analysis: Analysis, devices: int) -> Analysis:
 
 
 def equations_of_update(analysis: Analysis) -> frozenset[int]:
-    """The equations of the update, without the loop over microbatches."""
+    """Returns the equations of the update, without the loop over microbatches."""
     operators = analysis.graph.operators
     others = {op.equation for op in operators if op.role is Role.BACKWARD}
     whole = analysis.program.by_index()

@@ -161,7 +161,7 @@ def work_table(
     labels: DimLabels,
     trips: Mapping[int, float],
 ) -> WorkTable:
-    """The work of a step as arrays.
+    """Returns the work of a step as arrays.
 
     Args:
       works: class -> the work of one of its operators.
@@ -261,7 +261,7 @@ def in_memory(
     by_kernel: bool = False,
     rounded: Rounded = NOT_ROUNDED,
 ) -> InMemory:
-    """The values of a graph that are in memory after fusion.
+    """Returns the values of a graph that are in memory after fusion.
 
     Args:
       graph: the operator graph.

@@ -194,7 +194,7 @@ def put(array: np.ndarray, sharding: Any) -> jax.Array:
 
 
 def is_on_host(aval: Any) -> bool:
-    """Says whether the type of an array places it in the memory of the host."""
+    """Says whether the type of an array places it in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
@@ -301,7 +301,7 @@ def leave_coordination() -> None:
 
 
 def key_bits(keys: Any) -> Any:
-    """The raw words of typed keys; any other array unchanged.
+    """Returns the raw words of typed keys; any other array unchanged.
 
     Unlike ``jax.random.key_data``, this function runs no program. A process that holds
     no part of the keys could not run one. The attribute ``_base_array`` is private
@@ -311,7 +311,7 @@ def key_bits(keys: Any) -> Any:
 
 
 def bits_struct(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of the array that `key_bits` returns for an array.
+    """Returns the shape and dtype of the array that `key_bits` returns for an array.
 
     The components of a key dtype are private (0.10.2).
     """
@@ -321,14 +321,14 @@ def bits_struct(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], An
 
 
 def with_dtype(bits: Any, dtype: Any) -> Any:
-    """The inverse of `key_bits`; like it, runs no program."""
+    """Returns the inverse of `key_bits`; like it, runs no program."""
     if not is_extended(dtype):
         return bits
     return _prng.PRNGKeyArray(dtype._impl, bits)
 
 
 def dtype_of(name: str) -> Any:
-    """The dtype of a name such as ``bfloat16`` or ``key<fry>``.
+    """Returns the dtype of a name such as ``bfloat16`` or ``key<fry>``.
 
     The registry of key implementations is private (0.10.2).
 
@@ -433,7 +433,7 @@ class _Checks:
                     setattr(_fused_attention, name, function)
 
     def version(self) -> Any:
-        """The version of cuDNN."""
+        """Returns the version of cuDNN."""
         if _answers():
             return _CUDNN_VERSION
         return self.own["check_cudnn_version"]()
@@ -617,7 +617,7 @@ def bind_in_turn(eqn: Any, args: Any, turn: Any) -> tuple[list[Any], Any]:
 
 
 def _function(eqn: Any) -> Any:
-    """The host function that a callback calls with its flat operands."""
+    """Returns the host function that a callback calls with its flat operands."""
     params = eqn.params
     if eqn.primitive.name != "debug_print":
         if "callback" not in params:

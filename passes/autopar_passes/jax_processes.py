@@ -174,7 +174,7 @@ def leave_world() -> Any:
 
 
 def local_device_count() -> int:
-    """The number of CPU devices that this process will have in any world.
+    """Returns the number of CPU devices that this process will have in any world.
 
     If no backend has been started, the number comes from JAX's settings.
     """

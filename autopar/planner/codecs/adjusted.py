@@ -32,7 +32,7 @@ Decisions = Sequence[GradientDecision]
 
 
 def codec_of(decision: GradientDecision) -> Codec:
-    """The codec that the compiled program has for a gradient.
+    """Returns the codec that the compiled program has for a gradient.
 
     The bytes of the gradient in the decision are those that this codec sends.
     """

@@ -141,7 +141,7 @@ def sent_as_asked(
     """Returns a candidate whose gradients are sent as the request says.
 
     Raises:
-      PlanError: no gradient can use the codec that was asked for.
+      PlanError: no gradient can use the requested codec.
       InputError: a codec breaks the contract of its class.
     """
     mesh = candidate.pricer.mesh.axes
@@ -479,9 +479,8 @@ def with_less_error(
     """Replaces choices by choices with less error and the same cost, within the
     solver's gap.
 
-    For each gradient in turn, takes the option with the least error that costs no more
-    seconds by itself, and no more seconds of the step while the other gradients keep
-    their options.
+    Each gradient in turn takes the option with the least error for which the cost stays
+    within the gap, while the other gradients keep their options.
     """
     most = answer.cost_s + GAP * (problem.backward_s + answer.cost_s)
     chosen, spent = list(answer.choices), answer.cost_s

@@ -192,7 +192,7 @@ def _summed_itemsize(
 
 
 def gradients_of(analysis: Analysis) -> list[int]:
-    """The values of the backward pass that the optimizer update reads."""
+    """Returns the values of the backward pass that the optimizer update reads."""
     return [v for d in analysis.deferrals for v in d.ends if v in d.gradients]
 
 
@@ -353,8 +353,7 @@ def left_to_compiler(
 def warn_of_no_use(
     stages: Sequence[tuple[Analysis, Assignment, Sequence[Site]]], text: str
 ) -> None:
-    """Warns that the codec which was asked for sends no gradient, with a reason for
-    each group of gradients.
+    """Warns that the requested codec sends no gradient, with reasons by group.
 
     Args:
       stages: the analysis, layouts and gradients of each stage of the plan.

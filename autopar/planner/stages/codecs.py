@@ -88,9 +88,10 @@ class StagedChoice:
 def gradient_names(
     graph: OperatorGraph, choices: Sequence[Candidate]
 ) -> list[list[str]]:
-    """For each stage, the name of each gradient in the plan of all stages.
+    """Returns, for each stage, the name of each gradient in the plan of all stages.
 
-    A name that several stages have is followed by the stage.
+    If several stages have a gradient of the same name, the number of the stage is
+    appended to the name.
 
     Args:
       graph: graph of one microbatch's program, with the updates of all stages.
@@ -131,7 +132,7 @@ def choose_staged(
       request: the user's request about codecs.
 
     Raises:
-      PlanError: no stage can use the codec that was asked for.
+      PlanError: no stage can use the requested codec.
     """
     held = [
         dataclasses.replace(candidate, peak_memory_bytes=nbytes)
@@ -156,7 +157,7 @@ def choose_staged(
 
 
 def without_codecs(cut: CutStep, found: Sequence[Candidate]) -> Choices:
-    """The stages with the gradients that codecs could send, and without codecs.
+    """Returns the stages with the gradients that codecs could send, and without codecs.
 
     Args:
       cut: the step as stages.
@@ -207,7 +208,7 @@ def summed_once(analysis: Analysis) -> Analysis:
 
 
 def _nothing(analysis: Analysis, candidate: Candidate) -> Candidate:
-    """A stage without codecs: the compiler sums its gradients."""
+    """Returns a stage without codecs: the compiler sums its gradients."""
     mesh = candidate.pricer.mesh.axes
     found = sites(analysis, candidate.assignment, mesh, candidate.collectives)
     sending = judge_codecs(candidate, found, [""] * len(found), {})

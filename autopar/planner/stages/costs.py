@@ -75,7 +75,7 @@ class BytesPricer:
     scales: np.ndarray
 
     def price(self, submesh: Submesh) -> LayerBytes:
-        """Bytes of the example layers on a device of a submesh."""
+        """Returns the bytes of the example layers on a device of a submesh."""
         device = submesh.pricer.cluster.device
         found = live(submesh.assignment, device, self.life(device), self.around)
         grown = found.nbytes[:, None] * self.scales ** found.degrees[:, None]
@@ -101,7 +101,7 @@ class BytesPricer:
         )
 
     def life(self, device: DeviceSpec) -> Lifetimes:
-        """The lifetimes of values.
+        """Returns the lifetimes of values.
 
         Products that compute gradients run in program order.
         """
@@ -236,7 +236,7 @@ class SecondsPricer:
     scales: np.ndarray
 
     def price(self, submesh: Submesh) -> LayerSeconds:
-        """Seconds of the example layers on a submesh."""
+        """Returns the seconds of the example layers on a submesh."""
         shape = (_COLUMNS, len(self.layers.examples), len(self.scales))
         work, waiting, free = (np.zeros(shape) for _ in range(3))
         self._add_work(submesh, work)
@@ -297,12 +297,12 @@ class SecondsPricer:
                 (free if hides else waiting)[column, layers.row[layer]] += seconds
 
     def _columns(self, operator: int) -> tuple[int, ...]:
-        """The columns of the table to which an operator contributes."""
+        """Returns the columns of the table to which an operator contributes."""
         again = self.layers.again(operator)
         return (self.layers.column(operator), AGAIN)[: 2 if again else 1]
 
     def _collectives(self, submesh: Submesh) -> list[tuple[Collective, int]]:
-        """The collectives of example layers, each with its layer.
+        """Returns the collectives of example layers, each with its layer.
 
         Message sizes are those of all layers: a collective shares its message with the
         collectives of equal layers.
@@ -594,7 +594,7 @@ def stage_problem(
     *,
     alone_again: bool = True,
 ) -> StageProblem:
-    """The problem that `autopar_solver.solve_stages` solves.
+    """Returns the problem that `autopar_solver.solve_stages` solves.
 
     Args:
       layers: the layers.

@@ -399,7 +399,7 @@ def _most_pieces(whole: Analysis, most: int) -> int:
 
 
 def _loops_text(whole: Analysis) -> str:
-    """The message about loops that have fewer layers than there are stages."""
+    """Returns the message about loops that have fewer layers than there are stages."""
     if not whole.stacked_inputs:
         return ""
     return f": its loops have at most {max(whole.stacked_inputs.values())} layers"
@@ -436,7 +436,7 @@ def plan_wanted(
       whole: the step on the whole batch.
       cluster: all devices.
       options: hints and limits.
-      wanted: the pipeline.
+      wanted: the pipeline to plan.
       count: the number of microbatches.
       codecs: the request about codecs; None: the request in the options.
 
@@ -458,7 +458,7 @@ def _with_recomputed(
     wanted: WantedPipeline,
     count: int,
 ) -> WantedPipeline:
-    """The pipeline with the rematerialised layers that the options ask for.
+    """Returns the pipeline with the rematerialised layers that the options ask for.
 
     ``auto`` keeps the rematerialised layers of ``wanted`` if there are any, and
     otherwise takes as many as are needed to fit the memory. The layers are those of
@@ -508,13 +508,13 @@ def _with_recomputed(
 def cut_for(
     whole: Analysis, options: PlanOptions, wanted: WantedPipeline, count: int
 ) -> CutStep:
-    """The step, cut into the wanted stages.
+    """Returns the step, cut into the wanted stages.
 
     Args:
       whole: the step on the whole batch.
       options: options, of which only ``couple`` is read: whether values that couple
         rows may be computed per microbatch.
-      wanted: the pipeline.
+      wanted: the pipeline to plan.
       count: the number of microbatches.
 
     Raises:
@@ -556,7 +556,7 @@ def _cut(
 
 
 def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
-    """The step, cut into the stages of a plan.
+    """Returns the step, cut into the stages of a plan.
 
     Args:
       analysis: the step on the whole batch.
@@ -587,9 +587,7 @@ def _schedule(name: str) -> Schedule:
 
 
 def _microbatches(analysis: Analysis, options: PlanOptions, stages: int) -> int:
-    """The number of microbatches that the user asked for; by default a few per
-    stage.
-    """
+    """Returns the user's number of microbatches; by default a few per stage."""
     asked = options.microbatches
     if isinstance(asked, int):
         return asked
@@ -641,7 +639,7 @@ def wanted_of(choice: PipelineChoice) -> WantedPipeline:
 
 
 def _weights(layers: LayerMap) -> list[float]:
-    """The work of each layer, in floating-point operations."""
+    """Returns the work of each layer, in floating-point operations."""
     out = [0.0] * layers.count
     for op in layers.analysis.graph.operators:
         layer = int(layers.layer[op.index])

@@ -84,7 +84,7 @@ def hand_made(
 def _of(
     analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
 ) -> Iterator[HandMade]:
-    """The pipelines of a number of stages.
+    """Yields the pipelines of a number of stages.
 
     Raises:
       PlanError: the step cannot be cut into this number of stages.
@@ -106,7 +106,7 @@ def _of(
 def _cut(
     analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
 ) -> tuple[CutStep, WantedPipeline]:
-    """The stages, with the most microbatches per stage that divide the batch.
+    """Returns the stages, with the most microbatches per stage that divide the batch.
 
     Raises:
       PlanError: the step cannot be cut or split in this way.

@@ -34,7 +34,7 @@ def kept_pipeline(
     kept: Plan,
     codecs: CodecRequest,
 ) -> Plan:
-    """The stages and layouts of a plan, on a cluster with the same slices.
+    """Returns the stages and layouts of a plan, on a cluster with the same slices.
 
     Args:
       analysis: the step on the whole batch.
@@ -139,7 +139,7 @@ def _input_pins(kept: Plan, axes: Sequence[str]) -> dict[str, PartitionSpec]:
 
 
 def kept_wanted(kept: Plan, cluster: Cluster) -> WantedPipeline:
-    """The pipeline of a plan, on a cluster with the same slices.
+    """Returns the pipeline of a plan, on a cluster with the same slices.
 
     Args:
       kept: a plan of several stages.
@@ -166,7 +166,7 @@ def kept_wanted(kept: Plan, cluster: Cluster) -> WantedPipeline:
 def stated_layouts(
     cut: CutStep, kept: Plan, number: int, wanted: WantedPipeline
 ) -> Candidate:
-    """The layouts of a stage in a plan, priced on its devices without codecs.
+    """Returns the layouts of a stage in a plan, priced on its devices without codecs.
 
     Args:
       cut: the step as stages.

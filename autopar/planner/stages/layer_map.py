@@ -150,7 +150,7 @@ class LayerMap:
 
 
 def sent_back(layers: LayerMap) -> frozenset[int]:
-    """The backward equations that an earlier layer waits for."""
+    """Returns the backward equations that an earlier layer waits for."""
     flow = layers.parts.flow
     layer = layers.of_equation
     out: set[int] = set()
@@ -188,7 +188,7 @@ def needed_again(layers: LayerMap) -> frozenset[int]:
 
 
 def batch_inputs(analysis: Analysis) -> frozenset[int]:
-    """The inputs that are split into microbatches."""
+    """Returns the inputs that are split into microbatches."""
     inputs = analysis.graph.inputs
     return frozenset(inputs[k].value for k in batch_dims(analysis.graph))
 
@@ -217,7 +217,7 @@ def layer_map(
 
 
 def _layers(analysis: Analysis, parts: Parts) -> np.ndarray:
-    """The layer of each operator."""
+    """Returns the layer of each operator."""
     operators = analysis.graph.operators
     above = top_level(analysis.program)
     out = np.full(len(operators), NOWHERE)

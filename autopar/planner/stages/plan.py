@@ -166,7 +166,7 @@ def plan_stages(
 
     Raises:
       NotFasterError: no pipeline with a step shorter than ``below_s`` was found.
-      InfeasibleError: no pipeline fits the memory of the devices.
+      InfeasibleError: no pipeline fits device memory.
       PlanError: the step has no batch that can be cut, or no forward pass.
     """
     spent = _Spent()
@@ -213,7 +213,7 @@ def _solve(
     gap: float,
     below_s: float,
 ) -> tuple[StageProblem, StageSolution]:
-    """The best pipeline, and the problem with its costs.
+    """Returns the best pipeline, and the problem with its costs.
 
     Args:
       problem: the problem.
@@ -261,7 +261,7 @@ class _Spent:
 def layers_of(
     analysis: Analysis, cluster: Cluster, layers: int | None = None
 ) -> LayerMap:
-    """The layers of a step, at most a few per device.
+    """Returns the layers of a step, at most a few per device.
 
     Args:
       analysis: the step.
@@ -289,7 +289,7 @@ def layers_of(
 
 
 def rows_to_split(analysis: Analysis) -> int:
-    """The number of rows of the batch, which must be more than one.
+    """Returns the number of rows of the batch, which must be more than one.
 
     Raises:
       PlanError: no input has rows.
@@ -304,7 +304,7 @@ def rows_to_split(analysis: Analysis) -> int:
 
 
 def divisors(rows: int) -> list[int]:
-    """The divisors of a number of rows, ascending.
+    """Returns the divisors of a number of rows, ascending.
 
     >>> divisors(6)
     [1, 2, 3, 6]
@@ -313,7 +313,7 @@ def divisors(rows: int) -> list[int]:
 
 
 def microbatch_counts(analysis: Analysis, analysed: int = 1) -> list[int]:
-    """Numbers of microbatches to try, chosen from the divisors of the rows.
+    """Returns the numbers of microbatches to try, chosen from the divisors of the rows.
 
     Args:
       analysis: the step on the whole batch, or on one of ``analysed`` microbatches.

@@ -292,7 +292,7 @@ def _sent_once(cut: CutStep) -> set[tuple[int, int, int]]:
 
 
 def copied_layers(cut: CutStep) -> Iterator[tuple[int, int, int]]:
-    """The pieces of stacked arrays that a step copies.
+    """Yields the pieces of stacked arrays that a step copies.
 
     Between steps, a piece is a part of its array on the stage that holds it. A step
     copies the piece, sends the copy to the stage that runs its layers, and gets the
@@ -359,7 +359,7 @@ def sent_layers_s(
 def _task_seconds(
     cut: CutStep, stage: int, candidate: Candidate
 ) -> dict[TaskKey, float]:
-    """Seconds of each task in a step, summed over all microbatches.
+    """Returns the seconds of each task in a step, summed over all microbatches.
 
     All operators of a class cost the same in every task that runs them. A
     rematerialised operator is counted once for each run. Communication that overlaps
@@ -429,7 +429,7 @@ def _inside(cut: CutStep, index: int) -> Iterable[int]:
 
 
 def _device_bytes(cut: CutStep, values: Iterable[int], assignment: Assignment) -> float:
-    """Bytes of values on one device of a stage."""
+    """Returns the bytes of values on one device of a stage."""
     return sum(
         cut.analysis.graph.values[v].nbytes
         / shards(assignment.home_layout(v), assignment.sizes)
@@ -444,7 +444,7 @@ def _wire_bytes(
     source: int,
     target: int,
 ) -> float:
-    """Bytes of values that one device of a stage sends to another stage."""
+    """Returns the bytes of values that one device of a stage sends to another stage."""
     graph, sizes = cut.analysis.graph, assignments[source].sizes
     return sum(
         graph.values[v].nbytes / shards(wire_of(assignments, v, source, target), sizes)
@@ -541,7 +541,7 @@ def link_bytes(
 def link_between(
     cluster: Cluster, first: Sequence[int], second: Sequence[int]
 ) -> LinkSpec:
-    """The slowest link that messages between two sets of devices take.
+    """Returns the slowest link that messages between two sets of devices take.
 
     Each device of the first set sends to one device of the second set, all at the same
     time.

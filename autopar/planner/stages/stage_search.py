@@ -78,7 +78,7 @@ class StageHints:
 
 
 def hints_of(options: PlanOptions) -> StageHints:
-    """The hints that the planning options contain."""
+    """Returns the hints that the planning options contain."""
     names = options.axis_names
     return StageHints(
         pins=dict(options.pins or {}),
@@ -110,7 +110,7 @@ class StageSearch:
     )
 
     def all(self, rooms: Sequence[float]) -> list[Candidate]:
-        """The best layouts of each stage; equal stages are searched only once.
+        """Returns the best layouts of each stage; equal stages are searched only once.
 
         Args:
           rooms: by stage, the bytes that a device may hold while one microbatch runs.
@@ -145,7 +145,7 @@ class StageSearch:
     def one(
         self, number: int, room: float, pins: Pins, like: Candidate | None
     ) -> Candidate:
-        """The best layouts of a stage.
+        """Returns the best layouts of a stage.
 
         Args:
           number: number of the stage.
@@ -230,7 +230,7 @@ class StageSearch:
     def _meshes(
         self, analysis: Analysis, site: StageSite, pins: Pins
     ) -> list[MeshShape]:
-        """The meshes that a stage may have."""
+        """Returns the meshes that a stage may have."""
         hints = self.hints
         if not hints.about_meshes and site.mesh is not None:
             return [site.mesh]
@@ -269,7 +269,7 @@ def _unsplit_layers(analysis: Analysis, chunked: Collection[int]) -> Restriction
 
 
 def own_pins(analysis: Analysis, pins: Pins) -> dict[str, PartitionSpec]:
-    """The pins of a stage's inputs, each by its path.
+    """Returns the pins of a stage's inputs, each by its path.
 
     A pin of an array of stacked layers becomes a pin of each of its pieces.
     """
@@ -282,7 +282,7 @@ def own_pins(analysis: Analysis, pins: Pins) -> dict[str, PartitionSpec]:
 
 
 def _escape(path: str) -> str:
-    """A pattern that matches only this path."""
+    """Returns a pattern that matches only this path."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in path)
 
 
@@ -302,7 +302,7 @@ def check_matches(cut: CutStep, pins: Pins) -> None:
 
 
 def layouts_like(analysis: Analysis, other: Candidate) -> dict[int, Layout]:
-    """The layouts that another stage gives to its pieces of a stage's arrays.
+    """Returns the layouts that another stage gives to its pieces of a stage's arrays.
 
     Args:
       analysis: the stage.
@@ -336,6 +336,6 @@ def has_equal_pieces(analysis: Analysis, found: Candidate) -> bool:
 
 
 def _alike(analysis: Analysis, other: Candidate) -> Candidate:
-    """The layouts of a stage for another stage with the same program."""
+    """Returns the layouts of a stage for another stage with the same program."""
     assignment = dataclasses.replace(other.assignment, analysis=analysis)
     return dataclasses.replace(other, assignment=assignment)

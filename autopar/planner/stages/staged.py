@@ -63,7 +63,7 @@ class WantedPipeline:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The schedule of a plan, with the number of chunks per stage.
+    """Returns the schedule of a plan, with the number of chunks per stage.
 
     Raises:
       PlanError: the plan has one stage, or its stages have too many or too few parts
@@ -84,13 +84,13 @@ def schedule_of(plan: Plan) -> Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class _Laid:
-    """The stages of a pipeline with layouts, and with codecs if codecs were asked for.
+    """The stages of a pipeline with layouts, and with codecs if codecs were requested.
 
     Attributes:
       found: the layouts of each stage.
       costs: costs of the pipeline.
       memory: the most bytes that a device of each stage holds.
-      choice: the codecs; None: no codecs were asked for.
+      choice: the codecs; None: no codecs were requested.
     """
 
     found: list[Candidate]
@@ -111,13 +111,13 @@ def staged_plan(
     Args:
       cut: the step as stages, cut as wanted.
       cluster: all devices.
-      wanted: the pipeline.
+      wanted: the pipeline to plan.
       codecs: the user's request about codecs.
       hints: hints about layouts.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
-      PlanError: no stage can use the codec that was asked for, or a pin does not fit.
+      PlanError: no stage can use the requested codec, or a pin does not fit.
     """
     start = time.perf_counter()
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
@@ -182,7 +182,7 @@ def _with_equal_names(cut: CutStep, found: list[Candidate]) -> list[Candidate]:
 def _send_by_codecs(
     cut: CutStep, table: ScheduleTable, laid: _Laid, codecs: CodecRequest
 ) -> _Laid:
-    """The layouts, with codecs chosen for them."""
+    """Returns the layouts, with codecs chosen for them."""
     choice = choose_staged(cut, laid.found, laid.memory, laid.costs, table, codecs)
     pairs = zip(laid.memory, choice.choices, strict=True)
     memory = [nbytes + sending_of(own).memory_bytes for nbytes, own in pairs]
@@ -260,12 +260,12 @@ def kept_plan(
     codecs: CodecRequest,
     found: Sequence[Candidate],
 ) -> Plan:
-    """The plan of stages with given layouts, for which codecs are chosen.
+    """Returns the plan of stages with given layouts, for which codecs are chosen.
 
     Args:
       cut: the step as stages, cut as wanted.
       cluster: all devices.
-      wanted: the pipeline.
+      wanted: the pipeline to plan.
       codecs: the user's request about codecs.
       found: the layouts of each stage.
 
@@ -291,7 +291,7 @@ def rooms_left(
     Args:
       cut: the step as stages, cut as wanted.
       cluster: all devices.
-      wanted: the pipeline.
+      wanted: the pipeline to plan.
       found: the layouts of each stage.
     """
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
@@ -310,7 +310,7 @@ def price_pipeline(
     Args:
       cut: the step as stages, cut as wanted.
       cluster: all devices.
-      wanted: the pipeline.
+      wanted: the pipeline to plan.
       found: the layouts of each stage.
     """
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
@@ -325,7 +325,7 @@ def _price_stages(
     table: ScheduleTable,
     found: Sequence[Candidate],
 ) -> _Laid:
-    """The stages with given layouts and without codecs, and their costs."""
+    """Returns the stages with given layouts and without codecs, and their costs."""
     devices = [site.devices for site in wanted.sites]
     again = [_again(cut, wanted, k) for k in range(len(wanted.sites))]
     costs = stage_costs(cut, cluster, devices, found)
@@ -341,12 +341,12 @@ def _finish_plan(
     table: ScheduleTable,
     seconds: float,
 ) -> Plan:
-    """The plan of stages that have layouts.
+    """Returns the plan of stages that have layouts.
 
     Args:
       cut: the step as stages.
       cluster: all devices.
-      wanted: the pipeline.
+      wanted: the pipeline to plan.
       laid: the layouts and codecs of the stages.
       table: the schedule.
       seconds: duration of the planning.
@@ -363,7 +363,7 @@ def _finish_plan(
 
 
 def _with_codecs(cut: CutStep, plan: Plan, choice: StagedChoice) -> Plan:
-    """The plan with the codecs of its stages."""
+    """Returns the plan with the codecs of its stages."""
     pairs = zip(plan.stages, choice.decisions(cut.analysis.graph), strict=True)
     stages = tuple(msgspec.structs.replace(s, gradients=g) for s, g in pairs)
     return msgspec.structs.replace(
@@ -461,7 +461,7 @@ def _write_stages(
     timeline: TaskTimes,
     seconds: float,
 ) -> Plan:
-    """The plan as data: all stages, added to the plan of the first stage."""
+    """Returns the plan as data: all stages, added to the plan of the first stage."""
     plans = [
         make_plan(analysis, SearchResult(c, ((c.pricer.mesh, c),), seconds))
         for analysis, c in zip(cut.stages, found, strict=True)

@@ -84,7 +84,7 @@ class Rule:
 
 
 def rules(mesh: MeshShape) -> list[Rule]:
-    """The rules that are tried on a mesh.
+    """Returns the rules that are tried on a mesh.
 
     The first rules are: the fastest layouts, layouts that split optimizer state over
     all devices, and layouts that split all state over all devices. Further rules exist
@@ -150,7 +150,7 @@ def submeshes(
     seconds: float | None = None,
     whole: bool = True,
 ) -> list[Submesh]:
-    """The submeshes of a cluster, each with layouts to try.
+    """Returns the submeshes of a cluster, each with layouts to try.
 
     Args:
       analysis: the program.
@@ -208,7 +208,7 @@ def _suffice(
 
 
 def slice_shapes(cluster: Cluster) -> list[Shape]:
-    """The shapes of slices that are tried, few devices first.
+    """Returns the shapes of slices that are tried, few devices first.
 
     If a level may be cut anywhere, the tried sizes are its divisors and the powers of
     two.
@@ -226,7 +226,7 @@ def slice_shapes(cluster: Cluster) -> list[Shape]:
 
 
 def _bases(cluster: Cluster, shapes: Sequence[Shape]) -> Iterator[Shape]:
-    """The shapes on which layouts are searched: one for each set of levels used.
+    """Yields the shapes on which layouts are searched: one for each set of levels used.
 
     The inner levels have their full size. If the outermost level may be cut anywhere,
     it has the smallest size of a slice there, and otherwise its full size.
@@ -242,7 +242,7 @@ def _bases(cluster: Cluster, shapes: Sequence[Shape]) -> Iterator[Shape]:
 
 
 def _levels(shape: Shape) -> tuple[bool, ...]:
-    """For each level, whether a slice has several devices along it."""
+    """Returns, for each level, whether a slice has several devices along it."""
     return tuple(size > 1 for size in shape)
 
 
@@ -403,7 +403,7 @@ def layouts_on(
 
 
 def _small(analysis: Analysis, pricer: Pricer) -> frozenset[int]:
-    """The nodes of state that stays unsharded."""
+    """Returns the nodes of state that stays unsharded."""
     memory = float(pricer.cluster.memory_bytes)
     return small_state(analysis.graph, analysis.contraction, memory)
 
@@ -483,7 +483,7 @@ Wanted = tuple[int, tuple[int, ...]]
 
 
 def place(cluster: Cluster, wanted: Sequence[Wanted]) -> list[tuple[int, ...]]:
-    """The devices of each stage, as positions in the cluster.
+    """Returns the devices of each stage, as positions in the cluster.
 
     Stages are placed in order, each after the previous stage, at a position where its
     slice may begin. If some stages then find no place, the largest stages are placed
@@ -562,7 +562,7 @@ def _step(cluster: Cluster, shape: Sequence[int]) -> int:
 
 
 def stage_cluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
-    """The devices of a stage as a cluster.
+    """Returns the devices of a stage as a cluster.
 
     Args:
       cluster: all devices.
@@ -589,7 +589,7 @@ def stage_cluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
 
 
 def stage_pricers(plan: Plan, cluster: Cluster | None = None) -> tuple[Pricer, ...]:
-    """The pricer of each stage of a plan; plans of one stage have one.
+    """Returns the pricer of each stage of a plan; plans of one stage have one.
 
     The pricer of a plan with replicas is that of the slowest replica.
 
@@ -614,7 +614,7 @@ def stage_pricers(plan: Plan, cluster: Cluster | None = None) -> tuple[Pricer, .
 
 
 def one_stage(plan: Plan, number: int) -> Plan:
-    """A stage of a plan, as a separate plan.
+    """Returns a stage of a plan, as a separate plan.
 
     Args:
       plan: the plan.

@@ -151,7 +151,7 @@ def _old_level(old: Any, struct: Any, level: int) -> Any:
 
 
 def _fit_tree(old: Any, struct: Any) -> Any:
-    """The old arrays in the tree structure of the new state.
+    """Returns the old arrays in the tree structure of the new state.
 
     Named tuples and tuples count as equal, because a checkpoint stores named tuples as
     tuples. The result is None if the number, shapes or dtypes of the arrays differ.
@@ -167,7 +167,7 @@ def _fit_tree(old: Any, struct: Any) -> Any:
 
 
 def _drop_types(tree: Any) -> Any:
-    """The tree with each named tuple replaced by a tuple."""
+    """Returns the tree with each named tuple replaced by a tuple."""
     if isinstance(tree, tuple):
         return tuple(_drop_types(x) for x in tree)
     if isinstance(tree, list):
@@ -236,7 +236,7 @@ _STAGE = re.compile(r" \(stage \d+\)$")
 
 
 def parameter_of(name: str) -> str:
-    """The path of the parameter that a part of a gradient belongs to.
+    """Returns the path of the parameter that a part of a gradient belongs to.
 
     >>> parameter_of("params/kernel@0:2"), parameter_of("table (stage 1)")
     ('params/kernel', 'table')
@@ -341,7 +341,7 @@ def _divide(
 
 
 def adjusted_state(old: Any, kept: Any, struct: Any, member: Member) -> Any:
-    """The codec state of a gradient if the old or the new codec has inputs.
+    """Returns the codec state of a gradient if the old or the new codec has inputs.
 
     A codec has inputs if some of its parameters are inputs of the compiled program
     (`autopar.compression.adjusting`). The values of these inputs are called *amounts*.
@@ -366,7 +366,7 @@ def adjusted_state(old: Any, kept: Any, struct: Any, member: Member) -> Any:
 
 
 def _with_inputs(old: Any, struct: Any, member: Member) -> Any:
-    """A state with inputs, from an old state with or without inputs.
+    """Returns a state with inputs, from an old state with or without inputs.
 
     None: the old state does not fit.
     """
@@ -420,7 +420,7 @@ def _arrays(amounts: Mapping[str, int], devices: int) -> dict[str, np.ndarray]:
 
 
 def _where(same: Any, values: Any) -> Any:
-    """Values (d, ...), with zeros for devices where ``same`` is false."""
+    """Returns the values (d, ...), with zeros for devices where ``same`` is false."""
     return jnp.where(same.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
 
 

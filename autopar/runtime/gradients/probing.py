@@ -73,14 +73,14 @@ class _Recorder:
 
 
 def probed_members(sums: GradientSums) -> list[Member]:
-    """The gradients that are large enough to be sent by a codec."""
+    """Returns the gradients that are large enough to be sent by a codec."""
     return [m for m in sums.members.values() if worth_a_codec(m.decision.shape)]
 
 
 def partial_gradients(
     run: Callable[..., Any], sums: GradientSums
 ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-    """A function that computes the partial gradients of a step, to be compiled.
+    """Returns a function that computes the partial gradients of a step, to be compiled.
 
     Args:
       run: the replay of the step (`autopar_passes.replay.run.replay`).
@@ -172,7 +172,7 @@ def _usable(gradient: Gradient, codecs: Codecs) -> Codecs:
 def _measured_errors(
     sums: GradientSums, member: Member, usable: Codecs, row: np.ndarray
 ) -> MeasuredErrors:
-    """The measured errors of codecs for one gradient, from its row of sums."""
+    """Returns the measured errors of codecs for one gradient, from its row of sums."""
     gradient, workers = member.gradient, member.summation.workers
     wanted, *errors = (float(x) for x in row)
     elements = math.prod(member.decision.shape)

@@ -62,7 +62,7 @@ class Recoding:
         lenient: bool = False,
         often: bool = False,
     ) -> Plan:
-        """The plan with other codecs for some gradients.
+        """Returns the plan with other codecs for some gradients.
 
         Args:
           plan: the plan.
@@ -125,7 +125,7 @@ class Recoding:
         return adjusted_plan(after, wanted) if wanted else after
 
     def plan_as_saved(self, plan: Plan, state: Any) -> Plan:
-        """The plan with the codecs that were saved with a state.
+        """Returns the plan with the codecs that were saved with a state.
 
         The state holds two codecs of each gradient: the planned codec, and the codec in
         use when the state was saved. If the planned codec is equal to the codec of
@@ -177,7 +177,7 @@ class Recoding:
     def _remember_decisions(
         self, plan: Plan, after: tuple[GradientDecision, ...]
     ) -> Plan:
-        """The plan with other decisions; remembers the original codecs.
+        """Returns the plan with other decisions; remembers the original codecs.
 
         Returns ``plan`` itself if the decisions do not change.
         """
@@ -229,7 +229,7 @@ def _parse_codec(where: str, text: str) -> Codec:
 
 
 def _bytes(text: str) -> np.ndarray:
-    """The bytes of a text as an array.
+    """Returns the bytes of a text as an array.
 
     An empty text becomes a blank, because checkpoints do not hold empty arrays.
     """

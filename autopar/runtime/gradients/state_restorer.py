@@ -36,7 +36,7 @@ class Carried:
       result: position of its next value among the flat results.
       old: number of the argument's value in the program.
       new: number of the result's value in the program; None: the result is a constant.
-        Of a result in the memory of the host, the value on devices before its copy.
+        Of a result in host memory, the value on devices before its copy.
       own: whether the step itself decides on the next value, as for its loss scale.
         Such an array is restored only if its next value is not finite.
       alone: whether ``new`` is the next value of no other argument.
@@ -51,7 +51,7 @@ class Carried:
 
 
 def restored_state(analysis: Analysis) -> tuple[Carried, ...]:
-    """The state that a step restores if a gradient is not finite.
+    """Returns the state that a step restores if a gradient is not finite.
 
     Args:
       analysis: the analysis of the step, or of the program of one microbatch.
@@ -221,7 +221,7 @@ def is_finite(analysis: Analysis, flat: Sequence[Any]) -> bool:
 def with_old_state(
     analysis: Analysis, arguments: Sequence[Any], flat: Sequence[Any]
 ) -> list[Any]:
-    """The flat results of a step, with the state as it was before the step.
+    """Returns the flat results of a step, with the state as it was before the step.
 
     State on which the step itself decides, such as a loss scale, keeps its new value.
 
@@ -317,7 +317,7 @@ def gradients_read(analysis: Analysis) -> frozenset[int]:
 
 
 def results_of(analysis: Analysis) -> frozenset[int]:
-    """The floating-point results of a step, except carried state and inputs."""
+    """Returns the floating-point results of a step, except carried state and inputs."""
     graph, carried = analysis.graph, set(analysis.carried_arguments.values())
     inputs = {given.value for given in graph.inputs}
     return frozenset(

@@ -146,7 +146,7 @@ class GradientSums:
         return 1 + len(self.fallback.codecs) if self.fallback else 1
 
     def together(self, value: int) -> frozenset[int]:
-        """The gradients in the bucket of ``value``.
+        """Returns the gradients in the bucket of ``value``.
 
         The result is empty if codecs do not sum ``value``.
         """
@@ -179,11 +179,11 @@ class GradientSums:
         return dict.fromkeys(self._counters, step) | {"gradients": gradients}
 
     def structs(self) -> State:
-        """Shapes and dtypes of the whole state."""
+        """Returns the shapes and dtypes of the whole state."""
         return jax.eval_shape(self._create)
 
     def init(self) -> State:
-        """The state before the first step, created in its shardings."""
+        """Returns the state before the first step, created in its shardings."""
         return jax.jit(self._create, out_shardings=self.shardings())()
 
     def _fresh(self, member: Member) -> State:
@@ -300,7 +300,7 @@ def _member(
 
 
 def _with_inputs(member: Member) -> Member:
-    """The member with a codec that reads its amounts from the state."""
+    """Returns the member with a codec that reads its amounts from the state."""
     gradient, decision = member.gradient, member.decision
     amounts = gradient.codec.amounts(
         gradient.shape, member.summation.workers, scatter=gradient.scatter
@@ -391,7 +391,7 @@ class StagedSums:
         return {"step": self.counter, "skipped": self.counter, "gradients": every}
 
     def structs(self) -> State:
-        """Shapes and dtypes of the whole state."""
+        """Returns the shapes and dtypes of the whole state."""
         every: dict[str, Any] = {}
         for part in self.parts:
             every |= part.structs()["gradients"]
@@ -399,7 +399,7 @@ class StagedSums:
         return {"step": count, "skipped": count, "gradients": every}
 
     def init(self) -> State:
-        """The state before the first step.
+        """Returns the state before the first step.
 
         State on stages of other processes is an array without shards.
         """
@@ -411,7 +411,7 @@ class StagedSums:
 
 
 def _make_state(part: GradientSums) -> dict[str, Any]:
-    """The state of one stage's gradients; without shards on other processes."""
+    """Returns the state of one stage's gradients; without shards on other processes."""
     where = part.shardings()["gradients"]
     if part.mesh.local_devices:
         return part.init()["gradients"]

@@ -230,7 +230,7 @@ _LAYING = ("copy", "reshape", "squeeze", "transpose")
 
 
 def bare_of(assignment: Assignment, value: int) -> int:
-    """The earliest value that has the same elements as ``value``.
+    """Returns the earliest value that has the same elements as ``value``.
 
     Copies, transpositions and reshapes before ``value`` are followed back as long as
     the values are partial over the same mesh axes. The measurement reads this earlier
@@ -250,7 +250,7 @@ def bare_of(assignment: Assignment, value: int) -> int:
 
 
 def turn_of(assignment: Assignment, value: int, bare: int) -> tuple[int, ...] | None:
-    """The permutation of dims that transposes ``bare`` to ``value``.
+    """Returns the permutation of dims that transposes ``bare`` to ``value``.
 
     Args:
       assignment: the plan as layouts.
@@ -277,7 +277,7 @@ def turn_of(assignment: Assignment, value: int, bare: int) -> tuple[int, ...] | 
 
 
 def replicas_of(assignment: Assignment, value: int) -> Axes:
-    """The mesh axes over which a gradient is a partial sum of different rows.
+    """Returns the mesh axes over which a gradient is a partial sum of different rows.
 
     On such an axis the devices are data replicas.
     """
@@ -483,7 +483,7 @@ _COUNTS = ("step", "steps", "skipped", "last")
 
 
 def fresh(base_batch: float) -> State:
-    """The averages before the first step, scalars."""
+    """Returns the averages before the first step, scalars."""
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     return {
         "base_batch": jnp.asarray(base_batch, jnp.float32),
@@ -499,7 +499,7 @@ def update_averages(
     decay: float,
     measured: jax.Array,
 ) -> State:
-    """The averages after a step.
+    """Returns the averages after a step.
 
     Args:
       state: the averages before the step, made by `fresh` or by this function.
@@ -615,7 +615,7 @@ class NoiseSpec:
         return due
 
     def create(self) -> State:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         previous = {
             name: jnp.zeros(s.shape, s.dtype) for name, s in self.structs_of.items()
         }
@@ -624,14 +624,14 @@ class NoiseSpec:
         return {**fresh(base), "compared": none, "previous": previous}
 
     def structs(self) -> State:
-        """Shapes and dtypes of the state."""
+        """Returns the shapes and dtypes of the state."""
         return jax.eval_shape(self.create)
 
     def shardings(self) -> State:
-        """The shardings of the state."""
+        """Returns the shardings of the state."""
         found = jax.tree.map(lambda _: self.everywhere, self.structs())
         return {**found, "previous": dict(self.homes)}
 
     def init(self) -> State:
-        """The state before the first step, created in its shardings."""
+        """Returns the state before the first step, created in its shardings."""
         return jax.jit(self.create, out_shardings=self.shardings())()

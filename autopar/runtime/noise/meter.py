@@ -108,7 +108,7 @@ def _reached_values(graph: OperatorGraph, known: Readers, start: int) -> list[in
 
 
 def _squares(known: Readers, sources: Mapping[int, Equation], value: int) -> list[int]:
-    """The values that operators compute as the square of ``value``."""
+    """Returns the values that operators compute as the square of ``value``."""
     out: list[int] = []
     for op, _ in known.get(value, []):
         params = sources[op.equation].params if op.equation in sources else {}
@@ -311,7 +311,7 @@ class NoiseMeter:
         return Norm(array, layout, (), self._moment(source))
 
     def _parts_of(self, source: GradientSource, partial: Stacked) -> Norm:
-        """The norm of a gradient's partial gradients on the data replicas."""
+        """Returns the norm of a gradient's partial gradients on the data replicas."""
         summed = tuple(a for a in partial.axes if a not in source.replicas)
         return Norm(
             partial.array, (partial.axes, *partial.layout), summed, self._moment(source)
@@ -332,7 +332,7 @@ class NoiseMeter:
         return device_norms(mesh, wanted)
 
     def _read(self, source: GradientSource, read: Read, mesh: Any) -> Norm:
-        """The norm of the partial gradients of all groups."""
+        """Returns the norm of the partial gradients of all groups."""
         moment = self._moment(source)
         value = source.bare if moment is None else source.parts
         array = self._partial.get(value)
@@ -367,7 +367,7 @@ class NoiseMeter:
     # After the step.
 
     def finish(self) -> State:
-        """The state for the next step."""
+        """Returns the state for the next step."""
         state, spec = self.state, self.spec
         norms = self._norms()
         seen = self.measured
@@ -392,7 +392,7 @@ class NoiseMeter:
         return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays] or [True]))
 
     def _norms(self) -> jax.Array:
-        """The norms of all gradients, float32 (gradients, 3)."""
+        """Returns the norms of all gradients, float32 (gradients, 3)."""
         wanted: list[Norm] = []
         for source in self.spec.sources.found:
             wanted.extend(self._norms_to_take(source))
@@ -435,7 +435,7 @@ class NoiseMeter:
     def _columns(
         self, source: GradientSource, rows: Any, place: int
     ) -> list[jax.Array]:
-        """The three columns of `estimates` for one gradient, each (devices,).
+        """Returns the three columns of `estimates` for one gradient, each (devices,).
 
         Args:
           source: the gradient.

@@ -128,7 +128,7 @@ def _sum_of_parts(block: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def precondition(gradient: jax.Array, moment: jax.Array) -> jax.Array:
-    """A gradient divided by the square root of its second moment, as in Adam.
+    """Returns a gradient divided by the square root of its second moment, as in Adam.
 
     An element with a zero second moment has had no gradient yet. The result is zero
     there.
@@ -184,7 +184,7 @@ class SentGradient:
         return partition_spec(mesh, self.layout), partition_spec(mesh, self.result)
 
     def norms(self, part: Any, made: Any, moments: tuple[Any, Any]) -> list[Norm]:
-        """The three norms, from the arrays on one device."""
+        """Returns the three norms, from the arrays on one device."""
         parts = Norm(part, (self.axes, *self.layout), self.inner, moments[0])
         return [
             parts,
@@ -196,7 +196,7 @@ class SentGradient:
 def measure_of(
     mesh: Any, gradients: Sequence[SentGradient], when: jax.Array | None
 ) -> Measure:
-    """The measurement of a bucket: three norms of each gradient.
+    """Returns the measurement of a bucket: three norms of each gradient.
 
     Args:
       mesh: the mesh.

@@ -107,7 +107,7 @@ class StagedNoise:
         return jax.jit(self.spec.is_measured)
 
     def state_after(self, state: State, rows: Mapping[Place, Any]) -> State:
-        """The state after a step.
+        """Returns the state after a step.
 
         Args:
           state: the state before the step.
@@ -121,7 +121,7 @@ class StagedNoise:
         return self._codes[place](rows)
 
     def struct(self, place: Place) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the result of `added_up`."""
+        """Returns the shape and dtype of the result of `added_up`."""
         count = (
             len(self.tasks[place].values)
             if isinstance(place, TaskKey)
@@ -130,7 +130,7 @@ class StagedNoise:
         return jax.ShapeDtypeStruct((count,), jnp.float32)
 
     def lies(self, place: Place) -> NamedSharding:
-        """The sharding of the result of `added_up`: each device has a copy."""
+        """Returns the sharding of the result of `added_up`: each device has a copy."""
         stage = place.stage if isinstance(place, TaskKey) else place
         return NamedSharding(self.meshes[stage], PartitionSpec())
 
@@ -232,7 +232,7 @@ def _left_out(cut: CutStep, found: Sequence[GradientSource]) -> tuple[str, ...]:
 
 
 def _reader(cut: CutStep, value: int) -> TaskKey | None:
-    """The first task that reads the sum of a gradient over all microbatches."""
+    """Returns the first task that reads the sum of a gradient over all microbatches."""
     for key, task in cut.cut.tasks.items():
         if key.phase is Phase.UPDATE and value in (v for v, _ in task.inputs):
             return key
@@ -247,7 +247,7 @@ def _source(
     name: str,
     rows: int,
 ) -> GradientSource:
-    """The source of a gradient that a task makes once for each microbatch."""
+    """Returns the source of a gradient that a task makes once for each microbatch."""
     count = cut.found.microbatches
     replicas = replicas_of(assignment, value)
     workers = math.prod(assignment.sizes[a] for a in replicas)

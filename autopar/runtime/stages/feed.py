@@ -66,7 +66,7 @@ class Feed:
         self.ahead = None if self.found.ahead is None else self._ahead_code()
 
     def _lies(self, k: int, value: int, shape: tuple[int, ...]) -> NamedSharding:
-        """The sharding of an argument.
+        """Returns the sharding of an argument.
 
         Rows of the batch are sharded like the rows of a microbatch.
         """
@@ -163,7 +163,7 @@ class Feed:
         return (made, *beside) if beside else made
 
     def _gather_noise(self, noise: StagedNoise, ran: Ran) -> dict[Place, Any]:
-        """The norms of all stages, on devices of this process."""
+        """Returns the norms of all stages, on devices of this process."""
         links, out = self.pipeline.links, dict[Place, Any]()
         for number, (place, rows) in enumerate(ran.noise.items()):
             found = noise.added_up(place, list(rows)) if rows else None
@@ -188,7 +188,7 @@ class Feed:
                 )
 
     def _restores(self, carried: Carried) -> Any:
-        """A jitted function that restores an array of the state.
+        """Returns a jitted function that restores an array of the state.
 
         Its arguments are the array before the step, the array after the step, and
         whether all gradients are finite.
@@ -258,7 +258,7 @@ class Feed:
         return known, micro
 
     def _result(self, k: int, ran: Ran) -> Any:
-        """A flat result of a step."""
+        """Returns a flat result of a step."""
         atom = self.program.body.outputs[k]
         if not isinstance(atom, Scalar) and atom not in self.constants:
             return (ran.state if k in self.state else ran.told)[atom]
@@ -277,7 +277,7 @@ class Feed:
         return placement.place(known, where if old is None else self.in_shardings[old])
 
     def _passed_arrays(self, flat: Sequence[Any]) -> dict[int, Any]:
-        """The arrays of the batch that the step returns unchanged."""
+        """Returns the arrays of the batch that the step returns unchanged."""
         out: dict[int, Any] = {}
         for k in sorted(self.found.batch):
             if k >= len(flat):

@@ -43,7 +43,7 @@ def held_bytes(pipeline: StagePipeline) -> dict[ProgramKey, int]:
 
 
 def device_bytes(struct: Any) -> int:
-    """The bytes of an array on one device, by its shape, dtype and sharding."""
+    """Returns the bytes of an array on one device, by its shape, dtype and sharding."""
     return _shard_bytes(struct, struct.sharding)
 
 
@@ -175,7 +175,7 @@ class _HeldBytes:
 
 
 def _codec_bytes(stage: Stage) -> int:
-    """The bytes of the codecs' state on a device of a stage."""
+    """Returns the bytes of the codecs' state on a device of a stage."""
     if stage.sums is None:
         return 0
     state = stage.sums.structs()["gradients"]

@@ -63,7 +63,7 @@ def issue_order(table: ScheduleTable) -> tuple[Issue, ...]:
 def _waits_for(
     table: ScheduleTable, kind: TaskKind, part: int
 ) -> Iterator[tuple[TaskKind, int]]:
-    """The tasks of the same microbatch that a task waits for."""
+    """Yields the tasks of the same microbatch that a task waits for."""
     if kind is TaskKind.FORWARD:
         if part:
             yield TaskKind.FORWARD, part - 1
@@ -98,7 +98,7 @@ def turns(
     stages: Sequence[Sequence[int]],
     waits_for: Mapping[TaskKey, Sequence[TaskKey]],
 ) -> list[list[Turn]]:
-    """The tasks of each thread, in order.
+    """Returns the tasks of each thread, in order.
 
     Args:
       order: the tasks of all stages; each task comes after the tasks it waits for.

@@ -106,7 +106,7 @@ def task_error(
 
 
 def calls_back(equations: Iterable[Equation]) -> bool:
-    """Whether equations, or equations in their regions, call functions of the host."""
+    """Whether equations, or equations in their regions, call host callbacks."""
     return any(
         eqn.source.effects
         or eqn.primitive == "pure_callback"
@@ -116,7 +116,7 @@ def calls_back(equations: Iterable[Equation]) -> bool:
 
 
 def _lines(error: Exception, operators: Iterable[Equation]) -> str:
-    """The source lines of the operator that made a non-finite number.
+    """Returns the source lines of the operator that made a non-finite number.
 
     With ``jax_debug_nans`` JAX runs the task again operator by operator. The error
     names the first operator that makes a non-finite number.
@@ -156,8 +156,8 @@ class Call:
       inputs: a function that selects the inputs of the task from the arrays that its
         stage holds.
       totals: a function that selects the running sums to which the task adds.
-      calls_back: whether the task calls functions of the host; these may fail after the
-        task was issued.
+      calls_back: whether the task calls host callbacks; these may fail after the task
+        was issued.
     """
 
     code: TaskCode
@@ -332,12 +332,12 @@ class StagePipeline:
         self.inside.discard(stage)
 
     def progress(self) -> dict[str, Any]:
-        """The task that this process has issued last; any thread may call this.
+        """Returns the task that this process has issued last; any thread may call this.
 
         Devices may run a task later than it is issued, so the task may not have begun.
         If the call of the task has not returned, there are two possible reasons: the
-        task runs inside the call (small programs of CPUs, functions of the host), or
-        the call waits for space in the device's queue.
+        task runs inside the call (small programs of CPUs, host callbacks), or the call
+        waits for space in the device's queue.
 
         Returns:
           A dictionary, empty before the first task. ``task`` is the name of the task.
@@ -412,14 +412,14 @@ class StagePipeline:
         }
 
     def _kept_outputs(self, task: Task) -> tuple[int, ...]:
-        """The outputs of a task that its own stage keeps."""
+        """Returns the outputs of a task that its own stage keeps."""
         read = self._readers(task, task.key.stage)
         if task.key.phase is not Phase.UPDATE:
             read |= {*self.crossed.same, *self.crossed.rows}
         return tuple(v for v in task.outputs if v in read)
 
     def _sends(self, task: Task) -> tuple[Sent, ...]:
-        """The values that a task sends to other stages, or out of the step."""
+        """Returns the values that a task sends to other stages, or out of the step."""
         out: list[Sent] = []
         for stage in range(len(self.stages)):
             if stage == task.key.stage:
@@ -473,7 +473,7 @@ class StagePipeline:
         return out
 
     def _last(self, task: Task) -> tuple[int, ...]:
-        """The inputs of a microbatch that no later task of its stage reads."""
+        """Returns the inputs of a microbatch that no later task of its stage reads."""
         if task.key.phase is Phase.UPDATE:
             return ()
         tasks = self.cut.of_stage(task.key.stage)
@@ -565,12 +565,12 @@ class StagePipeline:
         return out
 
     def _held_sums(self, stage: int) -> tuple[int, ...]:
-        """The running sums of a stage that its own updates read."""
+        """Returns the running sums of a stage that its own updates read."""
         readers = self._crossing_readers(stage)
         return tuple(v for v in self.sums[stage] if stage in readers.get(v, ()))
 
     def _crossing_sends(self, stage: int, values: Sequence[int]) -> tuple[Sent, ...]:
-        """The transfers of running sums to other stages, or out of the step."""
+        """Returns the transfers of running sums to other stages, or out of the step."""
         readers = self._crossing_readers(stage)
         out: list[Sent] = []
         for target in range(len(self.stages)):
@@ -652,6 +652,6 @@ def _taker(keys: Sequence[int]) -> Callable[[Mapping[int, Any]], tuple[Any, ...]
 
 
 def _first_device(stage: Stage) -> Any:
-    """The first device of a stage; None if the mesh has no devices."""
+    """Returns the first device of a stage; None if the mesh has no devices."""
     abstract = isinstance(stage.mesh, AbstractMesh)
     return None if abstract else stage.mesh.devices.flat[0]

@@ -161,7 +161,7 @@ class _StageBlocks:
         self.here = bool(blocks[0].sharding.addressable_devices)
 
     def cut(self, arrays: Sequence[Any]) -> list[list[Any]]:
-        """The pieces of each block."""
+        """Returns the pieces of each block."""
         pairs = list(zip(self.blocks, arrays, strict=True))
         if not self.here:
             return [
@@ -176,7 +176,7 @@ class _StageBlocks:
         return [[x] if b.is_piece else next(made) for b, x in pairs]
 
     def join(self, pieces: Sequence[Sequence[Any]]) -> list[Any]:
-        """The blocks of some pieces."""
+        """Returns the blocks of some pieces."""
         pairs = list(zip(self.blocks, pieces, strict=True))
         if not self.here:
             return [_absent(b.shape, own[0].dtype, b.sharding) for b, own in pairs]
@@ -268,7 +268,7 @@ class WithStacked:
         return [_StageBlocks(blocks) for blocks in found.values()]
 
     def _cut_arrays(self, arguments: Sequence[Any]) -> list[Any]:
-        """The flat arguments, with stacked arrays split into pieces."""
+        """Returns the flat arguments, with stacked arrays split into pieces."""
         own = self._own
         given: list[Any] = [*arguments[:own], *([None] * (self.inputs - own))]
         whole = {
@@ -285,7 +285,7 @@ class WithStacked:
         return given
 
     def _join_results(self, made: Sequence[Any]) -> list[Any]:
-        """The flat results, with the pieces of stacked arrays joined."""
+        """Returns the flat results, with the pieces of stacked arrays joined."""
         every = list(made)
         self._send(every, back=True)
         whole: dict[LayerBlock, Any] = {}
@@ -457,7 +457,7 @@ def pipelined_step(
 def audited_pipeline(
     cut: CutStep, plan: Plan, meshes: Sequence[Mesh | AbstractMesh]
 ) -> StagePipeline:
-    """The tasks of a plan of several stages, for inspection only.
+    """Returns the tasks of a plan of several stages, for inspection only.
 
     Args:
       cut: the step cut into the plan's stages.
@@ -518,7 +518,7 @@ def _staged_codecs(
 
 
 def _own_device(stages: Sequence[Stage], links: Links | None) -> Any:
-    """The device of this process that holds values that all processes have."""
+    """Returns the device of this process that holds values that all processes have."""
     if links is None:
         return stages[0].mesh.devices.flat[0]
     return links.devices[links.index]
@@ -580,7 +580,7 @@ def _staged_noise(
     noise: NoiseOptions | None,
     links: Links | None,
 ) -> StagedNoise | None:
-    """The noise measurement of the step; None: the noise is not measured."""
+    """Returns the noise measurement of the step; None: the noise is not measured."""
     if noise is None:
         return None
     assignments = [stage.assignment for stage in stages]
@@ -591,7 +591,7 @@ def _staged_noise(
 
 
 def _values_of_results(analysis: Analysis, cut: CutStep) -> set[int]:
-    """The values of results that are not state."""
+    """Returns the values of results that are not state."""
     state = set(analysis.carried_arguments.values())
     atoms = enumerate(cut.cut.program.body.outputs)
     return {a for k, a in atoms if k not in state and isinstance(a, int)}

@@ -56,8 +56,8 @@ class Transfers:
         # Task or stage -> the norms that it has measured, one entry per call.
         places = () if pipeline.noise is None else pipeline.noise.columns
         self.noise: dict[Place, list[Any]] = {place: [] for place in places}
-        # Tasks that call functions of the host: the task, the microbatch, and a result
-        # to wait for.
+        # Tasks that call host callbacks: the task, the microbatch, and a result to wait
+        # for.
         self.watched: list[tuple[Call, int, Sequence[Any]]] = []
         # Task -> one of its results, which `settle` waits for if tasks must run alone.
         # No other task reuses this result's memory.
@@ -173,20 +173,20 @@ class Transfers:
             self.asked[tag] = links.fetch(tag, self.routes(sent))
 
     def routes(self, sent: Sent) -> list[Route]:
-        """The routes of the values of a transfer to another process."""
+        """Returns the routes of the values of a transfer to another process."""
         return [
             self.route(*way)
             for way in zip(sent.values, sent.source, sent.target, strict=True)
         ]
 
     def route(self, value: int, source: NamedSharding, target: NamedSharding) -> Route:
-        """The route of a value to another process."""
+        """Returns the route of a value to another process."""
         assert self.pipeline.links is not None
         found = self.struct(value)
         return self.pipeline.links.route(found.shape, found.dtype, source, target)
 
     def struct(self, value: int) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a value when its stage sends it."""
+        """Returns the shape and dtype of a value when its stage sends it."""
         known = self.pipeline.cut.program.values[value]
         struct = jax.ShapeDtypeStruct(known.shape, known.dtype)
         together = self.pipeline.crossed.rows.get(value)
@@ -426,10 +426,10 @@ class _Run(Transfers):
             run_in_threads(pipeline.threads, by_stage, self.issue, join=links.wait_for)
 
     def settle(self) -> None:
-        """Waits for tasks that call functions of the host, or that must run alone.
+        """Waits for tasks that call host callbacks, or that must run alone.
 
-        A function of the host may fail when the devices run its task, after the task
-        was issued. The state of the step is then still valid: either no update has been
+        A host callback may fail when the devices run its task, after the task was
+        issued. The state of the step is then still valid: either no update has been
         issued, or updates do not reuse the memory of the state.
 
         Raises:
@@ -491,7 +491,7 @@ class _Run(Transfers):
                 self.send(tag, maker.stage, self.sent_to(maker, stage), None, place)
 
     def sent_to(self, maker: TaskKey, stage: int) -> Sent:
-        """The values that a task sends to a stage."""
+        """Returns the values that a task sends to a stage."""
         sends = self.pipeline.calls[maker].code.sent
         return next(sent for sent in sends if sent.stage == stage)
 
@@ -548,11 +548,11 @@ class _Run(Transfers):
             raise task_error(key, number, error, self.operators(code)) from error
 
     def operators(self, code: TaskCode) -> tuple[Equation, ...]:
-        """The equations of a task."""
+        """Returns the equations of a task."""
         return equations_of(self.pipeline.cut.program, code.task)
 
     def now(self) -> float:
-        """Seconds since the step began; 0 without a recorder."""
+        """Returns the seconds since the step began; 0 without a recorder."""
         recorder = self.pipeline.recorder
         return 0.0 if recorder is None else recorder.now()
 
@@ -593,7 +593,7 @@ class _Run(Transfers):
         return count
 
     def place(self, sent: Sent, number: int) -> dict[int, Any]:
-        """The arrays of the stage that receives ``sent``."""
+        """Returns the arrays of the stage that receives ``sent``."""
         if sent.stage == RESULT:
             return {}
         whole = self.step[sent.stage]
@@ -716,7 +716,7 @@ class _Run(Transfers):
 
 
 def _smallest(arrays: Sequence[Any]) -> Any:
-    """The array with the fewest bytes.
+    """Returns the array with the fewest bytes.
 
     >>> _smallest([memoryview(b"abc"), memoryview(b"d")]).nbytes
     1
@@ -725,5 +725,5 @@ def _smallest(arrays: Sequence[Any]) -> Any:
 
 
 def _micro_tag(maker: TaskKey, stage: int, number: int) -> Tag:
-    """The tag of the values that a task sends to a stage for one microbatch."""
+    """Returns the tag of the values that a task sends to a stage for one microbatch."""
     return maker.phase.value, maker.stage, maker.number, stage, number

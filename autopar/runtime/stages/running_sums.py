@@ -35,7 +35,7 @@ from autopar_passes.sums.stacked import Stacked, stack
 
 
 def zeros_code(stage: Stage, values: Sequence[int]) -> Any:
-    """A jitted function without arguments that returns running sums of zero."""
+    """Returns a jitted function without arguments that returns running sums of zero."""
     structs = [wide(stage.struct(v)) for v in values]
     return jax.jit(
         lambda: [jnp.zeros(s.shape, s.dtype) for s in structs],
@@ -162,7 +162,7 @@ def finish_code(
     *,
     sparse: bool,
 ) -> Any:
-    """A jitted function from running sums to their final values.
+    """Returns a jitted function from running sums to their final values.
 
     Without codecs, the function takes the running sums and returns the values. With
     codecs, its first arguments are the number of the step and the state of the codecs.
@@ -209,7 +209,7 @@ def finish_code(
 
 
 def partials_code(stage: Stage, scales: Mapping[int, float]) -> Any:
-    """A jitted function from running sums to the partial gradients of a stage.
+    """Returns a jitted function from running sums to the partial gradients of a stage.
 
     The function returns name of a gradient -> its partial gradients.
 
@@ -308,7 +308,7 @@ class StagedCodecs:
         )
 
     def names(self, stage: int) -> list[str]:
-        """The names of a stage's gradients."""
+        """Returns the names of a stage's gradients."""
         found = self.sums.stages[stage].members.values()
         return [member.decision.name for member in found]
 
@@ -376,7 +376,7 @@ class CodecStep:
         return dict(zip(stages, placement.replicate_array(scalar, where), strict=True))
 
     def sum_inputs(self, stage: int, *, measured: bool) -> tuple[Any, ...]:
-        """The arguments of `finish_code` that come before the running sums.
+        """Returns the arguments of `finish_code` that come before the running sums.
 
         They are the number of the step and the state of the stage's codecs. If norms
         are measured only in some steps, a third one says whether this step is measured.

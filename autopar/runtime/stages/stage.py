@@ -425,7 +425,7 @@ def _rows_sharding(stage: Stage, noise: TaskNoise | None) -> list[NamedSharding]
 
 
 def task_name(task: Task) -> str:
-    """The name of a task in profiles."""
+    """Returns the name of a task in profiles."""
     key = task.key
     words = "_".join(key.phase.value.split())
     kind = "level" if key.phase is Phase.UPDATE else "part"
@@ -438,5 +438,5 @@ def wide(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def layout_code(shardings: Sequence[NamedSharding]) -> Any:
-    """A jitted function that reshards arrays on the devices of a stage."""
+    """Returns a jitted function that reshards arrays on the devices of a stage."""
     return jax.jit(lambda *arrays: list(arrays), out_shardings=list(shardings))

@@ -86,7 +86,7 @@ class Route:
         return frozenset(x.process for x in self.landings)
 
     def pieces_sent(self, origin: int, process: int, array: Any) -> list[Any]:
-        """The pieces that process ``origin`` sends to ``process``.
+        """Returns the pieces that process ``origin`` sends to ``process``.
 
         The pieces are on devices of ``origin``.
         """
@@ -150,7 +150,7 @@ def route(
     target: NamedSharding,
     process_of: Callable[[Any], int] = lambda device: device.process_index,
 ) -> Route:
-    """The route of an array between two shardings.
+    """Returns the route of an array between two shardings.
 
     Args:
       shape: shape of the array.
@@ -175,7 +175,7 @@ def _blocks(sharding: Any, shape: tuple[int, ...]) -> Blocks:
 
 
 def on_device(device: Any) -> NamedSharding:
-    """The sharding of an array that is whole on one device."""
+    """Returns the sharding of an array that is whole on one device."""
     return NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
 
 
@@ -216,7 +216,7 @@ def _together(
 
 @functools.lru_cache(maxsize=256)
 def _joining(shape: tuple[int, ...], places: tuple[tuple[int, ...], ...]) -> Any:
-    """A jitted function that assembles a block from pieces."""
+    """Returns a jitted function that assembles a block from pieces."""
 
     def join_pieces(*parts: Any) -> Any:
         block = jnp.zeros(shape, parts[0].dtype)
@@ -317,7 +317,7 @@ class ProgressWatch:
             self.said[process] = str(self._client.key_value_try_get(key))
 
     def lost_processes(self, since: float) -> tuple[int, ...]:
-        """The lost processes.
+        """Returns the lost processes.
 
         If the coordination service does not answer, all other processes are returned.
 
@@ -733,7 +733,7 @@ class Links:
             return self._connections[process]
 
     def _id(self, tag: Tag, origin: int, process: int) -> int:
-        """A number that identifies this transfer between these processes."""
+        """Returns a number that identifies this transfer between these processes."""
         text = repr((self.number, tag, origin, process)).encode()
         found = hashlib.blake2b(text, digest_size=8).digest()
         return int.from_bytes(found, "little") >> 1

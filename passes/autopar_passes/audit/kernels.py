@@ -31,7 +31,7 @@ _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 def kernel_bytes(module: HloModule, scope: Scope, op: Instruction) -> float:
-    """The bytes that a kernel reads and writes.
+    """Returns the bytes that a kernel reads and writes.
 
     Args:
       module: the module with the computation that a fusion calls.
@@ -221,7 +221,7 @@ def _instructions(
 
 
 def product(scope: Scope, op: Instruction) -> Product | None:
-    """The products that an instruction computes; None if it computes none."""
+    """Returns the products that an instruction computes; None if it computes none."""
     if op.opcode not in ("dot", "convolution", "custom-call") or len(op.operands) < 2:
         return None
     left, right = (scope.instruction(n).shapes[0] for n in op.operands[:2])

@@ -280,7 +280,7 @@ class _Auditor:
         return tuple(n for n, _ in entries), math.prod(s for _, s in entries)
 
     def shard_bytes(self, value: Any, text: str) -> float:
-        """Bytes of one shard of a collective's result."""
+        """Returns the bytes of one shard of a collective's result."""
         shape = list(value.type.shape)
         bits = _bits(value.type.element_type)
         match = _SHARDING.search(text)
@@ -313,7 +313,7 @@ def _source(op: Any) -> str:
 
 
 def _array_bytes(value: Any) -> float:
-    """Bytes of an array inside a ``shard_map``."""
+    """Returns the bytes of an array inside a ``shard_map``."""
     return math.prod(value.type.shape) * _bits(value.type.element_type) / 8
 
 

@@ -196,7 +196,7 @@ class _Dimensions:
                 self._unite(loops.setdefault(op.equation, lead), lead)
 
     def lead(self, op: Operator) -> tuple[int, ...] | None:
-        """The sets of the dimension that a loop slices or stacks.
+        """Returns the sets of the dimension that a loop slices or stacks.
 
         The result is None for other operators.
         """
@@ -204,14 +204,14 @@ class _Dimensions:
         return None if not ends or ends[0] is None else self._dims(ends[0])[0]
 
     def sets(self, op: Operator) -> list[tuple[int, tuple[int, ...]]]:
-        """The factors of an operator's rule, each with its sets."""
+        """Returns the factors of an operator's rule, each with its sets."""
         return [(f, self.leaves(d)) for f, d in self._factors[op.index].items()]
 
     def nbytes(self, value: int) -> float:
         return float(self.values[value].nbytes)
 
     def of(self, value: int) -> list[tuple[int, ...]]:
-        """The sets of each dimension of a value."""
+        """Returns the sets of each dimension of a value."""
         return [self.leaves(dim) for dim in self._dims(value)]
 
     def position(self, value: int, rows: int) -> int | None:
@@ -419,7 +419,7 @@ class _Meetings:
         return (1 if first and dim and shape[0] == 1 else shape[dim]), 0
 
     def rows_of(self, value: int) -> int:
-        """The dimension of carried state with one entry per row; -1 if none."""
+        """Returns the dimension of carried state with one entry per row; -1 if none."""
         shape, dim = self.dims.values[value].shape, self.dims.position(value, self.rows)
         return -1 if dim is None or shape[dim] != self.size else dim
 
@@ -473,7 +473,7 @@ class _Meetings:
         return count
 
     def _loop(self, value: int) -> Operator | None:
-        """The loop that slices a value, if nothing else reads the value."""
+        """Returns the loop that slices a value, if nothing else reads the value."""
         found = [op for op, _ in self.readers.get(value, ())]
         sliced = bool(found) and all(op.kind == "slice_step" for op in found)
         return found[0] if sliced else None

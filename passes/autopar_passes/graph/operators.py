@@ -150,7 +150,7 @@ class OperatorGraph:
 
 
 def update_equations(program: Program, graph: OperatorGraph) -> frozenset[int]:
-    """Indices of the top-level equations of a program's update."""
+    """Returns the indices of the top-level equations of a program's update."""
     top = {eqn.index for eqn in program.body.equations}
     return frozenset(
         op.equation

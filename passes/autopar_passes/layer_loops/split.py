@@ -37,7 +37,7 @@ from autopar_passes.program.trace import TracedStep
 
 
 def layer_ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """For each piece, its first layer and the layer after its last.
+    """Returns, for each piece, its first layer and the layer after its last.
 
     >>> layer_ranges([2, 3])
     [(0, 2), (2, 5)]
@@ -47,7 +47,7 @@ def layer_ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def piece_paths(path: str, sizes: Sequence[int]) -> list[str]:
-    """The paths of the pieces of an array.
+    """Returns the paths of the pieces of an array.
 
     >>> piece_paths("params/kernel", [2, 3])
     ['params/kernel@0:2', 'params/kernel@2:5']
@@ -442,14 +442,14 @@ class Splitter:
         return list(outputs)
 
     def struct(self, atom: Atom) -> Any:
-        """The shape and dtype of an atom."""
+        """Returns the shape and dtype of an atom."""
         if not isinstance(atom, int):
             return jax.ShapeDtypeStruct((), jnp.asarray(atom.value).dtype)
         value = self.builder.values[atom]
         return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
     def shape(self, atom: Atom) -> tuple[int, ...]:
-        """The shape of an atom of the original program."""
+        """Returns the shape of an atom of the original program."""
         return self.program.values[atom].shape if isinstance(atom, int) else ()
 
     # Equations.
@@ -674,7 +674,7 @@ class Splitter:
     def shorter(
         self, eqn: Equation, length: int, read: Sequence[Atom], made: Sequence[int]
     ) -> Equation:
-        """A loop of fewer iterations, with new values and equations."""
+        """Returns a loop of fewer iterations, with new values and equations."""
         return Equation(
             self.builder.index(),
             eqn.source.replace(params={**eqn.params, "length": length}),
@@ -685,7 +685,7 @@ class Splitter:
         )
 
     def copy_region(self, region: Region) -> Region:
-        """A copy of a body, with new values and equations."""
+        """Returns a copy of a body, with new values and equations."""
         values = (*region.inputs, *made_values(region.equations))
         own = {v: self.builder.like(self.program.values[v]) for v in values}
         index = self.builder.index

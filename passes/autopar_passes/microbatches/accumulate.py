@@ -90,7 +90,7 @@ class _Joiner:
         )
 
     def number(self, value: int) -> int:
-        """The program's number of a value of the microbatch's program."""
+        """Returns the program's number of a value of the microbatch's program."""
         return self.first_value + value
 
     def loop(self) -> None:
@@ -213,7 +213,7 @@ class _Joiner:
         return consts
 
     def number_inside(self) -> int:
-        """The value of the loop's body that is the number of the microbatch."""
+        """Returns the value of the loop's body that is the number of the microbatch."""
         if self.found.number is None:
             return self.builder.value((), jnp.dtype("int32"))
         return self.number(self.micro.body.inputs[self.found.number])
@@ -237,7 +237,7 @@ class _Joiner:
         return list(zip(self.micro.body.inputs, given, strict=True))
 
     def zero(self, crossing: Crossing) -> Atom:
-        """The initial value of a sum: zeros."""
+        """Returns the initial value of a sum: zeros."""
         value = self.micro.values[crossing.value]
         dtype = _wide(value.dtype)
         return self.builder.call(lambda: jax.lax.full(value.shape, 0, dtype), [])
@@ -258,13 +258,13 @@ def _stack_of(equations: list[Equation], value: int) -> str:
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype of a sum: half precision would lose small summands."""
+    """Returns the dtype of a sum: half precision would lose small summands."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype("float32") if half else dtype
 
 
 def _read(equations: tuple[Equation, ...]) -> set[int]:
-    """The values that equations read as operands."""
+    """Returns the values that equations read as operands."""
     return {a for e in equations for a in e.arrays}
 
 

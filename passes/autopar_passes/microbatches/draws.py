@@ -26,7 +26,7 @@ _WORD = 2**32
 
 @functools.cache
 def _threefry() -> Any:
-    """The dtype of Threefry's keys."""
+    """Returns the dtype of Threefry's keys."""
     return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
@@ -100,7 +100,7 @@ def _numbers(
 
 
 def _place_in_batch(index: Any, inner: int, count: int, number: Any) -> Any:
-    """The row in the whole batch of a row of a microbatch (`Rows`)."""
+    """Returns the row in the whole batch of a row of a microbatch (`Rows`)."""
     if inner == 1:
         return index * np.uint32(count) + number
     group, rest = index // np.uint32(inner), index % np.uint32(inner)

@@ -263,7 +263,7 @@ def _wrong_dims(pair: Pair, eqn: Equation, value: int) -> str:
 
 
 def place_of(eqn: Equation) -> str:
-    """The place of an equation, for people: ``'reduce_max' (train.py:12)``."""
+    """Returns the place of an equation, for people: ``'reduce_max' (train.py:12)``."""
     source = jax_compat.source_line(eqn.source)
     return f"'{eqn.primitive}'" + (f" ({source})" if source else "")
 
@@ -450,7 +450,7 @@ def loop_of_updates(pair: Pair, operators: Mapping[int, Operator]) -> Equation |
 
 
 def _roles_in(eqn: Equation, operators: Mapping[int, Operator]) -> set[Role]:
-    """The roles of an equation's operators, with those in its regions."""
+    """Returns the roles of an equation's operators, with those in its regions."""
     made = (eqn, *eqn.inner)
     return {operators[e.index].role for e in made if e.index in operators}
 
@@ -501,7 +501,7 @@ def _needed_back(
 
 
 def _stateless_values(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
-    """The values outside of loops that depend on no array of the state."""
+    """Returns the values outside of loops that depend on no array of the state."""
     body = pair.whole.body
     found = {i.value for i in graph.inputs if i.output < 0 or not _is_array(graph, i)}
     found.update(pair.whole.constant_arrays)
@@ -677,7 +677,7 @@ WHOLE = Split(Kind.WHOLE)
 
 
 def join_splits(a: Split, b: Split) -> Split | None:
-    """The class that fits values of either class; None if there is none."""
+    """Returns the class that fits values of either class; None if there is none."""
     kinds = {a.kind, b.kind}
     if a == b:
         return a

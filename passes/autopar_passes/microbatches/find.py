@@ -316,7 +316,7 @@ def _folded_raw(key: Any, number: Any) -> Any:
 
 
 def _scalars_of(whole: Sequence[Atom], micro: Sequence[Atom]) -> list[Atom]:
-    """The operands of the microbatch, with the scalars of the whole batch."""
+    """Returns the operands of the microbatch, with the scalars of the whole batch."""
     return [
         a if isinstance(a, Scalar) else b for a, b in zip(whole, micro, strict=True)
     ]
@@ -479,7 +479,7 @@ def _batch(pair: Pair, unit: int) -> dict[int, Rows]:
 
 
 def _named_step(micro: TracedStep, made: Rewritten) -> TracedStep:
-    """The step on one microbatch, with names for the added inputs."""
+    """Returns the step on one microbatch, with names for the added inputs."""
     number = ("microbatch",) if made.number else ()
     given = (f"whole batch/{k}" for k in range(len(made.ahead)))
     gathered = (f"all microbatches/{k}" for k in range(len(made.gathered)))

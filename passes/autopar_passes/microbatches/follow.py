@@ -142,11 +142,11 @@ class Known:
                 self.edits.replaced.add(value)
 
     def of(self, atom: Atom) -> Split:
-        """The class of an atom."""
+        """Returns the class of an atom."""
         return SAME if isinstance(atom, Scalar) else self.classes[atom]
 
     def operand(self, eqn: Equation, slot: int) -> Split:
-        """The class of an operand, which an edit may have changed."""
+        """Returns the class of an operand, which an edit may have changed."""
         return self.forced.get((eqn.index, slot), self.of(eqn.inputs[slot]))
 
     def hoist(self, values: Sequence[int]) -> list[Split]:
@@ -159,7 +159,7 @@ class Known:
         return [self.classes[v] for v in values]
 
     def of_whole(self, value: int) -> Split:
-        """The class of a value that is computed from the whole batch."""
+        """Returns the class of a value that is computed from the whole batch."""
         if self.pair.dims[value] < -1:
             return WHOLE
         if not self.pair.has_rows(value):

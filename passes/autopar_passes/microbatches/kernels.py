@@ -189,7 +189,7 @@ def _ratio(whole: Program, micro: Program) -> int:
 
 
 def _of_points(eqn: Equation) -> _Body:
-    """The computation of a Pallas kernel at a point of its grid."""
+    """Returns the computation of a Pallas kernel at a point of its grid."""
     body = eqn.params["jaxpr"]
     program = _try(lambda: flatten(jax_compat.without_refs(body)))
     count = len(eqn.inputs)
@@ -279,7 +279,7 @@ def _of_shards(pair: Pair, eqn: Equation, inner: int) -> _Body:
 
 
 def _axes_of(eqn: Equation) -> set[str]:
-    """The device axes that an equation in a shard's program refers to."""
+    """Returns the device axes that an equation in a shard's program refers to."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = named if isinstance(named, tuple) else (named,)
     return {name for name in named if isinstance(name, str)}
@@ -305,7 +305,7 @@ def _replace(program: Program, same: Mapping[int, Atom]) -> Program:
 
 
 def _facts(program: Program) -> Facts:
-    """The facts of a body, in which no equation can wait or run ahead."""
+    """Returns the facts of a body, in which no equation can wait or run ahead."""
     paths = [str(k) for k in range(program.num_arguments)]
     graph = build_graph(
         program, input_paths=paths, carried={}, like=(), share_repeated=False

@@ -303,7 +303,7 @@ def rows(
     rule: FactorRule,
     follow: kernels.Follow,
 ) -> list[Split] | str:
-    """The classes of the results of an operator that reads rows.
+    """Returns the classes of the results of an operator that reads rows.
 
     Args:
       pair: the programs of the whole batch and of one microbatch.

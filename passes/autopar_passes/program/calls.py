@@ -87,7 +87,7 @@ class NamedRoles:
         return self.batch is not None and not self.is_batch(path)
 
     def dim_of(self, path: str) -> int | None:
-        """The dimension of an array's rows; None if it is not given."""
+        """Returns the dimension of an array's rows; None if it is not given."""
         found = (dim for name, dim in self.batch or () if _names(name, path))
         return next(found, None)
 
@@ -228,7 +228,7 @@ class CallForm:
         return [_text(self.names[int(path[0].idx)], path[1:]) for path in keyed]
 
     def argument_of(self, arrays: Sequence[Any]) -> list[int]:
-        """For each array, the position of the argument that contains it."""
+        """Returns, for each array, the position of the argument that contains it."""
         return [path[0].idx for path in _array_paths(self.fixed, arrays)]
 
 
@@ -356,7 +356,7 @@ def _run(step: Callable[..., Any], form: CallForm, values: Sequence[Any]) -> Any
 
 
 def _array_paths(fixed: Fixed, arrays: Sequence[Any]) -> list[Any]:
-    """The path of each array."""
+    """Returns the path of each array."""
     static = {k for k, _ in fixed.leaves}
     keyed, _ = fixed.read(arrays, jax.tree_util.tree_flatten_with_path)
     return [path for k, (path, _) in enumerate(keyed) if k not in static]

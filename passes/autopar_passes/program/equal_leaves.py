@@ -87,7 +87,7 @@ class EqualEquations:
         self.blocks = _blocks(len(members))
 
     def block(self, row: int) -> int:
-        """The number of the block that contains a row."""
+        """Returns the number of the block that contains a row."""
         return row // len(self.blocks[0])
 
 
@@ -132,7 +132,7 @@ class EqualGroups:
         return found
 
     def _sums(self) -> list[AdditionTree]:
-        """The sums of at least `LEAST` terms."""
+        """Returns the sums of at least `LEAST` terms."""
         found: list[AdditionTree] = []
         link: set[int] = set()
         for k in range(len(self.equations) - 1, -1, -1):
@@ -341,7 +341,7 @@ class _BlockRewriter:
         self.whole = {s.root: self._groups_of(s) for s in found.sums}
 
     def program(self) -> Program:
-        """The program in blocks, with new numbers of values and equations."""
+        """Returns the program in blocks, with new numbers of values and equations."""
         for node in self._ordered_writes():
             node()
         outputs = [self._now(a) for a in self.old.body.outputs]
@@ -382,7 +382,7 @@ class _BlockRewriter:
         return _topological(nodes, found.same)
 
     def _groups_of(self, found: AdditionTree) -> set[int]:
-        """The ids of the groups with exactly one term of a sum in every row."""
+        """Returns the ids of the groups with exactly one term of a sum in every row."""
         counts = collections.Counter[int](a for a in found.terms if isinstance(a, int))
         homes = [self.found.row_of[v] for v in counts if v in self.found.row_of]
         rows = collections.Counter((id(group), number) for group, _, number in homes)
@@ -395,7 +395,7 @@ class _BlockRewriter:
         }
 
     def _now(self, atom: Atom) -> Atom:
-        """The new program's value of an atom.
+        """Returns the new program's value of an atom.
 
         If the value is a row of a stack, it is first taken out of the stack.
         """
@@ -418,7 +418,7 @@ class _BlockRewriter:
             self.held[eqn.outputs[number]] = value
 
     def _stack(self, values: tuple[int, ...], name_stack: str) -> int:
-        """The stack of several values of the old program."""
+        """Returns the stack of several values of the old program."""
         found = self.found.row_of.get(values[0])
         if found is not None:
             group, row, number = found
@@ -548,7 +548,7 @@ def _together(*arrays: Any) -> list[Any]:
 
 
 def _apart(stack: Any) -> list[Any]:
-    """The rows of a stack."""
+    """Returns the rows of a stack."""
     rows, shape = stack.shape[0], stack.shape[1:]
     if not shape:
         parts = jax.lax.split(stack, (1,) * rows, 0)
@@ -558,7 +558,7 @@ def _apart(stack: Any) -> list[Any]:
 
 
 def _sum_rows(stack: Any) -> list[Any]:
-    """The sum of the rows of a stack."""
+    """Returns the sum of the rows of a stack."""
     return [jnp.sum(stack, axis=0, dtype=stack.dtype)]
 
 

@@ -24,7 +24,7 @@ class Value:
 
     ``size`` is the number of elements, and ``nbytes`` the bytes of the whole array.
     ``name`` is the name from `jax.ad_checkpoint.checkpoint_name`, or ''. ``on_host``
-    says whether the array lies in the memory of the host (``jax.memory.Space.Host``).
+    says whether the array is in host memory (``jax.memory.Space.Host``).
     """
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Value:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of the whole array in the memory of devices."""
+        """Bytes of the whole array in device memory."""
         return 0 if self.on_host else self.nbytes
 
     @property
@@ -144,7 +144,7 @@ def walk(region: Region) -> list[Equation]:
 
 
 def reads(eqn: Equation) -> tuple[int, ...]:
-    """The values that an equation and its regions read, each once."""
+    """Returns the values that an equation and its regions read, each once."""
     found = dict.fromkeys(eqn.arrays)
     for region in eqn.regions:
         known = set(region.inputs)
@@ -163,7 +163,7 @@ def needed_equations(
     kept: Callable[[int], bool] = lambda _: False,
     effects: bool = False,
 ) -> tuple[Equation, ...]:
-    """The equations that given values depend on, in their order.
+    """Returns the equations that given values depend on, in their order.
 
     Args:
       equations: equations in program order.

@@ -77,7 +77,7 @@ def with_one_replica(run: Callable[[], R]) -> tuple[R, frozenset[str]]:
 
 
 def unbound_axis(error: NameError) -> str:
-    """The unbound axis of an error; '' if the error has another cause."""
+    """Returns the unbound axis of an error; '' if the error has another cause."""
     found = _UNBOUND.search(str(error))
     return found.group(1) if found else ""
 
@@ -120,13 +120,13 @@ def is_index(eqn: Any, axes: frozenset[str]) -> bool:
 
 
 def axis_names(eqn: Any) -> frozenset[Any]:
-    """The axes of a collective."""
+    """Returns the axes of a collective."""
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return frozenset(found if isinstance(found, (tuple, list)) else (found,))
 
 
 def reshape_equation(struct: Any, shape: tuple[int, ...]) -> Any:
-    """An equation that changes the shape of an array."""
+    """Returns an equation that changes the shape of an array."""
     closed = jax.make_jaxpr(lambda x: jax.lax.reshape(x, shape))(struct)
     return closed.jaxpr.eqns[0]
 
@@ -196,7 +196,7 @@ _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _DROPPED = PLACEMENTS | {"stop_gradient", "name"}
 
 
-# The parameter ``devices`` of a ``device_put`` of one array to the memory of devices.
+# The parameter ``devices`` of a ``device_put`` of one array to device memory.
 _TO_DEVICES = (jax.memory.Space.Device,)
 
 
@@ -230,10 +230,10 @@ def flatten(
 
 
 def _host_arguments(body: Region, arguments: frozenset[int]) -> set[int]:
-    """Returns the arguments that a step keeps in the memory of the host.
+    """Returns the arguments that a step keeps in host memory.
 
-    Steps are traced for arguments in the memory of devices. A step that keeps an
-    argument on the host moves it to devices before anything else reads it.
+    Steps are traced for arguments in device memory. A step that keeps an argument on
+    the host moves it to devices before anything else reads it.
     """
     moved, read = set[int](), set[int]()
     for eqn in body.equations:
@@ -590,5 +590,5 @@ def made_values(equations: Iterable[Equation]) -> list[int]:
 
 
 def next_index(program: Program) -> int:
-    """The first index that no equation of a program has."""
+    """Returns the first index that no equation of a program has."""
     return 1 + max(program.by_index(), default=-1)

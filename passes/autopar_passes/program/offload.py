@@ -1,9 +1,8 @@
-"""Moves state of a step to the memory of the host.
+"""Moves state of a step to host memory.
 
-The program takes the state from the memory of the host, copies it to the memory of
-devices where it is read first, and copies its next value back where that is made. A
-step that a user writes with ``jax.device_put`` and `jax.memory.Space` gives the same
-program.
+The program takes the state from host memory, copies it to device memory where it is
+read first, and copies its next value back where that is made. A step that a user writes
+with ``jax.device_put`` and `jax.memory.Space` gives the same program.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from autopar_passes.program.flatten import Builder, next_index, renumber_equatio
 
 
 def offload_state(program: Program, carried: Mapping[int, int]) -> Program:
-    """Returns a program that keeps state in the memory of the host between steps.
+    """Returns a program that keeps state in host memory between steps.
 
     Args:
       program: the step.

@@ -85,7 +85,7 @@ class Fixed:
 
 
 def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and weak type of an array, a number or a struct.
+    """Returns the shape, dtype and weak type of an array, a number or a struct.
 
     The array may be deleted. The sharding is included only if it is part of the type,
     as a sharding over explicit mesh axes is.
@@ -131,7 +131,7 @@ def part(names: Sequence[str], trees: Sequence[Any]) -> tuple[list[Any], Fixed]:
 
 
 def _within_equinox(tree: Any, leaves: Sequence[Any]) -> list[bool]:
-    """For each leaf, whether it is inside an Equinox module."""
+    """Returns, for each leaf, whether it is inside an Equinox module."""
     if "equinox" not in sys.modules:
         return [False] * len(leaves)
     found: list[bool] = []
@@ -276,7 +276,7 @@ class ObjectState:
 
     @classmethod
     def tree_unflatten(cls, definition: Any, children: Any) -> ObjectState:
-        """The inverse of `tree_flatten_with_keys`."""
+        """Returns the inverse of `tree_flatten_with_keys`."""
         return cls(definition, children[0])
 
 
@@ -323,7 +323,7 @@ def taken_out(tree: Any) -> Any:
 
 
 def put_back(tree: Any, *, inner: bool) -> Any:
-    """The inverse of `taken_out`.
+    """Returns the inverse of `taken_out`.
 
     Args:
       tree: the result of `taken_out`, with other arrays.
@@ -356,7 +356,7 @@ def _to_tree(tree: Any, tag: str | None = None) -> Any:
 
 
 def _from_tree(tree: Any, tag: str | None = None, inner: bool | None = None) -> Any:
-    """The inverse of `_to_tree`."""
+    """Returns the inverse of `_to_tree`."""
     return nnx.from_tree(
         tree,
         merge_fn=lambda ctx, path, prefix, leaf: ctx.merge(leaf.definition, leaf.state),

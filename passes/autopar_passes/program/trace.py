@@ -280,7 +280,7 @@ def _name(path: Any) -> str:
 
 
 def _parts(part: _Part) -> Iterator[_Part]:
-    """A tree and its parts, each part before the parts inside it."""
+    """Yields a tree and its parts, each part before the parts inside it."""
     queue = collections.deque([part])
     while queue:
         part = queue.popleft()
@@ -509,7 +509,7 @@ def _trace_step(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> 
 
     @functools.cache
     def read_by(output: int) -> list[bool]:
-        """For each argument, whether an output depends on it."""
+        """Returns, for each argument, whether an output depends on it."""
         used = [k == output for k in range(len(outputs))]
         return partial_eval.dce_jaxpr(jaxpr.jaxpr, used)[1]
 
@@ -532,7 +532,7 @@ def _jaxpr(
 
 
 def step_name(step: Callable[..., Any]) -> str:
-    """The name of a step: the name of its function or of its class."""
+    """Returns the name of a step: the name of its function or of its class."""
     step = step.func if isinstance(step, functools.partial) else step
     return getattr(step, "__name__", type(step).__name__)
 

@@ -426,6 +426,6 @@ def _stack_rows(arrays: Sequence[Any]) -> Any:
 
 
 def _rows(stack: Any) -> list[Any]:
-    """The rows of a stack."""
+    """Returns the rows of a stack."""
     parts = jax.lax.split(stack, (1,) * stack.shape[0], 0)
     return [jax.lax.squeeze(part, (0,)) for part in parts]

@@ -139,7 +139,7 @@ def _can_repeat(flow: Flow, eqn: Equation) -> bool:
 
 
 def _forward_readers(flow: Flow, eqn: Equation) -> list[int]:
-    """The forward equations that read the results of an equation."""
+    """Returns the forward equations that read the results of an equation."""
     found = (r for v in eqn.outputs for r in flow.readers.get(v, ()))
     return [r for r in found if flow.roles[r] is Role.FORWARD]
 
@@ -171,7 +171,7 @@ class RematError(InputError):
 
 
 def names_of(level: str) -> tuple[str, ...]:
-    """The names of the values that a level keeps; empty for other levels.
+    """Returns the names of the values that a level keeps; empty for other levels.
 
     >>> names_of("names=attn_out,mlp_in")
     ('attn_out', 'mlp_in')

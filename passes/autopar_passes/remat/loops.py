@@ -150,8 +150,8 @@ def _divide_loops(
     """Splits loops in two if only their first iterations are recomputed.
 
     Returns:
-      The program, and forward loop -> backward loops, for the loops of the recomputed
-      iterations.
+      The program, and a map from each forward loop to its backward loops, for the loops
+      whose iterations are recomputed.
     """
     top = _top(program)
     cuts = _cuts(top, loops, pairs)
@@ -340,7 +340,7 @@ class _Loop:
     def operands(
         self, eqn: Equation, known: Mapping[int, Atom], given: Sequence[int]
     ) -> tuple[dict[int, int], tuple[dict[int, Atom], dict[int, Atom]]]:
-        """The inputs that a backward loop receives from the forward loop.
+        """Returns the inputs that a backward loop receives from the forward loop.
 
         Args:
           eqn: the backward loop.
@@ -427,7 +427,7 @@ def _gates(body: Region, gone: Collection[int], carries: Sequence[int]) -> list[
 
 
 def _with_params(eqn: Equation, **changed: int) -> object:
-    """The JAX equation of a loop with changed parameters."""
+    """Returns the JAX equation of a loop with changed parameters."""
     return eqn.source.replace(params={**eqn.params, **changed})
 
 
@@ -602,7 +602,7 @@ class _Rewriter:
         return self.position.get(self.flow.maker.get(value, -1), -1)
 
     def gates(self, users: Sequence[Equation], place: int) -> tuple[int, ...]:
-        """The incoming gradients that a recomputation waits for.
+        """Returns the incoming gradients that a recomputation waits for.
 
         These are gradients made before ``place``: those that the first of ``users``
         with any such operand reads.

@@ -124,7 +124,7 @@ class Ring:
         rows: Array,
         gradient: Array,
     ) -> tuple[Array, Array, Array]:
-        """The gradients of this device's queries, keys and values.
+        """Returns the gradients of this device's queries, keys and values.
 
         Args:
           block: the kernel.
@@ -260,7 +260,7 @@ class Ring:
         return jnp.concatenate(halves, dim)
 
     def _return(self, x: Array, dim: int, dealt: bool) -> Array:
-        """The inverse of `_deal`."""
+        """Returns the inverse of `_deal`."""
         if not dealt:
             return x
         early, late = jnp.split(x, 2, dim)
@@ -291,7 +291,7 @@ def _chunks(x: Array, dim: int, parts: int) -> Array:
 
 
 def _join(chunks: Array, dim: int) -> Array:
-    """The inverse of `_chunks`."""
+    """Returns the inverse of `_chunks`."""
     return jnp.concatenate(list(chunks), dim)
 
 
@@ -520,7 +520,7 @@ def _around_ring(eqn: Equation, ring: Ring, shards: Sequence[Any]) -> list[Any]:
 def _axes_of_factors(
     rule: FactorRule, layouts: Sequence[Layout]
 ) -> dict[int, tuple[int, ...]]:
-    """The mesh axes that shard each factor of an operator's rule.
+    """Returns the mesh axes that shard each factor of an operator's rule.
 
     At most one factor of a dimension may be sharded, unless its factors are in
     `FactorRule.whole`: then each of them is sharded over one axis.

@@ -201,7 +201,7 @@ def _entry(array: Any, number: Any) -> Any:
 
 
 def _stacked_shapes(turn: Turn, constants: Any, carry: Any, slices: Any) -> Any:
-    """The shapes and dtypes of the values that an iteration stacks."""
+    """Returns the shapes and dtypes of the values that an iteration stacks."""
 
     def make(held: Any, carried: Any, arrays: Any) -> Any:
         return jax.tree.map(_raw, turn(held, carried, [x[0] for x in arrays])[1])

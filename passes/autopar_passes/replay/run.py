@@ -386,7 +386,7 @@ def operators_of(graph: OperatorGraph) -> dict[int, list[Operator]]:
 
 
 def as_it_is(value: int, array: Any) -> Any:
-    """A `Made` function that changes nothing."""
+    """Returns a `Made` function that changes nothing."""
     del value
     return array
 
@@ -578,7 +578,7 @@ def replay_segment(
 def _state_inputs(
     plan: LayoutPlan, mesh: Any, inputs: Sequence[int], arguments: Sequence[Any]
 ) -> dict[int, Any]:
-    """The inputs of a segment, with stacked arrays for partial inputs."""
+    """Returns the inputs of a segment, with stacked arrays for partial inputs."""
     out: dict[int, Any] = {}
     for value, array in zip(inputs, arguments, strict=True):
         partial = plan.partial_layout(value)

@@ -115,7 +115,7 @@ class _Kernels:
         self.works: dict[Any, KernelWork] = {}
 
     def key(self, eqn: Equation, sig: Any) -> Any:
-        """A key that is equal for equations with the same rule and kernel work.
+        """Returns a key that is equal for equations with the same rule and kernel work.
 
         For a kernel, the key also has the constant operands and which results are read.
         """
@@ -182,7 +182,7 @@ def _lowered_rules(
 
 
 def _platform(program: Program, eqn: Equation) -> str:
-    """The first platform that can lower an equation; '' if no platform can."""
+    """Returns the first platform that can lower an equation; '' if no platform can."""
     for platform in PLATFORMS:
         with contextlib.suppress(*_NO_LOWERING):
             _module(program, [eqn], platform)
@@ -199,7 +199,7 @@ def _read(
 
 
 def _module(program: Program, equations: Sequence[Equation], platform: str) -> Any:
-    """A StableHLO module that runs the equations, each on its own arguments."""
+    """Returns a StableHLO module that runs the equations, each on its own arguments."""
     structs = [
         [
             jax.ShapeDtypeStruct(program.values[a].shape, program.values[a].dtype)

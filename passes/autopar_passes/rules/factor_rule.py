@@ -57,7 +57,7 @@ class Exchange:
     widened: int = 1
 
     def messages(self, shards: int) -> int:
-        """The number of messages that a device sends."""
+        """Returns the number of messages that a device sends."""
         if shards < 2:
             return 0
         return shards - 1 if self.around else 2
@@ -71,7 +71,7 @@ class Exchange:
 
 
 def worker(chunk: int, shards: int) -> int:
-    """The device that works on a chunk of a sequence.
+    """Returns the device that works on a chunk of a sequence.
 
     A sequence has two chunks per device. Each device works on an early and a late
     chunk, so that a causal mask leaves all devices the same work.

@@ -273,7 +273,7 @@ class _Walk:
         self.refs = refs
 
     def body(self, jaxpr: Any, env: dict[Any, Any]) -> tuple[Count, list[Any]]:
-        """The count of a jaxpr, and the scalar values of its results."""
+        """Returns the count of a jaxpr, and the scalar values of its results."""
         total = Count()
         for eqn in jaxpr.eqns:
             total += self.equation(eqn, env)
@@ -389,7 +389,7 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _scalar(name: str, given: list[Any], eqn: Any) -> Any:
-    """The result of an equation on known scalars, or None."""
+    """Returns the result of an equation on known scalars, or None."""
     function = _SCALAR.get(name)
     if function is None or not given:
         return None
@@ -419,7 +419,7 @@ def _trips(cond: Any, values: list[Any]) -> float | None:
 
 
 def _flops(eqn: Any) -> Count:
-    """The FLOPs of one equation without a body."""
+    """Returns the FLOPs of one equation without a body."""
     operands = [_value(v.aval) for v in eqn.invars]
     results = [_value(v.aval) for v in eqn.outvars]
     known = [v for v in (*operands, *results) if v is not None]
@@ -440,7 +440,7 @@ def _flops(eqn: Any) -> Count:
 
 
 def _value(aval: Any) -> Value | None:
-    """The shape and dtype of an array; None for a reference to memory."""
+    """Returns the shape and dtype of an array; None for a reference to memory."""
     if not isinstance(aval, ShapedArray):
         return None
     return Value(tuple(aval.shape), aval.dtype)

@@ -195,7 +195,7 @@ class _CallFactors:
         return tuple(f for name in names for f in self.known.get(name, ()))
 
     def whole(self, shape: Sequence[int]) -> Dims:
-        """Dims with new factors, none of which may be sharded."""
+        """Returns the dims with new factors, none of which may be sharded."""
         dims: list[tuple[int, ...]] = []
         for size in shape:
             name = f"own {len(self.sizes)}"
@@ -235,7 +235,7 @@ class _Call:
         self.paged = paged
 
     def array(self, seq: str, heads: tuple[str, ...], dim: str) -> Dims:
-        """Dims of a query, key, value or output."""
+        """Returns the dims of a query, key, value or output."""
         of = self.factors.dim
         if dim == "v dim" and self.v_dim == self.qk_dim:
             dim = "qk dim"
@@ -245,7 +245,7 @@ class _Call:
         return (of("batch"), *middle, of(dim))
 
     def operands(self) -> list[Dims]:
-        """Dims of query, key and value."""
+        """Returns the dims of query, key and value."""
         return [
             self.array("q seq", _QUERY_HEADS, "qk dim"),
             self.array("kv seq", _KEY_HEADS, "qk dim"),
@@ -253,7 +253,7 @@ class _Call:
         ]
 
     def bias_dims(self) -> Dims:
-        """Dims of the bias, which may lack the batch and the heads."""
+        """Returns the dims of the bias, which may lack the batch and the heads."""
         if not math.prod(self.bias):
             return self.factors.whole(self.bias)
         of = self.factors.dim
@@ -275,7 +275,7 @@ class _Call:
         return (self.factors.dim("batch"), *self.factors.whole(shape[1:]))
 
     def statistics(self, shape: Sequence[int]) -> Dims:
-        """Dims of the row statistics, (batch x segments, heads, q_seq)."""
+        """Returns the dims of the row statistics, (batch x segments, heads, q_seq)."""
         of = self.factors.dim
         segments = shape[0] // self.batch
         self.factors.new("segments", segments)
@@ -345,7 +345,7 @@ def _exchanges(
     results: Sequence[Any],
     read: Sequence[bool],
 ) -> tuple[Exchange, ...]:
-    """The arrays that shards of a sequence exchange (`replay.primitives`)."""
+    """Returns the arrays that shards of a sequence exchange (`replay.primitives`)."""
     factors = call.factors.dim("q seq")
     if not call.ring or not factors:
         return ()
@@ -400,7 +400,7 @@ def sequence_dim(params: dict[str, Any]) -> int:
 
 
 def params_of_block(params: dict[str, Any], *, causal: bool) -> dict[str, Any]:
-    """The parameters of a call on a block of queries and of keys.
+    """Returns the parameters of a call on a block of queries and of keys.
 
     Args:
       params: the parameters of the whole call.
@@ -411,7 +411,7 @@ def params_of_block(params: dict[str, Any], *, causal: bool) -> dict[str, Any]:
 
 
 def _part(call: _Call, params: dict[str, Any]) -> float:
-    """The share of all pairs of a query and a key that the mask allows."""
+    """Returns the share of all pairs of a query and a key that the mask allows."""
     part = 0.5 if is_causal(params) else 1.0
     window = params.get("sliding_window_length")
     return part if not window else min(part, window / call.kv_seq)
@@ -559,7 +559,7 @@ def _model_flops(body: Any, arrays: Sequence[Any]) -> tuple[float, float]:
 
 
 def _platforms(params: dict[str, Any]) -> tuple[str, ...]:
-    """The devices that a Pallas kernel was written for."""
+    """Returns the devices that a Pallas kernel was written for."""
     if params.get("interpret"):
         return ()
     module = type(params.get("compiler_params")).__module__

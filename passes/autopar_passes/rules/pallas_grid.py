@@ -59,7 +59,7 @@ class _Block:
     indices: tuple[_Index, ...]
 
     def along(self, dim: int) -> list[int]:
-        """The dimensions of the array whose blocks a grid dimension selects."""
+        """Returns the dimensions of the array whose blocks a grid dimension selects."""
         return [d for d, i in enumerate(self.indices) if i.along == dim]
 
     def covers_exactly(self, d: int, grid: Sequence[int]) -> bool:
@@ -257,7 +257,7 @@ class _Grid:
         return tuple(parts)
 
     def rule(self, free: Sequence[int]) -> FactorRule:
-        """The rule in which the given dimensions of the grid may be sharded."""
+        """Returns the rule in which the given dimensions of the grid may be sharded."""
         sizes: list[int] = []
         kinds: list[FactorKind] = []
 
@@ -355,7 +355,7 @@ def _block_size(dim: Any) -> int | None:
 
 
 def _parallel_dims(compiler: Any, own: Sequence[int], count: int) -> frozenset[int]:
-    """The dimensions of the grid that a kernel declares parallel."""
+    """Returns the dimensions of the grid that a kernel declares parallel."""
     said = getattr(compiler, "dimension_semantics", None) or ()
     numbers = range(count) if len(said) == count else own
     if len(said) not in (count, len(own)):
@@ -368,7 +368,7 @@ def _parallel_dims(compiler: Any, own: Sequence[int], count: int) -> frozenset[i
 
 
 def _indices(jaxpr: Any, count: int) -> tuple[_Index, ...]:
-    """The results of an index map, as functions of the grid's dimensions."""
+    """Returns the results of an index map, as functions of the grid's dimensions."""
     env: dict[Any, _Index] = {}
     for g, var in enumerate(jaxpr.invars):
         env[var] = _Index(frozenset({g}), g) if g < count else _Index()
@@ -383,7 +383,7 @@ def _indices(jaxpr: Any, count: int) -> tuple[_Index, ...]:
 
 
 def _result(eqn: Any, operands: Sequence[_Index]) -> _Index:
-    """The result of one equation of an index map."""
+    """Returns the result of one equation of an index map."""
     reads = frozenset[int]().union(*(o.reads for o in operands))
     first = operands[0] if operands else _Index()
     if eqn.primitive.name == "convert_element_type":

@@ -93,7 +93,7 @@ class Cut:
         return 1 + max(self.stage_of)
 
     def of_stage(self, stage: int) -> list[Task]:
-        """The tasks of a stage."""
+        """Returns the tasks of a stage."""
         return [t for key, t in self.tasks.items() if key.stage == stage]
 
     @functools.cached_property
@@ -194,7 +194,7 @@ class _Cutter:
         return out
 
     def made_values(self, key: TaskKey, equations: Iterable[int]) -> list[int]:
-        """The values that a task makes for other tasks, in program order."""
+        """Returns the values that a task makes for other tasks, in program order."""
         found: list[int] = []
         for index in equations:
             own = self.owner.get(index) == key or key in self.kept.get(index, ())
@@ -256,7 +256,7 @@ class _Cutter:
     def updates(
         self, by_part: dict[tuple[Role, int], list[int]]
     ) -> Iterator[tuple[TaskKey, list[int]]]:
-        """The equations that run once, by stage and level."""
+        """Yields the equations that run once, by stage and level."""
         flow, part = self.flow, self.parts.part
         level: dict[int, int] = {}
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -344,7 +344,7 @@ class _Cutter:
     def inputs(
         self, key: TaskKey, equations: Sequence[int]
     ) -> list[tuple[int, TaskKey | None]]:
-        """The values that a task reads but does not make, with their makers."""
+        """Returns the values that a task reads but does not make, with their makers."""
         flow = self.flow
         own = {v for index in equations for v in flow.equations[index].outputs}
         own.update(self.constants)
@@ -425,7 +425,7 @@ def stage_program(found: Cut, stage: int) -> StageProgram:
 
 
 def _leaving(found: Cut, stage: int, made: Collection[int]) -> tuple[int, ...]:
-    """The values that a stage sends to other stages, or that leave the step."""
+    """Returns the values that a stage sends to other stages, or that leave the step."""
     wanted = {
         value
         for task in found.tasks.values()
@@ -441,7 +441,7 @@ def _leaving(found: Cut, stage: int, made: Collection[int]) -> tuple[int, ...]:
 
 
 def equations_of(program: Program, task: Task) -> tuple[Equation, ...]:
-    """The equations of a task, in program order."""
+    """Returns the equations of a task, in program order."""
     wanted = set(task.equations)
     return tuple(e for e in program.body.equations if e.index in wanted)
 

@@ -38,12 +38,12 @@ WEIGHT = 0.5
 
 
 def stretch_cost(work: np.ndarray, mean: float) -> np.ndarray:
-    """The cost of stretches by their work, without their boundaries."""
+    """Returns the cost of stretches by their work, without their boundaries."""
     return (work / mean) ** 2
 
 
 def boundary_cost(crossing: np.ndarray) -> np.ndarray:
-    """The cost of a cut at each boundary.
+    """Returns the cost of a cut at each boundary.
 
     Args:
       crossing: float64 ``[units]``, bytes that cross the boundary before each unit.
@@ -55,7 +55,7 @@ def boundary_cost(crossing: np.ndarray) -> np.ndarray:
 
 
 def chain_cost(work: np.ndarray, crossing: np.ndarray, starts: Sequence[int]) -> float:
-    """The cost of given stretches, which `cut_chain` minimises.
+    """Returns the cost of given stretches, which `cut_chain` minimises.
 
     Args:
       work: float64 ``[units]``, the work of each unit.
@@ -192,7 +192,7 @@ def forward_chain(
 
 
 def _crossing(flow: Flow, chain: Sequence[int], place: Mapping[int, int]) -> np.ndarray:
-    """Bytes that cross the boundary before each equation of a chain."""
+    """Returns the bytes that cross the boundary before each equation of a chain."""
     change = np.zeros(len(chain) + 1)
     for k, index in enumerate(chain):
         for value in flow.equations[index].outputs:
@@ -312,7 +312,7 @@ def _phase(chain: ForwardChain, repeats: _Repeats) -> np.ndarray:
 
 
 def _align(chain: ForwardChain, units: np.ndarray, phase: np.ndarray) -> np.ndarray:
-    """The boundaries to try, with all repeats cut at the same place.
+    """Returns the boundaries to try, with all repeats cut at the same place.
 
     Args:
       chain: the forward pass.
@@ -326,7 +326,7 @@ def _align(chain: ForwardChain, units: np.ndarray, phase: np.ndarray) -> np.ndar
 
 
 def _boundaries(chain: ForwardChain, layers: int) -> np.ndarray:
-    """The equations before which a cut is tried: `_TRIED` for each layer.
+    """Returns the equations before which a cut is tried: `_TRIED` for each layer.
 
     Among boundaries with about the same work before them, the boundary with the fewest
     crossing bytes is chosen.

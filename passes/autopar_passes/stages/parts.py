@@ -157,7 +157,7 @@ class Flow:
         }
 
     def value(self, number: int) -> Value:
-        """Shape and dtype of a value."""
+        """Returns the shape and dtype of a value."""
         return self.program.values[number]
 
     def small(self, number: int) -> bool:
@@ -307,7 +307,7 @@ class _Placer:
         return Parts(self.flow, len(self.starts), self.part, self.homes, self.gathered)
 
     def of_role(self, role: Role) -> list[int]:
-        """The equations of a role that run in exactly one part."""
+        """Returns the equations of a role that run in exactly one part."""
         flow = self.flow
         return [
             i for i in flow.equations if flow.roles[i] is role and i not in flow.free
@@ -400,7 +400,7 @@ class _Placer:
             self.place_equation(index, self.part[index])
 
     def makers(self, index: int) -> list[int]:
-        """The equations whose results an equation reads."""
+        """Returns the equations whose results an equation reads."""
         flow = self.flow
         found = (flow.maker.get(v) for v in reads(flow.equations[index]))
         return [m for m in found if m is not None]
@@ -457,7 +457,7 @@ class _Placer:
             self.homes.setdefault(value, 0)
 
     def place(self, value: int) -> int | None:
-        """The part that makes or holds a value."""
+        """Returns the part that makes or holds a value."""
         if value in self.homes:
             return self.homes[value]
         maker = self.flow.maker.get(value)

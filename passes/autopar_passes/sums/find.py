@@ -130,7 +130,7 @@ class _View:
         return found[0][0]
 
     def loop_sums(self, reached: set[int]) -> set[int]:
-        """The values in loops from the carry to the addition of a sum."""
+        """Returns the values in loops from the carry to the addition of a sum."""
         out: set[int] = set()
         for value in reached:
             op = self.made_by[value]

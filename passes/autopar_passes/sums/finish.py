@@ -67,7 +67,7 @@ def scatter_sum(shard: Any, names: tuple[str, ...], dim: int) -> Any:
 
 
 def _kept_slice(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
-    """The slice of a sum over mesh axes that a device keeps."""
+    """Returns the slice of a sum over mesh axes that a device keeps."""
     size = shard.shape[dim] // jax.lax.axis_size(names)
     start = jax.lax.axis_index(names) * size
     return jax.lax.dynamic_slice_in_dim(jax.lax.psum(shard, names), start, size, dim)
@@ -116,7 +116,7 @@ def cuts_tiles(part: Sequence[int], dim: int, item_bytes: int) -> bool:
 
 
 def _order(shape: Sequence[int]) -> tuple[int, int]:
-    """The dimensions that lie along the lanes and along the rows of tiles."""
+    """Returns the dimensions that lie along the lanes and along the rows of tiles."""
     backwards = range(len(shape) - 1, -1, -1)
     return min(itertools.permutations(backwards, 2), key=lambda o: _room(shape, *o))
 

@@ -543,7 +543,7 @@ class _Rounds:
         return np.inf if found.choices or raised > lost.max() else raised
 
     def _regrets(self, lost: np.ndarray) -> np.ndarray:
-        """The losses of the jobs' second best options, in ascending order.
+        """Returns the losses of the jobs' second best options, in ascending order.
 
         For a job that is not required, taking no option also counts as an option.
         """

@@ -254,7 +254,7 @@ def _fill(
 def _program(
     problem: LGreCoProblem, starts: np.ndarray, possible: np.ndarray, budget: float
 ) -> IntegerProgram:
-    """The integer program, scaled so that its numbers are near one."""
+    """Returns the integer program, scaled so that its numbers are near one."""
     count, width = len(problem.error), int(starts[-1])
     lows = np.repeat([float(row.min()) for row in problem.size], np.diff(starts))
     above = np.concatenate(problem.size) - lows

@@ -250,11 +250,11 @@ class OptionTable:
         return len(self.starts) - 1
 
     def least(self, values: np.ndarray) -> np.ndarray:
-        """The least value of each gradient's options."""
+        """Returns the least value of each gradient's options."""
         return np.minimum.reduceat(values, self.starts[:-1])
 
     def most(self, values: np.ndarray) -> np.ndarray:
-        """The greatest value of each gradient's options."""
+        """Returns the greatest value of each gradient's options."""
         return np.maximum.reduceat(values, self.starts[:-1])
 
     def above(self, values: np.ndarray) -> np.ndarray:
@@ -262,7 +262,7 @@ class OptionTable:
         return values - self.least(values)[self.gradient]
 
     def first(self, marked: np.ndarray) -> np.ndarray:
-        """The index of the first marked option of each gradient."""
+        """Returns the index of the first marked option of each gradient."""
         at = np.where(marked, np.arange(len(marked)), len(marked))
         return self.least(at)
 
@@ -274,7 +274,7 @@ class OptionTable:
         return priced + error_price * self.error + memory_price * self.memory
 
     def keep(self, kept: np.ndarray) -> OptionTable:
-        """The table with only the marked options."""
+        """Returns the table with only the marked options."""
         counts = np.bincount(self.gradient[kept], minlength=self.num_gradients)
         return OptionTable(
             starts=np.concatenate([[0], np.cumsum(counts)]),
@@ -451,7 +451,7 @@ def check_selection(problem: CodecSelection, result: SelectionResult) -> None:
 
 
 def _finishes(problem: CodecSelection, choices: Sequence[int]) -> list[float]:
-    """The time at which the link has sent each gradient, in the link's order.
+    """Returns the time at which the link has sent each gradient, in the link's order.
 
     Returns:
       Seconds; [0.0] if there are no gradients.
@@ -465,7 +465,7 @@ def _finishes(problem: CodecSelection, choices: Sequence[int]) -> list[float]:
 
 
 def entries_of(rows: Sequence[np.ndarray], choices: Sequence[int]) -> list[float]:
-    """The chosen entry of each row, as a list."""
+    """Returns the chosen entry of each row, as a list."""
     return [float(row[choice]) for row, choice in zip(rows, choices, strict=True)]
 
 

@@ -93,7 +93,7 @@ def blocks_of(problem: CodecSelection, options: OptionTable) -> Blocks:
 
 
 def link_finishes(ready: np.ndarray, wire: np.ndarray) -> np.ndarray:
-    """The times at which the link finishes each gradient."""
+    """Returns the times at which the link finishes each gradient."""
     finishes = np.empty(len(ready))
     finish = 0.0
     for place in range(len(ready)):
@@ -267,7 +267,7 @@ class SelectionRelaxation:
     status: Status
 
     def option_prices(self, problem: CodecSelection) -> tuple[np.ndarray, ...]:
-        """The cost of each gradient's options at these prices, in seconds."""
+        """Returns the cost of each gradient's options at these prices, in seconds."""
         rows = zip(
             self.wire_weights,
             problem.wire_s,

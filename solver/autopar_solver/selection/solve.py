@@ -216,7 +216,7 @@ def _outlook(
 
 
 def _after(values: np.ndarray) -> np.ndarray:
-    """For each value, the sum of all values after it."""
+    """Returns, for each value, the sum of all values after it."""
     return np.append(np.cumsum(values[:0:-1])[::-1], 0.0)
 
 
@@ -269,7 +269,7 @@ def _promise(
 
 
 def _drop_dominated_labels(problem: CodecSelection, labels: _Labels) -> np.ndarray:
-    """The labels that no label with the same or a later finish time dominates.
+    """Returns the labels that no label with the same or a later finish time dominates.
 
     Suppose that a label has no larger ``f + local`` than a second label, and no smaller
     ``f``. Then its ``local`` is no larger either. The function therefore visits labels
@@ -299,7 +299,7 @@ def _drop_dominated_labels(problem: CodecSelection, labels: _Labels) -> np.ndarr
 
 
 def _bins(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The bin of each value, and for each bin whether all its values are equal.
+    """Returns the bin of each value, and for each bin whether all its values are equal.
 
     Every value of a bin is below every value of the next bin.
     """

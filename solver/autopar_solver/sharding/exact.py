@@ -71,7 +71,7 @@ def build_program(field: Field, scale: float, cuts: Sequence[CutRow]) -> Integer
 
 
 def memory_cut(field: Field, row: int) -> CutRow:
-    """The memory constraint at one row."""
+    """Returns the memory constraint at one row."""
     memory = field.memory
     live = (memory.starts <= row) & (row < memory.ends)
     entries = live[memory.term] & (memory.usage > 0)

@@ -50,7 +50,7 @@ class FlatMemory:
     slack: float
 
     def usage_of(self, choices: np.ndarray) -> np.ndarray:
-        """The memory ``[R]`` that the choices of all nodes use at each row."""
+        """Returns the memory ``[R]`` that the choices of all nodes use at each row."""
         return self._over_rows(self.usage[self.first + choices[self.node]])
 
     def expected_usage(self, chances: np.ndarray) -> np.ndarray:
@@ -70,7 +70,7 @@ class FlatMemory:
         return bool((self.usage_of(choices) <= self.room + self.slack).all())
 
     def at(self, row: int, num_strategies: int) -> np.ndarray:
-        """The memory of each flat strategy at one row."""
+        """Returns the memory of each flat strategy at one row."""
         live = ((self.starts <= row) & (row < self.ends))[self.term]
         return np.bincount(self.strategy[live], self.usage[live], num_strategies)
 
@@ -126,7 +126,7 @@ class Field:
         return sum(table.size for table in self.tables)
 
     def cost(self, choices: np.ndarray) -> float:
-        """The cost of the choices of all nodes, including the constant."""
+        """Returns the cost of the choices of all nodes, including the constant."""
         own = self.costs[self.offsets[:-1] + choices].sum()
         chosen = choices.tolist()
         shared = sum(
@@ -136,7 +136,7 @@ class Field:
         return self.constant + float(own) + shared
 
     def owner(self) -> np.ndarray:
-        """The position of the node of each flat strategy."""
+        """Returns the position of the node of each flat strategy."""
         return np.repeat(np.arange(self.num_nodes), self.sizes)
 
     def least(self, values: np.ndarray) -> np.ndarray:

@@ -145,7 +145,7 @@ class NodeMemory:
     usage: np.ndarray
 
     def take(self, strategies: np.ndarray) -> NodeMemory:
-        """The memory of only the strategies with these indices."""
+        """Returns the memory of only the strategies with these indices."""
         return NodeMemory(self.starts, self.ends, self.usage[:, strategies])
 
     def at(self, row: int) -> np.ndarray | None:

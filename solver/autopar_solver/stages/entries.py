@@ -67,7 +67,7 @@ class Entries:
         return len(self.first)
 
     def keep(self, mask: np.ndarray) -> Self:
-        """The stages for which the mask is true."""
+        """Returns the stages for which the mask is true."""
         fields = (field.name for field in dataclasses.fields(self))
         return dataclasses.replace(self, **{f: getattr(self, f)[mask] for f in fields})
 
@@ -191,7 +191,7 @@ def _running(array: np.ndarray, fold: np.ufunc) -> np.ndarray:
 def _shared_costs(
     problem: StageProblem, first: np.ndarray, end: np.ndarray, option: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The cost of parameters that a stage shares with another stage.
+    """Returns the cost of parameters that a stage shares with another stage.
 
     Returns:
       Two arrays: the seconds per step for sending such parameters' gradients, and the

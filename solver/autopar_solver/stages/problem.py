@@ -208,7 +208,7 @@ class StageProblem:
         return 1 + max(option.link for option in self.options)
 
     def costs_of(self, microbatches: int) -> LayerCosts:
-        """The costs for a number of microbatches.
+        """Returns the costs for a number of microbatches.
 
         Raises:
             InputError: the problem does not allow this number.
@@ -219,7 +219,7 @@ class StageProblem:
         raise InputError(f"{self.name}: {microbatches} microbatches are not allowed.")
 
     def limit_bytes(self, option: int) -> float:
-        """The memory of each device of an option."""
+        """Returns the memory of each device of an option."""
         return self.groups[self.options[option].group].memory_bytes
 
 
@@ -307,7 +307,7 @@ class Pipeline:
         return len(self.options)
 
     def layers(self, stage: int) -> tuple[int, ...]:
-        """The layers of a stage, chunk after chunk."""
+        """Returns the layers of a stage, chunk after chunk."""
         parts = range(stage, len(self.cuts) - 1, self.stages)
         return tuple(
             layer

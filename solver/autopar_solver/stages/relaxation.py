@@ -230,7 +230,7 @@ def choose_recomputed(
 
 
 def _need(over: float, times: float, activations: float) -> float:
-    """The bytes that must be saved for each microbatch that the stage holds."""
+    """Returns the bytes that must be saved for each microbatch that the stage holds."""
     if times:
         return over / times + activations
     return float(_never(np.array(over)))
@@ -302,7 +302,7 @@ def _drop_dominated(
 def _relaxed_s(
     saving: np.ndarray, seconds: np.ndarray, item: int, need: float
 ) -> float:
-    """The least seconds if fractions of items could be taken.
+    """Returns the least seconds if fractions of items could be taken.
 
     Items are taken in the order of their savings per second.
     """
@@ -433,7 +433,7 @@ def through(chain: Chain, add: np.ndarray, paths: Paths) -> np.ndarray:
 
 
 def add_prices(chain: Chain, add: np.ndarray, prices: np.ndarray) -> np.ndarray:
-    """The costs of stages, including the prices of their devices."""
+    """Returns the costs of stages, including the prices of their devices."""
     return add + chain.taken @ prices
 
 
@@ -525,7 +525,7 @@ class CutTerms:
 def crossings_of(
     problem: StageProblem, costs: LayerCosts, schedule: Schedule
 ) -> CutTerms:
-    """The terms of all cuts between two layers under a schedule."""
+    """Returns the terms of all cuts between two layers under a schedule."""
     links = problem.num_links
     both = costs.forward_link_s + costs.backward_link_s
     if schedule.kind is ScheduleKind.GPIPE:
@@ -549,7 +549,7 @@ def terms_at(
     place: StagePlace,
     kept: Sequence[tuple[int, int]],
 ) -> StageTerms:
-    """The terms of stages at one position of the pipeline.
+    """Returns the terms of stages at one position of the pipeline.
 
     Args:
         entries: the stages.
@@ -569,7 +569,7 @@ def terms_at(
 
 
 def least_add_s(entries: Entries, schedule: Schedule) -> np.ndarray:
-    """The seconds that stages add to the bound's sum, without recomputation."""
+    """Returns the seconds that stages add to the bound's sum, without recomputation."""
     add, last = entries.forward_s + entries.backward_s, entries.step_s
     if schedule.splits_backward:
         last = last + entries.weight_s
@@ -585,7 +585,7 @@ def _peak_s(
     microbatches: int,
     place: StagePlace,
 ) -> np.ndarray:
-    """The seconds that each stage has in the bound's maximum."""
+    """Returns the seconds that each stage has in the bound's maximum."""
     others = microbatches - 1
     peak = others * (entries.backward_s + np.where(np.isfinite(again), again, 0.0))
     if schedule.splits_backward:

@@ -179,7 +179,7 @@ class Budgets:
 
 
 def num_states(chain: Chain) -> int:
-    """The number of states of available devices."""
+    """Returns the number of states of available devices."""
     return math.prod((_sizes(chain)).tolist())
 
 
@@ -259,7 +259,7 @@ def solve_tables(
     peak: float,
     room: np.ndarray,
 ) -> Tables:
-    """Fills the tables for every number of stages that has terms.
+    """Fills the tables for each number of stages for which terms are given.
 
     Args:
         chain: the stages.
@@ -592,11 +592,11 @@ class _Programme:
         self.taken = space.low + np.where(np.isfinite(before), before, 0.0)
 
     def cutoff(self) -> float:
-        """The cost at and above which pipelines are ignored."""
+        """Returns the cost at and above which pipelines are ignored."""
         return self.incumbent.step_s * (1 - self.gap)
 
     def lower_bound(self, low: float) -> float:
-        """A lower bound of all pipelines of the space."""
+        """Returns a lower bound of all pipelines of the space."""
         most = self.space.most_stages
         places = _Places(self, None)
         bound = places.bound_at(range(1, most + 1), low)
@@ -659,7 +659,7 @@ class _Places:
         )[0]
 
     def known_bound(self, stages: int, low: float) -> float:
-        """A lower bound for ``stages`` stages, from the limits tried so far."""
+        """Returns a lower bound for ``stages`` stages, from the limits tried so far."""
         bound = math.inf
         for peak, values in sorted(self.solved):
             if stages <= len(values):
@@ -680,7 +680,11 @@ class _Places:
         return tables
 
     def _least(self, counts: range, peak: float) -> Answer:
-        """Solves for one limit until the costs of the best chain are exact."""
+        """Solves the programme under one limit, with exact costs of the best chain.
+
+        The costs of stages begin as lower bounds. The programme is solved again until
+        the best chain has no stage whose cost is only a bound.
+        """
         answer = Answer(math.inf, peak)
         for _ in range(CORRECTIONS):
             values = (tables := self._tables(peak)).values
@@ -702,7 +706,7 @@ class _Places:
         return answer
 
     def _peak(self, chosen: tuple[int, ...]) -> float:
-        """The maximum over the stages and links of a chain."""
+        """Returns the maximum over the stages and links of a chain."""
         entries, link = self.space.entries, self.space.crossings.link
         peaks = [
             float(terms.peak[entry])

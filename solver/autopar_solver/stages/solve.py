@@ -269,7 +269,7 @@ def _stage_counts(
 
 
 def _rules(costs: LayerCosts, parts: int) -> list[np.ndarray]:
-    """For each rule, ``[parts + 1, options]``: the cuts for each option."""
+    """Returns, for each rule, ``[parts + 1, options]``: the cuts for each option."""
     layers, options = costs.forward_s.shape
     share = np.arange(parts + 1) / parts
     equal = np.tile((share * layers).round().astype(int)[:, None], (1, options))
@@ -462,7 +462,7 @@ def _pipelines(problem: StageProblem) -> Iterator[Pipeline]:
 
 
 def _fastest(problem: StageProblem, work: np.ndarray, group: int) -> list[int]:
-    """The options of a group with the least total time of all layers."""
+    """Returns the options of a group with the least total time of all layers."""
     room = problem.groups[group].devices
     own = [
         k
@@ -498,7 +498,7 @@ def _proportional(work: np.ndarray) -> tuple[int, ...]:
 
 
 def binding_memory(problem: StageProblem) -> BindingMemory | None:
-    """The stage whose memory every pipeline exceeds by the smallest factor.
+    """Returns the stage whose memory every pipeline exceeds by the smallest factor.
 
     In every pipeline some stage exceeds its memory by at least the factor of the
     returned stage, even if the stage holds one microbatch and recomputes everything.
@@ -643,7 +643,7 @@ def _search(
             spaces.append(space)
 
     def turn(number: int) -> tuple[bool, float]:
-        """A sort key: schedules with split backward passes come last.
+        """Returns a sort key: schedules with split backward passes come last.
 
         Their bounds are far below their steps, so their search takes longest.
         """

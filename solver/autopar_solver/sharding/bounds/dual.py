@@ -75,7 +75,7 @@ class _Bucket:
     factors: tuple[_Factor, ...]
 
     def total(self) -> np.ndarray:
-        """The sum of the factors."""
+        """Returns the sum of the factors."""
         total = np.zeros((1,) * len(self.scope))
         for factor in self.factors:
             total = total + _spread(factor.table, factor.scope, self.scope)
@@ -243,7 +243,7 @@ def _down(
 
 
 def _without(total: np.ndarray, bucket: _Bucket, factor: _Factor) -> np.ndarray:
-    """The bucket's total minus one factor, minimised over all other nodes."""
+    """Returns the bucket's total minus one factor, minimised over all other nodes."""
     others = tuple(axis for axis, k in enumerate(bucket.scope) if k not in factor.scope)
     return total.min(axis=others) - factor.table
 
@@ -395,7 +395,7 @@ class Dual:
         return (used - self.field.memory.room) / self._unit
 
     def _step_prices(self, excess: np.ndarray, gap: float) -> np.ndarray:
-        """The prices after one step.
+        """Returns the prices after one step.
 
         The change of a price is proportional to the price, as in exponentiated
         gradients. Prices of rows that limit the choices are high and therefore change

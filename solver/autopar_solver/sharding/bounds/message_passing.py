@@ -123,7 +123,7 @@ def record_tape(visits: Sequence[Visit]) -> Tape:
 
 @functools.cache
 def compiled_loop() -> Callable[..., float] | None:
-    """The compiled loop; None without numba."""
+    """Returns the compiled loop; None without numba."""
     try:
         # Numba is an optional dependency and slow to import, so it is imported by its
         # name, here.
@@ -294,7 +294,7 @@ class MessagePassing:
         return np.concatenate(shares or [costs]), tables
 
     def _message(self, node: int, sender: int) -> np.ndarray:
-        """The message into a node from a neighbour."""
+        """Returns the message into a node from a neighbour."""
         size = int(self.field.sizes[node])
         start = int(self.begins[node]) + self._slots[node][sender] * size
         return self.buffer[start : start + size]

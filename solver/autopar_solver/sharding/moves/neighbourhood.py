@@ -50,7 +50,7 @@ class Position:
         self.choices[node] = strategy
 
     def change(self, node: int, strategy: int) -> np.ndarray:
-        """The memory that a change of one strategy would add at each row."""
+        """Returns the memory that a change of one strategy would add at each row."""
         memory = self.field.memory
         first, last = np.searchsorted(memory.node, [node, node + 1])
         at = memory.first[first:last]
@@ -61,7 +61,7 @@ class Position:
         return np.cumsum(change)[:-1]
 
     def losses(self) -> np.ndarray:
-        """For each flat strategy, the cost that a change to it would add."""
+        """Returns, for each flat strategy, the cost that a change to it would add."""
         present = self.local[self.field.offsets[:-1] + self.choices]
         return self.local - np.repeat(present, self.field.sizes)
 

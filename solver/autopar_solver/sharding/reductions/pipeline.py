@@ -353,7 +353,7 @@ def drop_loose_rows(graph: Graph) -> None:
 
 
 def _range_minima(values: np.ndarray) -> list[np.ndarray]:
-    """The minima of all ranges whose length is a power of two."""
+    """Returns the minima of all ranges whose length is a power of two."""
     lows, width = [values], 1
     while 2 * width <= len(values):
         lows.append(np.minimum(lows[-1][:-width], lows[-1][width:]))

@@ -123,12 +123,12 @@ class ScheduleTable:
         return self.stages * self.chunks
 
     def tasks(self, stage: int) -> tuple[ScheduleTask, ...]:
-        """The tasks of one stage, in order."""
+        """Returns the tasks of one stage, in order."""
         rows = self.orders[stage].tolist()
         return tuple(ScheduleTask(TaskKind(kind), m, chunk) for kind, m, chunk in rows)
 
     def part(self, stage: int, chunk: int) -> int:
-        """The part of the model that is a stage's chunk."""
+        """Returns the part of the model that is a stage's chunk."""
         return chunk * self.stages + stage
 
 
@@ -364,7 +364,7 @@ def _run(table: ScheduleTable) -> None:
 def _needs(
     parts: int, kind: TaskKind, number: int, part: int
 ) -> list[tuple[TaskKind, int, int]]:
-    """The tasks that must end before a task begins."""
+    """Returns the tasks that must end before a task begins."""
     if kind == TaskKind.FORWARD:
         return [(kind, number, part - 1)] if part else []
     if kind == TaskKind.BACKWARD_WEIGHT:
@@ -441,7 +441,7 @@ class TaskTimes:
 def equal_parts(
     table: ScheduleTable, forward_s: float, backward_s: float, weight_s: float = 0.0
 ) -> TaskSeconds:
-    """Seconds and bytes of equal parts.
+    """Returns the seconds and bytes of equal parts.
 
     Communication takes no time, and a held microbatch takes one byte.
 
