@@ -296,7 +296,8 @@ class Assignment:
         return self._memo(("stackings",), self._stackings)
 
     def _stackings(self) -> dict[int, Stacking]:
-        # While the deferrals are checked, no value counts as partial.
+        # The check of the deferrals reads layouts, which depend on the result of the
+        # check. Until the result is known, no value counts as partial.
         self._known["stackings",] = {}
         found: dict[int, Stacking] = {}
         for d in self.analysis.deferrals:

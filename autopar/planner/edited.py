@@ -52,6 +52,7 @@ EDITABLE = (
     "inputs", "nodes", "copies", "gradients", "sums_each_microbatch", "predicted",
     "cluster", "mesh", "schedule", "pipeline", "replicas",
 )  # fmt: skip
+
 # The fields that users may edit only in plans of several stages.
 _OF_SEVERAL = ("schedule", "pipeline")
 # Reasons why the other fields may not be edited, by name of the field.
@@ -239,8 +240,8 @@ def _edited_layouts(
       analysis: the stage.
       plan: the stage as a plan.
       cluster: the devices of the stage.
-      parts: the parts of the plan that were edited. Edits of a mesh leave all layouts
-        as they are stated.
+      parts: the parts of the plan that were edited. If the mesh was edited, the layouts
+        that the plan states are not planned again.
       seconds: time limit of the solver.
 
     Returns:

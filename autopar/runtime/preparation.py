@@ -378,7 +378,7 @@ class Preparation:
     def reprice(
         self, analysed: Analysed, setting: Setting, cluster: Cluster, plan: Plan
     ) -> Plan:
-        """Returns a plan with the same layouts and codecs for another cluster.
+        """Returns a plan's layouts with newly chosen codecs, for another cluster.
 
         Args:
           analysed: the analysis of the step.

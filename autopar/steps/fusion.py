@@ -39,6 +39,7 @@ _COSTLY = frozenset(
         "logistic", "pow", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh",
     }
 )  # fmt: skip
+
 # Costly operators that need more than 150 clock cycles per element on an H100
 # (openxla/xla, ``xla/service/gpu/model/hlo_op_profiles_data.h``).
 _DEAR = _COSTLY - {"div", "exp", "exp2", "logistic", "rem", "rsqrt", "sqrt", "tanh"}

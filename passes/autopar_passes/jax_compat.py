@@ -577,7 +577,7 @@ _TURN = jax.ShapeDtypeStruct((), np.int32)
 
 
 def is_ordered(eqn: Any) -> bool:
-    """Whether a JAX equation, or an equation inside it, calls the host in order."""
+    """Whether a JAX equation, or an equation inside it, is an ordered host callback."""
     return any(_effects.ordered_effects.contains(x) for x in eqn.effects)
 
 

@@ -304,6 +304,6 @@ def _fastest(
 
 
 def _squared_error(choice: Candidate) -> float:
-    """The squared relative error of a stage's gradients, times their elements."""
+    """Returns the gradients' squared relative error times their number of elements."""
     sending = sending_of(choice)
     return sending.error**2 * elements_of(sending)

@@ -388,7 +388,7 @@ def _even_stages(whole: Analysis, cluster: Cluster, most: int, chunks: int) -> i
 
 
 def _most_pieces(whole: Analysis, most: int) -> int:
-    """The largest number of pieces, up to a limit, that divides some stack of layers.
+    """Returns the largest number of pieces that divides some stack's number of layers.
 
     Stacks of layers that this number does not divide are not cut.
     """

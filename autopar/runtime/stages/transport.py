@@ -346,7 +346,7 @@ class LostError(Exception):
     """
 
     def __init__(self, processes: tuple[int, ...], said: str = "") -> None:
-        """Creates the error; arguments are as in the attributes."""
+        """Creates the error; the attributes describe the arguments."""
         super().__init__(f"processes {', '.join(map(str, processes))} are silent")
         self.processes, self.said = processes, said
 

@@ -614,9 +614,9 @@ def build_graph(
       input_paths: a readable path for each flat argument.
       carried: flat argument -> flat output that is its next value.
       named: the roles that the user has given.
-      like: known inputs for the first arguments. An argument that does not come back
-        gets the role and rows of its known input. Arguments without a known input
-        belong to no batch. None to find all roles.
+      like: known inputs for the first arguments. An argument that the step does not
+        return gets the role and rows of its known input; without a known input, it
+        belongs to no batch. None to find all roles.
       share_repeated: whether repeated layers share one set of decisions.
     """
     equations = walk(program.body)

@@ -123,6 +123,7 @@ POINTWISE = frozenset(
         "square", "sub", "tan", "tanh", "xor",
     }
 )  # fmt: skip
+
 # Operators that reduce dimensions -> the function that combines the results of two
 # pieces.
 REDUCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {

@@ -150,6 +150,7 @@ _SIZES = frozenset(
         "operand_shape", "updates_shape", "padding_config", "length", "result_avals",
     }
 )  # fmt: skip
+
 # Parameters of kernels that may differ, because kernels are traced anew for a
 # microbatch (`autopar_passes.microbatches.kernels`).
 _KERNEL_SIZES = {

@@ -216,6 +216,7 @@ KEYED = frozenset(
         "random_split", "random_unwrap", "random_wrap",
     }
 )  # fmt: skip
+
 # Operators whose first operand is a key, which `jax.random.fold_in` can change.
 FOLDED = frozenset({"random_bits", "random_split", "random_gamma"})
 # Operators that make equal rows from values without rows.

@@ -406,10 +406,10 @@ class _Placer:
         return [m for m in found if m is not None]
 
     def choices(self, values: Iterable[int], bound: int) -> set[int]:
-        """The parts, at most ``bound``, that have all given forward values; not empty.
+        """Returns the parts that have all given forward values, up to ``bound``.
 
-        If no part has all values, the result is the parts that have the largest values;
-        the other values are sent there.
+        The result is never empty: if no part has all values, it has the parts with the
+        largest values, and the other values are sent there.
         """
         everywhere = set(range(bound + 1))
         found = [(self.flow.value(v).nbytes, self.available(v)) for v in values]

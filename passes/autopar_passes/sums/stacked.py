@@ -48,6 +48,7 @@ UNARY = frozenset(
         "squeeze", "expand_dims", "rev", "slice", "split", "div",
     }
 )  # fmt: skip
+
 # Operators that only scale or cast an operand if all other operands are constants.
 SCALING = frozenset({"mul", "div", "neg", "convert_element_type"})
 

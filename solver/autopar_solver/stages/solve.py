@@ -502,8 +502,8 @@ def binding_memory(problem: StageProblem) -> BindingMemory | None:
 
     In every pipeline some stage exceeds its memory by at least the factor of the
     returned stage, even if the stage holds one microbatch and recomputes everything.
-    The result is None if memory does not explain the failure. Then layers are
-    forbidden, or there are too few devices.
+    The result is None if memory is not the reason why no pipeline exists: then options
+    are forbidden for some layers, or there are too few devices.
     """
     found = [
         binding
