@@ -41,9 +41,10 @@ class Expert:
 def _with_rows_split(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restriction:
     """Adds to a recipe the rule that data axes must split rows wherever they can.
 
-    If a node has such a strategy, each data axis must split its rows or its sequence.
-    Without this rule, the solver could leave an axis unused, and every device would
-    compute the whole batch. Plans that people write use all axes.
+    If a node has strategies in which each data axis splits its rows or its sequence,
+    only these strategies are allowed. Without this rule, the solver could leave an axis
+    unused, and every device would compute the whole batch. Plans that people write use
+    all axes.
     """
     within = restriction_of(analysis, recipe, pricer)
     labels, sizes = analysis.node_labels, pricer.sizes

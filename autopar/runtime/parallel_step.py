@@ -525,7 +525,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return planned.plan
 
     def _make_ready(self) -> None:
-        """Compiles a new program on all processes; all raise the error of any."""
+        """Compiles a new program on all processes.
+
+        If one process fails, all processes raise its error.
+        """
         current = self._current
         if current is None or current.ready:
             return

@@ -147,7 +147,8 @@ def _barrier_inputs(graph: OperatorGraph) -> dict[int, list[int]]:
 class Replacing:
     """Which operators must read old parameters before an update overwrites them.
 
-    The gradients of the step are numbered. Sets of gradients are stored as bits.
+    The gradients of the step are numbered. A set of gradients is an integer, in which
+    each bit stands for one gradient.
 
     A step writes its new parameters into the buffers of the old parameters. An operator
     that runs after the update would find the new parameters there. XLA's CPU compiler

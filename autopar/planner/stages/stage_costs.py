@@ -178,9 +178,10 @@ def stage_messages(cut: CutStep) -> tuple[StageMessage, ...]:
     """All values that stages send each other in a step.
 
     If several tasks of a stage read a value, the value is sent to the stage once.
-    Values that an update reads are sent after the microbatches: sums and equal values
-    once, rows once for each microbatch. Rows of the batch are sent to a later stage
-    with each microbatch.
+    Values that an update reads are sent after the microbatches. Sums over microbatches,
+    and values that are equal in all microbatches, are then sent once; rows are sent
+    once for each microbatch. Rows of the batch are sent to a later stage with each
+    microbatch.
     """
     count, owners = cut.found.microbatches, cut.cut.owners
     batch = {*cut.cut.parts.flow.batch}

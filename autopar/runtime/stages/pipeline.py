@@ -399,8 +399,9 @@ class StagePipeline:
     def _readers(self, task: Task, stage: int) -> set[int]:
         """Returns the results of a task that tasks of a stage read directly.
 
-        The tasks of microbatches and the tasks that run once read each other's results
-        only through crossings (see below), which do not count here.
+        Tasks of microbatches and tasks that run once also read each other's results,
+        but only through crossings: values that are combined over microbatches, or
+        passed to updates. Crossings do not count here.
         """
         once = task.key.phase is Phase.UPDATE
         return {

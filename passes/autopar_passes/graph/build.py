@@ -402,8 +402,9 @@ class _Meetings:
 
         Both are found from the largest input.
 
-        No rule names a dimension of size one. If a batch has one row, the row dimension
-        is the first dimension, or the dimension after the time dimension of a loop.
+        No sharding rule has a factor for a dimension of size one. If a batch has one
+        row, the row dimension is the first dimension, or the dimension after the time
+        dimension of a loop.
         """
         if not given:
             return 1, 0

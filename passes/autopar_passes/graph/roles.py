@@ -71,7 +71,8 @@ def operator_roles(
     ``transpose`` is backward. The role of any other operator follows from its
     dependencies. An operator that a marked operator depends on is forward. An operator
     that depends on the backward pass is update. An operator that only the update reads
-    (the decay of a moment) is update too. Any other operator (a metric) is forward.
+    (such as the decay of a moment) is update too. All remaining operators (such as
+    those of a metric) are forward.
 
     Args:
       name_stacks: the name stack of each operator, in program order.

@@ -91,7 +91,8 @@ class _Body:
     """The computation of a kernel at each point of its grid.
 
     Attributes:
-      program: a program from the initial to the final contents of the kernel's arrays.
+      program: computes the final contents of the kernel's arrays from the initial
+        contents.
       results: which results of the program are results of the kernel.
       state: the number of inputs, after the operands, that hold data of an earlier
         point; the last results are the new data.

@@ -239,7 +239,7 @@ def count_kernel_flops(params: dict[str, Any], operands: Sequence[Any]) -> Count
 
 
 def count_body(jaxpr: Any) -> Count:
-    """Counts the FLOPs of a function's body that has no grid, for the shapes in it."""
+    """Counts the FLOPs of a function's body that has no grid, for the body's shapes."""
     return _Walk({}, {}, {}).body(jaxpr, {})[0]
 
 
