@@ -98,8 +98,8 @@ def stage_costs(
     for holder, stage, value in copied_layers(cut):
         nbytes = _device_bytes(cut, [value], layouts[stage])
         held[holder] += nbytes
-        # Stages slice the layers that they send to others, and receive layers that they
-        # run.
+        # The holder makes a copy of the layers that it sends. If another stage runs
+        # these layers, the holder also receives as many layers, which it runs itself.
         copied[holder] += nbytes * (1 + (holder != stage))
     for source, _, nbytes in sent_layers(cut, layouts):
         shared[source] += nbytes

@@ -271,7 +271,7 @@ class ObjectState:
     state: Any
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Puts the definition into the structure of the tree."""
+        """Returns the state as the only child; the definition is tree structure."""
         return ((ObjectKey(), self.state),), self.definition
 
     @classmethod
