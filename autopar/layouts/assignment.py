@@ -520,7 +520,8 @@ _ONE_CORE_BYTES = 16 * 2**20
 def apart_bytes(device: DeviceSpec, devices: int) -> float:
     """Returns the most bytes of arrays that are gathered axis by axis.
 
-    Such arrays must not be gathered over all devices in one collective.
+    An array of at most so many bytes must not be gathered over all devices in one
+    collective.
     """
     if device.kind != "tpu" or devices < _DEVICES:
         return 0.0

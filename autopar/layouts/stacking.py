@@ -129,7 +129,7 @@ def stack_between(
 ) -> dict[int, Stacking]:
     """The values of a deferral that are partial over replicas, with their stackings.
 
-    These are the results of the loop over microbatches, and the values that are
+    The values are the results of the loop over microbatches, and those that are
     computed from them until the sum is due. The result is empty if an operator outside
     of the loop contributes, or if the layouts do not allow the sum to wait.
 

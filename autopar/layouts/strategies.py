@@ -159,8 +159,8 @@ class Copy:
     def mode_of(self, same: bool, reuse: bool) -> Mode:
         """How a copy is made.
 
-        This depends on whether the copy has the value's own layout, and whether it
-        reuses the forward copy.
+        A copy is made by resharding, unless it has the value's own layout or reuses the
+        forward copy.
         """
         if reuse:
             return Mode.REUSE

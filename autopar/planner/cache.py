@@ -109,8 +109,8 @@ _SHAPE = (1024, 1024)
 def _figures(compression: str) -> list[str]:
     """Returns the costs and errors that each codec states for an example gradient.
 
-    These figures are part of the key of a plan, because a program may register codecs
-    of its own, and may change them later under the same names.
+    The costs and errors of codecs are part of the key of a plan, because a program may
+    register codecs of its own, and may change them later under the same names.
     """
     known = {"none": (), "auto": offered_codecs()}
     codecs = [

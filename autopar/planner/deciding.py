@@ -293,9 +293,9 @@ def _least_memory(search: Programs) -> None:
 def _local(search: Programs, count: int) -> tuple[str, ...]:
     """Returns the names of values that each microbatch would compute from its own rows.
 
-    Such values, for example batch statistics, differ from those of the whole batch, so
-    they change the result of the step. Values for which the user has allowed this are
-    left out.
+    If microbatches compute a value that depends on several rows, such as batch
+    statistics, from their own rows, the result of the step changes. Values for which
+    the user has allowed this are left out.
     """
     if search.options.coupled == "microbatch":
         return ()

@@ -71,8 +71,9 @@ def fitting_meshes(
 ) -> list[MeshShape]:
     """Returns the meshes on which the pins are possible.
 
-    Such a mesh has all axes that the pins name, and the sizes of these axes divide the
-    pinned arrays. The axes of the returned meshes have the names that the pins use.
+    The pins are possible on a mesh if it has all axes that the pins name, and if the
+    sizes of these axes divide the pinned arrays. The axes of the returned meshes have
+    the names that the pins use.
 
     Raises:
       PlanError: no mesh fits; the message is about the last mesh, which has the most

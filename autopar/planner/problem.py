@@ -415,7 +415,7 @@ def _partial_work_edges(
 ) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
     """Edges from contractions to operators that compute with their partial results.
 
-    Such edges exist only for partial results whose reduction over devices is postponed
+    The edges exist only for partial results whose reduction over devices is postponed
     in a loop. Outside of loops a reduction is postponed only for codecs.
     """
     graph, contraction = analysis.graph, analysis.contraction

@@ -452,7 +452,8 @@ class Programs:
     def failure(self, *, advise: bool) -> PlanError:
         """Returns the error to raise if no plan fits.
 
-        It is the error of the program that needs least memory.
+        Of all programs without a plan that fits, the error is that of the program that
+        needs least memory.
         """
         unfit = {n: e for n, e in self.errors.items() if isinstance(e, InfeasibleError)}
         programs = [name for name in unfit if name in self.programs]
@@ -553,7 +554,8 @@ class Programs:
 def _changes(plan: Plan) -> tuple[int, int]:
     """Returns numbers that measure how much a plan changes the user's step.
 
-    Of two equally fast plans, the one with smaller numbers is preferred.
+    The numbers grow as the plan changes more of the user's step. Of two equally fast
+    plans, the one with smaller numbers is preferred.
     """
     return len(plan.remat.layers), plan.microbatches
 

@@ -297,7 +297,8 @@ def _kind(assignment: Assignment, op: Operator, label: str, factor: int) -> str:
 def _is_parameter(assignment: Assignment, value: int | None) -> bool:
     """Whether a value has the layout of a parameter.
 
-    It is then a parameter, or made of one parameter only.
+    A value with the layout of a parameter is a parameter, or computed from one
+    parameter only.
     """
     home = None if value is None else assignment.contraction.homes.get(value)
     if home is None:

@@ -1,8 +1,8 @@
 """Process 0 plans, and all processes check that they hold the same plan.
 
-This module also tells the other processes when this process ends. Without this message
-they would wait for it for minutes: in the shutdown barrier of `jax.distributed` if this
-process ended normally, and in a collective if it failed.
+When a process ends, it tells the other processes through this module. Without the
+message, the others would wait for minutes: in the shutdown barrier of `jax.distributed`
+if the process ended normally, and in a collective if it failed.
 """
 
 from __future__ import annotations

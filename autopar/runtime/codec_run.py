@@ -591,8 +591,8 @@ class NoiseRun:
 def _known_names() -> frozenset[str]:
     """Returns the names of the arrays in saved averages.
 
-    This is a function and not a constant because it creates arrays, which would start
-    JAX's backend during the import.
+    The names are not a constant of the module, because computing them creates arrays,
+    which would start JAX's backend during the import.
     """
     return frozenset({*fresh(1.0), "compared", "previous"})
 

@@ -201,8 +201,8 @@ def _row_spec(
 ) -> PartitionSpec:
     """Splits rows over the first of the given mesh axes.
 
-    It uses the longest prefix of the axes whose product of sizes divides the number of
-    rows.
+    The rows are split over the longest prefix of the axes whose product of sizes
+    divides the number of rows.
     """
     sizes = running.plan.mesh["axes"]
     parts, used = 1, list[str]()

@@ -219,8 +219,8 @@ def _row_mesh(mesh: Any) -> Mesh:
 def even_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """Returns a sharding that splits an array evenly over all devices of a mesh.
 
-    It splits the first dimension that the number of devices divides. If there is no
-    such dimension, the array is replicated.
+    The sharding splits the first dimension that the number of devices divides. If there
+    is no such dimension, the array is replicated.
 
     State that is created before planning gets these shardings, so that no device has to
     hold the whole state.
@@ -300,7 +300,7 @@ def device_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
 def abstract_mesh(plan: Plan) -> AbstractMesh:
     """Returns the mesh of a plan with one stage, without devices.
 
-    It is enough to lower and audit the program of the plan.
+    A mesh without devices is enough to lower and audit the program of the plan.
     """
     kinds = (AxisType.Auto,) * len(plan.axis_sizes)
     return AbstractMesh(plan.axis_sizes, plan.axis_names, axis_types=kinds)
@@ -309,7 +309,8 @@ def abstract_mesh(plan: Plan) -> AbstractMesh:
 def home_meshes(plan: Plan, own: Sequence[Mesh]) -> list[Mesh]:
     """Returns the meshes of the state between steps, in the order of `Plan.home_axes`.
 
-    These are the meshes of the stages, and the mesh of all stages if the plan has one.
+    The result has the meshes of the stages, and the mesh of all stages if the plan has
+    one.
 
     Args:
       plan: the plan.
@@ -335,8 +336,9 @@ def _text(plan: Plan) -> str:
 def home_of(arrays: Iterable[Any]) -> Mesh | None:
     """Returns the mesh on which the caller expects the results; None for the plan's.
 
-    This is the mesh that the caller set with ``jax.set_mesh``. If none is set, it is
-    the mesh of the first argument whose type has an explicit sharding.
+    The results of a call belong on the mesh that the caller set with ``jax.set_mesh``.
+    If none is set, it is the mesh of the first argument whose type has an explicit
+    sharding.
 
     Args:
       arrays: the arguments of the call.

@@ -126,8 +126,8 @@ def _by_hand(plan: Plan) -> bool:
 def _dense_bytes(plan: Plan) -> dict[str, float]:
     """Returns the uncompressed bytes of the gradients that each codec sends.
 
-    These are bytes of one device. The codec ``dense`` is left out if some gradient has
-    another codec, because a plan with any codec may still send gradients densely if
+    The bytes are those of one device. The codec ``dense`` is left out if some gradient
+    has another codec, because a plan with any codec may still send gradients densely if
     that is faster.
     """
     found: dict[str, float] = {}

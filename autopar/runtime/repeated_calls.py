@@ -1,6 +1,7 @@
 """Recognises calls that differ from the last call only in the values of arrays.
 
-Such a call needs no new plan, and only some of its arrays have to be placed again.
+A call that differs from the last call only in the values of arrays needs no new plan,
+and only some of its arrays have to be placed again.
 
 In training, most calls are alike: the state is the result of the last call, and the
 batch has the shapes of the last batch. If trees, types, shapes and shardings are equal

@@ -50,9 +50,9 @@ Block = tuple[tuple[int, int], ...]
 def is_movable(array: Any, sharding: Any) -> bool:
     """Whether `move_array` should move an array to a sharding.
 
-    It should if all old and new devices belong to this process, and are CPUs or two
-    different sets of devices. Within one set of accelerators, ``device_put`` is better:
-    JAX then moves the array over the links of the devices.
+    `move_array` should move an array if all old and new devices belong to this process,
+    and are CPUs or two different sets of devices. Within one set of accelerators,
+    ``device_put`` is better: JAX then moves the array over the links of the devices.
     """
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return False

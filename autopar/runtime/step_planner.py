@@ -197,7 +197,7 @@ class StepPlanner:
     ) -> Plan | None:
         """Returns a step's plan from the folder of saved plans; None without one.
 
-        It is the plan that `plan` saved for the same arguments.
+        The stored plan is the one that `plan` saved for the same arguments.
 
         Args:
           analysed: the step.

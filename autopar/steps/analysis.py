@@ -444,8 +444,9 @@ class Analysis:
     def _gradients(self) -> dict[int, int]:
         """The matrix products of the backward pass that make gradients for the update.
 
-        Only the update waits for these gradients. The dictionary maps each product to
-        the last operator of its loop, or of the program if the product is in no loop.
+        Some products make gradients for which only the update waits. The dictionary
+        maps each of these products to the last operator of its loop, or of the program
+        if the product is in no loop.
         """
         kinds = {op.index for op in self.graph.operators if op.kind in PRODUCTS}
         return {k: end for k, end in self._summing.items() if k in kinds}
@@ -478,11 +479,12 @@ class Analysis:
     def ranks(self) -> np.ndarray:
         """The position of each operator if products that make gradients run last.
 
-        It is the order in which compilers run operators that overlap communication with
-        computation.
+        Compilers that overlap communication with computation run operators in this
+        order.
 
-        These compilers run the products after the rest of the backward pass, at the end
-        of their loop. The products keep their order.
+        In this order, products that make gradients run after the rest of the backward
+        pass, at the end of their loop. These products keep their order among each
+        other.
         """
         late, until = self._gradients, self.independent.computations
         last = behind(self.followers, late)

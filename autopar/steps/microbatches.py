@@ -221,7 +221,7 @@ def _added_up(
 def _waiting(deferral: Deferral, graph: OperatorGraph) -> Deferral:
     """Returns a deferral with sums once per step, if microbatches add up its values.
 
-    Otherwise the deferral is returned unchanged.
+    If microbatches do not add up its values, the deferral is returned unchanged.
 
     The sum over devices is computed after the last microbatch. Operators of the update
     that read an accumulated value are therefore not part of the deferral.

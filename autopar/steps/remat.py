@@ -209,10 +209,10 @@ def _layer_loops(
 def _is_tower(flow: Flow, eqn: Equation) -> bool:
     """Whether the iterations of a loop are stacked layers.
 
-    Such a loop reads slices of the state, and each iteration computes a matrix product
-    with the result of the previous iteration. In contrast, a loop over time or over
-    chunks of a sequence runs over activations, and the iterations of a loop over
-    experts all read the same input.
+    A loop over stacked layers reads slices of the state, and each iteration computes a
+    matrix product with the result of the previous iteration. In contrast, a loop over
+    time or over chunks of a sequence runs over activations, and the iterations of a
+    loop over experts all read the same input.
     """
     first = eqn.params["num_consts"] + eqn.params["num_carry"]
     slices = {a for a in eqn.inputs[first:] if isinstance(a, int)}

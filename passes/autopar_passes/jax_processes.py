@@ -44,8 +44,8 @@ def was_forked() -> bool:
 
 
 def _after_fork() -> None:
-    # This reads the dictionary itself, because another thread may have the lock that
-    # `backends_are_initialized` would wait for.
+    # The dictionary is read without the lock of `backends_are_initialized`, because at
+    # the fork another thread may have held this lock.
     if _xla_bridge._backends:  # pyright: ignore[reportPrivateUsage]
         _forked.append(True)
 

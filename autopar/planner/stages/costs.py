@@ -115,8 +115,8 @@ class BytesPricer:
     def around(self) -> tuple[int, ...]:
         """The operators that affect the lifetimes of values of the example layers.
 
-        They are the layers' operators, the readers of their results, and the producers
-        of their inputs.
+        The lifetimes of a layer's values depend on the layer's operators, the readers
+        of their results, and the producers of their inputs.
         """
         graph = self.layers.analysis.graph
         producer = self.layers.analysis.contraction.producer

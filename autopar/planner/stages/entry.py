@@ -79,7 +79,7 @@ def parts_at_loops(
 def _heaviest(whole: Analysis, parts: int) -> list[int]:
     """The forward equations of the loop over layers with most work, in program order.
 
-    There is one for each piece of the loop.
+    The result has one equation for each piece of the loop.
     """
     pieces = _piece_numbers(whole)
     graph = whole.graph

@@ -170,8 +170,8 @@ def sent_back(layers: LayerMap) -> frozenset[int]:
 def needed_again(layers: LayerMap) -> frozenset[int]:
     """The forward equations whose results their layer's own backward pass needs.
 
-    They run again if the layer is rematerialised. Results that only the next layer
-    reads are not computed again.
+    If a layer is rematerialised, the backward pass runs these equations again. Results
+    that only the next layer reads are not computed again.
     """
     flow = layers.parts.flow
     layer = layers.of_equation
@@ -252,8 +252,8 @@ def _layers(analysis: Analysis, parts: Parts) -> np.ndarray:
 def _examples(analysis: Analysis, parts: Parts, layer: np.ndarray) -> np.ndarray:
     """Returns an example layer for each layer.
 
-    It is the second layer with the same operators, if there are several: the first of
-    equal layers may read values that the others do not read.
+    If several layers have the same operators, the second of them is the example layer:
+    the first may read values that the others do not read.
     """
     classes: list[Counter[int]] = [Counter() for _ in range(parts.count)]
     for op in analysis.graph.operators:

@@ -334,9 +334,9 @@ def covering(
     """Numbers of microbatches, chosen such that each submesh can use numbers of every
     magnitude.
 
-    Of numbers whose ratio is less than `_APART`, the first number is taken. A further
-    number is taken if it gives microbatches that some submesh can split, while this
-    submesh cannot split those of the first number.
+    Going up, a number is taken if it is at least `_APART` times the last number that
+    was taken by this rule. Another number is taken if some submesh can split its
+    microbatches, but not those of any number since then.
 
     Args:
       counts: the numbers to choose from, ascending.

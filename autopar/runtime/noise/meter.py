@@ -422,7 +422,8 @@ class NoiseMeter:
     def _halves_and_sum(self, source: GradientSource, whole: Norm) -> list[Norm]:
         """The norms of the gradient, of that of the step before, and of their mean.
 
-        Such a gradient has only one group, so it is compared with the step before.
+        A gradient with only one group is compared with the gradient of the step before.
+        Its two groups are half of each of the two gradients.
         """
         before = self.state["previous"][source.name]
         both = 0.5 * (whole.array.astype(jnp.float32) + before.astype(jnp.float32))

@@ -178,7 +178,7 @@ class Call:
 class StageCopy:
     """Values that a stage sends to another stage without computing them in a task.
 
-    Such values are inputs of the step, or crossings: values of microbatches that are
+    The values are inputs of the step, or crossings: values of microbatches that are
     used after all microbatches.
 
     Attributes:
@@ -520,8 +520,8 @@ class StagePipeline:
     def _donations(self) -> dict[TaskKey, tuple[int, ...]]:
         """Update -> the inputs whose memory it reuses.
 
-        Such an input is state whose next value the update makes, and that no later task
-        reads.
+        An update can reuse the memory of state whose next value it computes, and that
+        no later task reads.
         """
         carried, owners = self.cut.parts.flow.carried_values, self.cut.owners
         out: dict[TaskKey, tuple[int, ...]] = {}

@@ -163,7 +163,8 @@ class Transfers:
     def release(self, tag: Tag, stage: int, sent: Sent) -> None:
         """Completes a transfer in a process that has failed.
 
-        It sends zeros to the receiver, and ignores the arrays that it receives.
+        The failed process sends zeros to the receiver, and ignores the arrays that it
+        receives.
         """
         links, pipeline = self.pipeline.links, self.pipeline
         assert links is not None

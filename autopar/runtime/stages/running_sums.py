@@ -378,8 +378,9 @@ class CodecStep:
     def sum_inputs(self, stage: int, *, measured: bool) -> tuple[Any, ...]:
         """Returns the arguments of `finish_code` that come before the running sums.
 
-        They are the number of the step and the state of the stage's codecs. If norms
-        are measured only in some steps, a third one says whether this step is measured.
+        These arguments are the number of the step and the state of the stage's codecs.
+        If norms are measured only in some steps, a third argument says whether this
+        step is measured.
         """
         every = self.state["gradients"]
         found = self.steps[stage], {n: every[n] for n in self.codecs.names(stage)}

@@ -259,7 +259,7 @@ def _convolution(
 ) -> Product:
     """Describes a convolution as matrix products.
 
-    It has ``2 |output| |weights| / output channels`` FLOPs.
+    A convolution has ``2 |output| |weights| / output channels`` FLOPs.
 
     A forward convolution counts as a product with one row for each output position and
     one column for each output channel. The gradient of the convolution's weights counts

@@ -400,7 +400,7 @@ class _Meetings:
     def _size(self, given: Sequence[int]) -> tuple[int, int]:
         """Returns the number of rows, and the row dimension of a batch of one row.
 
-        Both are found from the largest input.
+        The number and the dimension are found from the largest input.
 
         No sharding rule has a factor for a dimension of size one. If a batch has one
         row, the row dimension is the first dimension, or the dimension after the time

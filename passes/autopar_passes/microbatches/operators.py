@@ -63,7 +63,8 @@ def indexes_rows(pair: Pair, eqn: Equation) -> bool:
 def taken_from_others(pair: Pair, eqn: Equation, value: int | None) -> Equation | None:
     """Finds an operator that takes rows of other microbatches.
 
-    Then the value of a microbatch cannot stand for the value of the batch.
+    If an operator takes rows of other microbatches, the value of a microbatch cannot
+    stand for the value of the batch.
 
     Args:
       pair: the programs of the whole batch and of one microbatch.

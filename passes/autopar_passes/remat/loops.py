@@ -417,7 +417,8 @@ class _Loop:
 def _gates(body: Region, gone: Collection[int], carries: Sequence[int]) -> list[int]:
     """Returns the carried gradients that a recomputation must wait for.
 
-    They are those that the first reader of a dropped value reads.
+    An iteration must wait for the carried gradients that the first reader of a dropped
+    value reads.
     """
     for eqn in body.equations:
         found = reads(eqn)
@@ -604,8 +605,8 @@ class _Rewriter:
     def gates(self, users: Sequence[Equation], place: int) -> tuple[int, ...]:
         """Returns the incoming gradients that a recomputation waits for.
 
-        These are gradients made before ``place``: those that the first of ``users``
-        with any such operand reads.
+        A recomputation waits for gradients made before ``place``. They are read by the
+        first of ``users`` that has an operand of this kind.
 
         Args:
           users: equations of the backward pass that read a recomputed value, in order.

@@ -423,8 +423,8 @@ class _RuleReader:
         if self.forest.is_blocked(leaf):
             return FactorKind.BLOCKED
         reduced = bool(self.forest.reduction(leaf))
-        # Such a rule is inconsistent: the factor is reduced but still in the result, or
-        # it is missing from the result although no reduction removed it.
+        # The united factors are inconsistent: the factor is reduced but still in the
+        # result, or it is missing from the result although no reduction removed it.
         if reduced == produced:
             return FactorKind.BLOCKED
         return FactorKind.REDUCE if reduced else FactorKind.PASS

@@ -5,8 +5,9 @@ Let ``x[i]`` be the strategy of node ``i``::
     minimise    sum_i node_costs[i][x[i]] + sum_(i,j) edge_costs[i,j][x[i], x[j]]
     subject to  sum_(terms live at t) usage[x[node]] + fixed(t) <= memory_limit,  all t
 
-This is the form of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism
-(google/iopddl), but a node may have any number of memory terms. All costs have the same
+The contest of ASPLOS/EuroSys 2025 on intra-operator parallelism (google/iopddl) has
+problems of this form, but here a node may have any number of memory terms. All costs
+have the same
 unit: seconds in this project, integers similar to microseconds in the contest. All
 usages of memory have the same unit too, such as bytes.
 """

@@ -319,7 +319,8 @@ def _layers_again(
     weights: list[int] | None = None
     if schedule.kind is ScheduleKind.INTERLEAVED:
         table = make_table(schedule, pipeline.stages, count)
-        # This adds the maxima of the chunks, although they occur at different times.
+        # The sum adds the maxima of the chunks, although they occur at different times,
+        # so it may be too high.
         held = count_alive(table, stage).held.max(axis=0)
         sizes = np.diff(pipeline.cuts)[stage :: pipeline.stages]
         weights = np.repeat(held, sizes).tolist()

@@ -567,8 +567,8 @@ def fixed_space(bounded: Bounded, cutoff: float) -> tuple[PipelineSpace, StageTe
 class _Programme:
     """The dynamic programme of a space.
 
-    It begins with lower bounds of stages' costs, and replaces them by exact costs where
-    needed.
+    The programme begins with lower bounds of stages' costs, and replaces them by exact
+    costs where needed.
     """
 
     def __init__(

@@ -296,7 +296,7 @@ def _bounds(
 ) -> np.ndarray:
     """``[options]``: a lower bound of a step's seconds; ``inf`` forbids an option.
 
-    It holds for any choice of recomputed layers.
+    The bound holds for any choice of recomputed layers.
     """
     numbers = np.arange(cuts.shape[1])
 

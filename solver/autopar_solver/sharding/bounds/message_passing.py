@@ -181,7 +181,7 @@ def sweep_loop(
 class Sweep:
     """The bounds that a sweep proves for every solution of the field.
 
-    They hold for the costs with which the sweep ran.
+    The bounds hold for the costs with which the sweep ran.
 
     Attributes:
         bound: a lower bound of the cost, without the field's constant.

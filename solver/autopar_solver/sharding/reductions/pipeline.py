@@ -73,8 +73,8 @@ def drop_infinite(graph: Graph) -> None:
 def drop_unsupported(graph: Graph) -> None:
     """Removes strategies that have no allowed partner in some neighbour.
 
-    This is arc consistency (Mackworth's AC-3): a removed strategy can leave strategies
-    of neighbours without partners in turn.
+    The method is arc consistency (Mackworth's AC-3): a removed strategy can leave
+    strategies of neighbours without partners in turn.
     """
     waiting = deque(graph.costs)
     queued = set(waiting)
