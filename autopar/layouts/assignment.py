@@ -467,7 +467,8 @@ class Assignment:
     def fetch_steps(self, value: int, layout: Layout, backward: bool) -> Way:
         """The steps from a value's home layout, through its copy, to a reader's layout.
 
-        The second result says whether these steps make a new backward copy.
+        The second result says whether the resharding makes a new copy for the backward
+        pass.
         """
         home = self.home_layout(value)
         if value not in self.contraction.homes or layout == home:

@@ -91,8 +91,8 @@ def without(layout: Layout, axes: Axes) -> Layout:
 def partial_along(assignment: Layouts, deferral: Deferral) -> Axes:
     """The axes over which all results that contribute to a deferral are partial.
 
-    The result is () if these results are partial over different axes. No sum is
-    postponed in this case.
+    If the contributing results are partial over different axes, the function returns
+    (), and no sum is postponed.
     """
     makers = [assignment.graph.operators[c] for c in deferral.contributions]
     partials = {assignment.partial_of(op) for op in makers}

@@ -634,7 +634,7 @@ def _limits_of_pipelines(search: Programs, most_s: float) -> PipelineLimits | st
 def alone_on(analysis: Analysis, cluster: Cluster) -> tuple[float, float]:
     """Seconds of a step on one device, and the seconds of launching its kernels.
 
-    The second number leaves out the kernels of the optimizer update.
+    The seconds of launching kernels leave out the kernels of the optimizer update.
     """
     pricer = Pricer(cluster, candidate_meshes(cluster)[0])
     work = work_of(unsplit(analysis, pricer.sizes), pricer)

@@ -80,7 +80,7 @@ class UnsplitBatchError(PlanError):
 def dividing_part(cluster: Cluster, rows: int) -> Cluster | None:
     """The largest part of a cluster that divides a batch; None if the whole divides it.
 
-    The last devices stay idle.
+    The devices outside of the part, which are the last devices, stay idle.
 
     >>> str(dividing_part(Cluster.parse("6:cpu"), 32))
     '4:cpu (devices 0-3 of 6)'

@@ -407,7 +407,7 @@ class Programs:
     def free_s(self, name: str) -> float:
         """Seconds of a step under a program's best plan for unlimited memory.
 
-        The result is 0 if unknown.
+        The result is 0 if the time is unknown.
         """
         plan = self.plans.get(name)
         if plan is None:

@@ -175,9 +175,9 @@ def _stretches() -> tuple[np.ndarray, np.ndarray]:
     """Returns the stretches, as two arrays.
 
     Returns:
-      The first tells for each stretch which kinds of seconds have their window or work
-      in it, bool ``[stretches, KINDS]``. The second tells for each pass which stretches
-      belong to it, bool ``[2, stretches]``.
+      The first array tells for each stretch which kinds of seconds have their window or
+      work in it, bool ``[stretches, KINDS]``. The second array tells for each pass
+      which stretches belong to it, bool ``[2, stretches]``.
     """
     index = np.arange(SEGMENTS)
     rows: list[np.ndarray] = []

@@ -247,8 +247,8 @@ def _open_process(words: list[str], *descriptors: int) -> subprocess.Popen[bytes
 def _environment() -> dict[str, str]:
     """Returns the environment variables of the second process.
 
-    With them the process has the same number of CPU devices, finds the same modules,
-    and uses no accelerator.
+    With these variables, the second process has the same number of CPU devices, finds
+    the same modules, and uses no accelerator.
     """
     found = {**os.environ, "JAX_PLATFORMS": "cpu"}
     found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(x or ".") for x in sys.path)

@@ -149,7 +149,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def _one_stage(self) -> str:
         """Returns why the planner must not try pipeline stages unless requested.
 
-        The result is '' if the planner may try them.
+        The result is '' if the planner may try pipeline stages.
         """
         store = self._store
         reasons = {

@@ -79,7 +79,7 @@ def carry_over(state: State, new: AnySums) -> State:
     step = placement.place(state["step"], shardings["step"])
     # A state that was saved by an earlier version has no count of skipped steps.
     skipped = jnp.asarray(state.get("skipped", 0), jnp.int32)
-    # With 0, the next step measures its telemetry.
+    # Because ``due`` is 0, the next step measures its telemetry.
     counters = {"skipped": skipped, "due": jnp.int32(0)}
     placed = {
         name: placement.place(value, shardings[name])

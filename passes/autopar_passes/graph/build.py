@@ -198,7 +198,7 @@ class _Dimensions:
     def lead(self, op: Operator) -> tuple[int, ...] | None:
         """Returns the sets of the dimension that a loop slices or stacks.
 
-        The result is None for other operators.
+        The result is None for an operator of another kind.
         """
         ends = {"slice_step": op.inputs, "stack_step": op.outputs}.get(op.kind)
         return None if not ends or ends[0] is None else self._dims(ends[0])[0]

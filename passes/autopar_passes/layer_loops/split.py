@@ -198,7 +198,8 @@ def resize_dim(
 ) -> list[dict[str, Any]] | None:
     """Returns the parameters of a slice or padding on each piece of a dimension.
 
-    None for any other operator, and if a piece would be empty.
+    The result is None for any other operator than a slice or padding, and if a piece
+    would be empty.
     """
     params = eqn.params
     if eqn.primitive == "slice":

@@ -319,7 +319,7 @@ class Follower:
     def _in_microbatches(self, eqn: Equation) -> bool:
         """Finds the classes of a top-level equation.
 
-        The result is False if it must run once, later.
+        The result is False if the equation must run once, after all microbatches.
         """
         ahead = self.facts.given.issuperset(eqn.outputs)
         if ahead and eqn.index in self.hoisted:

@@ -96,7 +96,8 @@ def batch_updates(
 ) -> tuple[Program, tuple[int, ...]]:
     """Returns the program in which equal computations of its update run in batches.
 
-    The other equations keep their indices, and all values keep their numbers.
+    Equations outside of the batches keep their indices, and all values keep their
+    numbers.
 
     Args:
       program: a flat program.

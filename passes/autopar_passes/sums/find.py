@@ -293,7 +293,7 @@ class _Finder:
     def next(self, value: int) -> tuple[int, ...]:
         """Returns the values that become partial with a value.
 
-        The result is () if it must be summed.
+        The result is () if the value must be summed before its reader.
         """
         readers = self.readers.get(value, [])
         if len(readers) != 1:

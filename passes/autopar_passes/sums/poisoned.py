@@ -1,6 +1,6 @@
 """Finds the results of a step that a NaN or infinity in a gradient can reach.
 
-The other results depend on the gradient at most through a comparison.
+All other results depend on gradients at most through a comparison.
 
 A NaN or an infinity passes through arithmetic. It does not pass through a comparison or
 through ``is_finite``, which return a boolean. A step may use such a boolean, for

@@ -306,7 +306,7 @@ class _State:
     def _ascend(self) -> bool:
         """Raises the bound by messages between nodes.
 
-        The result is True if prices may raise it further.
+        The result is True if prices of memory may raise the bound further.
         """
         before = self._gap()
         self.dual.lighten()

@@ -163,7 +163,7 @@ def _after_first(
 ) -> np.ndarray:
     """For each stage, the seconds of work from its first backward pass to its last.
 
-    The first backward pass itself is not included.
+    The seconds do not include the first backward pass itself.
     """
     count, stages = pipeline.microbatches, pipeline.stages
     if pipeline.schedule.kind is ScheduleKind.GPIPE:
