@@ -1,4 +1,6 @@
-"""What a launcher asks of Ray, which is imitated; `test_ray_run.py` has a real one."""
+"""Tests the Ray launcher with an imitation of Ray; `test_ray_run.py` uses a real
+cluster.
+"""
 
 from __future__ import annotations
 

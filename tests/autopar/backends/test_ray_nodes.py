@@ -1,4 +1,4 @@
-"""Which node takes the next worker."""
+"""Tests which node the Ray launcher chooses for the next worker."""
 
 from __future__ import annotations
 

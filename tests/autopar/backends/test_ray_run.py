@@ -1,4 +1,4 @@
-"""A raylet dies and another joins while a script trains on a real Ray cluster."""
+"""Kills a raylet and adds another one while a script trains on a real Ray cluster."""
 
 from __future__ import annotations
 

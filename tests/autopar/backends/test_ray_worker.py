@@ -1,4 +1,4 @@
-"""Scripts that actors run; without Ray."""
+"""Tests the actor class that runs scripts, without Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep
 
 
 def stay(code: int) -> None:
-    """The process of an actor ends two minutes after its script; this one must not."""
+    """A test process must stay alive, unlike an actor's process after its script."""
 
 
 def script(folder: pathlib.Path, text: str) -> str:

@@ -1,4 +1,6 @@
-"""Workers at the places of a scheduler: who leaves, and who takes a place."""
+"""Tests workers at the places of a scheduler: which workers leave, and who replaces
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A directory of checkpoints: one run writes it, and nothing in it is believed."""
+"""Tests directories of checkpoints: one run writes at a time, and all content is
+checked.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ else:
 
 @contextlib.contextmanager
 def another_process(directory: pathlib.Path) -> Iterator[str]:
-    """Another process tries the lock of a directory; what it says."""
+    """Another process tries to lock a directory; returns its output."""
     directory.mkdir(exist_ok=True)
     with subprocess.Popen(
         [sys.executable, "-Sc", HOLDER, str(directory / ".lock")],
@@ -161,7 +163,7 @@ class TestAnotherWorld:
 
 
 def with_manifest(directory: pathlib.Path, **fields: Any) -> None:
-    """Changes fields of the last manifest, and its checksum as well."""
+    """Changes fields of the last manifest, and its checksum."""
     path = Checkpoints(directory).restore(small(), small_step.state).folder
     found = json.loads((path / "manifest.json").read_text()) | fields
     found.pop("checksum")

@@ -1,4 +1,4 @@
-"""Manifests, folders, trees and file names of checkpoints."""
+"""Tests manifests, folders, trees and file names of checkpoints."""
 
 from __future__ import annotations
 

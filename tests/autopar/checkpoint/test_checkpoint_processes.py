@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: each writes and reads what its devices hold."""
+"""Tests checkpoints of several processes, each of which writes and reads its shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving and restoring: every kind of array, and everything that may go wrong."""
+"""Tests saving and restoring, for every kind of array and for every failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.checkpoint import checkpoints, folders, manifest, store
 
 
 def kinds() -> dict[str, Any]:
-    """A state with every kind of leaf."""
+    """A state with every kind of array."""
     return {
         "w": jnp.ones((16, 16)),
         "key": jax.random.key(3),

@@ -1,4 +1,4 @@
-"""Atoms, safetensors and torch files, and the commands that write them."""
+"""Tests atoms, safetensors and torch files, and the commands that write them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _numbers(*values: int) -> bytes:
 def _tensor(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], count: int = 12
 ) -> bytes:
-    """A tensor of PyTorch in the bytes of a pickle."""
+    """A PyTorch tensor, as the bytes of a pickle."""
     number = b"J" + struct.pack("<i", count)
     words = [b"U" + bytes([len(x)]) + x for x in (b"storage", b"0", b"cpu")]
     kind, key, place = words
@@ -84,7 +84,7 @@ _HOSTILE = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: Any) -> dict[str, tuple[pathlib.Path, Any, Any]]:
-    """Directory, step and state after two steps of each form."""
+    """The directory, step and state after two steps of each form of step."""
     out: dict[str, tuple[pathlib.Path, Any, Any]] = {}
     for name, form in forms.FORMS.items():
         step = autopar.parallelize(form.step, cluster="2:cpu")
@@ -118,7 +118,7 @@ def test_parameters_and_their_moments(trained: Any) -> None:
 
 
 def parsed(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """The tensors of a safetensors file, read as its format says."""
+    """The tensors of a safetensors file, parsed by the definition of the format."""
     data = path.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     assert size % 8 == 0

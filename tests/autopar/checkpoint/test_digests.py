@@ -1,4 +1,4 @@
-"""Checksums that do not depend on how an array is split."""
+"""Tests that checksums do not depend on an array's sharding."""
 
 from __future__ import annotations
 

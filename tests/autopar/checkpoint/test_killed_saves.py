@@ -1,4 +1,4 @@
-"""Saves that are killed, and programs that end while one is written."""
+"""Tests saves that are killed, and programs that end during a save."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ PATHS = [str(checkout.ROOT / x) for x in ("", "solver", "passes")]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """What killed processes have left in 0, 1 ..., and one that ended in end."""
+    """The folders of killed processes (0, 1 ...), and of one that ended by itself
+    (end).
+    """
     found = tmp_path_factory.mktemp("killed")
     done = subprocess.run(
         [sys.executable, SCRIPT, found, *map(str, SECONDS)],
@@ -38,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def check(folder: pathlib.Path) -> int:
-    """Checks that a checkpoint is whole, and returns its step."""
+    """Checks that a checkpoint is whole; returns its step."""
     held = manifest.read(folder)
     sharding = jax.device_put(np.zeros(1)).sharding
     arrays = restoring.read_arrays(

@@ -1,4 +1,4 @@
-"""A state is the same under every plan, however it came there."""
+"""Tests that a state is the same under every plan, however it was moved there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL = (*plans.NAMES, "compressed-2")
 
 
 def sums(codecs: Any) -> dict[str, np.ndarray]:
-    """The residual of each gradient, added up over its workers."""
+    """The residual of each gradient, summed over its workers."""
     return {
         name: np.asarray(held["residual"], np.float64).sum(0)
         for name, held in codecs["gradients"].items()
@@ -53,7 +53,7 @@ def test_plans_are_what_they_are_called() -> None:
 
 
 def round_trip() -> list[str]:
-    """Plan after plan, so that each follows each."""
+    """An order of plans in which each plan follows each other plan."""
     way: list[str] = []
     for k, name in enumerate(ALL):
         for other in ALL[k + 1 :]:
@@ -88,7 +88,7 @@ def test_every_plan_follows_every_plan_in_memory(
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: Any, steps: Any) -> dict[str, tuple[Checkpoints, Any]]:
-    """A checkpoint under each plan, of different states."""
+    """A checkpoint under each plan, with different states."""
     out: dict[str, tuple[Checkpoints, Any]] = {}
     for k, name in enumerate(plans.NAMES):
         step = steps[name]
@@ -115,7 +115,7 @@ def test_every_plan_restores_what_every_plan_saved(
 
 @pytest.fixture(scope="module")
 def compressed(tmp_path_factory: Any) -> tuple[Checkpoints, Any, Any]:
-    """A checkpoint after two steps of compressed gradients, and their residuals."""
+    """A checkpoint after two steps with codecs, and the residuals."""
     step = autopar.parallelize(plans.step, plan=plans.plan("compressed"))
     state = step.init(plans.create, others=(plans.batch(),))
     for k in range(2):
@@ -160,5 +160,5 @@ def test_residuals_keep_their_sum(compressed: Any, way: tuple[str, ...]) -> None
 
 
 def carried(step: Any) -> Any:
-    """The codecs' state that the next step starts with."""
+    """The codecs' state with which the next step starts."""
     return carry_over(step.compression_state, step.running.planned.sums)

@@ -1,4 +1,4 @@
-"""Commands about saved plans and this machine; how errors and help are shown."""
+"""Tests commands about saved plans and this machine, and texts of errors and help."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def other(saved: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    """The plan with another layout of one input."""
+    """The plan, with another layout of one input."""
     plan = Plan.load(saved)
     axes = [a for a, n in plan.mesh["axes"].items() if n > 1]
     spec = jax.sharding.PartitionSpec(axes[-1], axes[0])

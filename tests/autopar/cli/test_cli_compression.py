@@ -1,4 +1,4 @@
-"""The command line where gradients are compressed."""
+"""Tests the command line with compressed gradients."""
 
 import json
 import pathlib
@@ -18,7 +18,7 @@ SLOW = ("--cluster", "2x4:cpu,network=100Mb/s")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A plan with codecs, saved by the command line."""
+    """A plan with codecs that the command line has saved."""
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     words = ("--compression", "auto", "--error-budget", "0.5")
     return save_plan(path, *SMALL, *SLOW, *words)

@@ -1,4 +1,4 @@
-"""``autopar goodput``: a row for each cluster, files, and what is refused."""
+"""Tests ``autopar goodput``: its table, its files and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``autopar ledger`` prints what a run wrote, and refuses what no run wrote."""
+"""Tests that ``autopar ledger`` prints ledgers, and refuses other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stdout holds the result alone, and Ctrl-C ends a command, whatever runs then."""
+"""Tests that stdout has only the result, and that Ctrl-C ends every command."""
 
 from __future__ import annotations
 

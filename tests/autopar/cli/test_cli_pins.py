@@ -1,4 +1,4 @@
-"""``--pin`` and ``--axis-names``, and plan files that were edited by hand."""
+"""Tests ``--pin``, ``--axis-names``, and plan files that were edited by hand."""
 
 import json
 import pathlib
@@ -20,7 +20,7 @@ KERNEL = "params/0/kernel"
 
 
 def inputs_of(result: Result) -> dict[str, Any]:
-    """The layouts of the inputs of the only stage."""
+    """The layouts of the inputs of a plan's only stage."""
     (stage,) = result.json["stages"]
     return stage["inputs"]
 

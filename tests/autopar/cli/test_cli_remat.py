@@ -1,4 +1,4 @@
-"""``--remat``: what a plan computes again, on the command line."""
+"""Tests rematerialisation on the command line (``--remat``)."""
 
 from __future__ import annotations
 

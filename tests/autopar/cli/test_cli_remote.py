@@ -1,4 +1,4 @@
-"""``autopar jobs ... --at``: a scheduler elsewhere, over TLS on loopback."""
+"""Tests ``autopar jobs ... --at`` with a scheduler over TLS on loopback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path) -> pathlib.Path:
-    """Where the jobs are, on a file system that both sides have."""
+    """The folder of the jobs, on a file system that both sides share."""
     (tmp_path / "train.py").write_text("")
     (tmp_path / "jobs.toml").write_text(
         '[[job]]\nname = "one"\nscript = "train.py"\n'

@@ -1,4 +1,4 @@
-"""``autopar schedule`` and ``autopar jobs``: what is refused, and what is shown."""
+"""Tests the output and the errors of ``autopar schedule`` and ``autopar jobs``."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def columns_of(path: pathlib.Path, table: str) -> list[str]:
 
 
 def without_rules(path: pathlib.Path, table: str, column: str, value: object) -> None:
-    """Sets a column to a value that its table would not take."""
+    """Sets a column of the database to a value that its rules forbid."""
     with contextlib.closing(sqlite3.connect(path)) as file:
         file.execute(f"create table other as select * from {table}")
         file.execute(f"update other set {column} = ?", (value,))

@@ -1,4 +1,4 @@
-"""``autopar simulate``: what it prints, and which traces it refuses."""
+"""Tests the output of ``autopar simulate``, and the traces that it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain(folder: pathlib.Path, *rows: str) -> pathlib.Path:
 
 
 def plans(folder: pathlib.Path, *rows: str, seconds: str = "1.0") -> pathlib.Path:
-    """A trace of Rubick's form beside a table of one program."""
+    """A trace in Rubick's format, with the tables of one program."""
     where = folder / "traces" / "wide"
     where.mkdir(parents=True)
     lines = ["exec_plan,placement,iter_time", "ga,1,2.0", f"ga,2,{seconds}"]
@@ -189,7 +189,7 @@ def attempt(begin: str | None, end: str | None, gpus: int) -> dict[str, object]:
 
 
 def philly_log() -> list[dict[str, object]]:
-    """Two attempts of one job, one that never ran, one without GPUs."""
+    """A log with two attempts of a job, a job that never ran, and one without GPUs."""
     zero, one, two = PHILLY_TIMES
     first = [attempt(zero, one, 1), attempt(one, two, 2)]
     return [

@@ -1,4 +1,4 @@
-"""Errors name options as they are written on the command line, and the user's lines."""
+"""Tests that errors spell options as on the command line, and name the user's lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``autopar sweep``: ranges, tables, what follows from them, and interrupts."""
+"""Tests ``autopar sweep``: ranges, tables, conclusions and interrupts."""
 
 from __future__ import annotations
 

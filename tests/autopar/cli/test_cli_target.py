@@ -15,7 +15,7 @@ Write = Callable[[str, str], pathlib.Path]
 
 @pytest.fixture
 def write(tmp_path: pathlib.Path) -> Iterator[Write]:
-    """Writes a module, and forgets what it imported afterwards."""
+    """Writes a module; unloads the modules that it imports after the test."""
     path, modules = list(sys.path), set(sys.modules)
 
     def write_file(name: str, text: str) -> pathlib.Path:

@@ -1,4 +1,4 @@
-"""Tables and sentences keep to the width of the terminal, and lose nothing by it."""
+"""Tests that tables and sentences fit the terminal's width without losing words."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_lines_fit(
 
 
 def pieces(text: str) -> set[str]:
-    """The parts of words that no line break can part; seconds of planning vary."""
+    """The parts of words between possible line breaks, without seconds of planning."""
     kept = [x for x in text.splitlines() if "planned in" not in x]
     return set(re.findall(r"[^\s/,]+", " ".join(kept).split("graph ")[0]))
 

@@ -1,4 +1,4 @@
-"""Clusters for property tests: presets, custom ones, parts of them, and groups."""
+"""Clusters for property tests: presets, custom clusters, their parts, and groups."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ def built(*levels):
 
 
 def small_clusters(most_devices=9):
-    """Clusters of one to three levels, each behind a switch, a ring or a line."""
+    """Clusters of one to three levels, each joined by a switch, a ring or a line."""
     topologies = st.sampled_from(["switch", "ring", "line"])
     level = st.tuples(st.integers(1, 5), topologies)
     return (
@@ -106,7 +106,7 @@ preset_clusters = st.builds(
 
 @st.composite
 def parts(draw, wholes):
-    """A cluster, a slice of it, or what some lost devices leave."""
+    """A cluster, a slice of a cluster, or a cluster after devices were lost."""
     whole = draw(wholes)
     how = draw(st.sampled_from(["whole", "slice", "without"]))
     if how == "slice":

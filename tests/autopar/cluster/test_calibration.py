@@ -1,4 +1,4 @@
-"""Constants that correct the cost model are checked, replaceable, written and read."""
+"""Tests the correction constants of the cost model: checks, replacement and files."""
 
 from __future__ import annotations
 

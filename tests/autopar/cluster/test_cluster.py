@@ -1,4 +1,4 @@
-"""Describing clusters: text, TOML, meshes, and the devices at hand."""
+"""Tests descriptions of clusters: text, TOML, meshes and local devices."""
 
 import dataclasses
 import doctest

@@ -1,4 +1,4 @@
-"""Clusters as data and as TOML: nothing is lost, and nothing wrong is read."""
+"""Tests clusters as data and as TOML: no value is lost, wrong values are refused."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def test_toml_of_a_part():
 
 
 def changed(path, value, text="2x4:h100"):
-    """The data of a cluster with one value changed; None takes it out."""
+    """The data of a cluster with one changed value; None removes the value."""
     data = json.loads(json.dumps(Cluster.parse(text).to_data()))
     *outer, last = path
     place = data

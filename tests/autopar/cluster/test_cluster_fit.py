@@ -1,4 +1,4 @@
-"""The fits recover what made the points, and never go negative."""
+"""Tests that fits recover the parameters of their points, and are never negative."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The links of parts of a level."""
+"""Tests the links of parts of a level."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The devices of this process, with and without a saved profile."""
+"""Tests the cluster of this process's devices, with and without a saved profile."""
 
 import dataclasses
 from typing import Any

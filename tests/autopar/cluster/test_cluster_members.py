@@ -1,4 +1,4 @@
-"""Names and positions of devices, and what clusters are called."""
+"""Tests names and positions of devices, and texts of clusters."""
 
 import itertools
 import re

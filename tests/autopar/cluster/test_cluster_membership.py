@@ -1,4 +1,4 @@
-"""Clusters after devices and hosts left, came back or joined."""
+"""Tests clusters after devices and hosts have left, returned or joined."""
 
 import dataclasses
 

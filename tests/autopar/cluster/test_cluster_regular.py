@@ -1,4 +1,4 @@
-"""The largest regular cluster, against trying every set of devices."""
+"""Tests the largest regular cluster against all sets of devices."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from autopar.cluster.membership import largest_cluster
 
 
 def is_run(found, size, wraps):
-    """Whether coordinates are neighbours, around the ends where these are joined."""
+    """Whether coordinates are neighbours, also across wrap-around links."""
     starts = range(size) if wraps else range(size - len(found) + 1)
     return any(
         found == {(start + i) % size for i in range(len(found))} for start in starts
@@ -26,7 +26,7 @@ def torus_depth(levels):
 
 
 def shape_of(cells, levels):
-    """The shape of a set of coordinates, or None if it is not regular."""
+    """The shape of a set of coordinates; None if the set is not regular."""
     if not levels:
         return ()
     depth = torus_depth(levels)
@@ -51,7 +51,7 @@ def coordinates(levels):
 
 
 def every_shape(cluster, there):
-    """The shapes of all regular sets of the devices that are there."""
+    """The shapes of all regular sets of the remaining devices."""
     cells = [coordinates(cluster.levels)[position] for position in there]
     found = set()
     for count in range(1, len(cells) + 1):

@@ -1,4 +1,4 @@
-"""Slices and partitions against the rules, written out by hand or tried one by one."""
+"""Tests slices and partitions against their rules, by hand and by brute force."""
 
 import itertools
 import math

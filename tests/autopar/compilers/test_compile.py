@@ -1,4 +1,4 @@
-"""Compiling for devices that are not there."""
+"""Tests compiling for devices that this machine does not have."""
 
 import importlib.util
 import json
@@ -77,7 +77,7 @@ def test_without_the_compiler_the_error_names_the_extra(
 
 
 class _Lowered:
-    """Stands for a lowered step whose module no compiler takes."""
+    """Stands for a lowered step whose module every compiler refuses."""
 
     operation = property(lambda self: self)
 

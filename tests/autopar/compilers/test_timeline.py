@@ -1,4 +1,4 @@
-"""Prices of schedules, against sums written here."""
+"""Tests the times of compiled schedules against sums by hand."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ WIRE_S = message_s((GATHER,), PRICER)
 
 
 def kernel(seconds: float) -> Kernel:
-    """A kernel that only moves bytes, for so long."""
+    """A kernel that only moves bytes, for a given number of seconds."""
     device = CLUSTER.device
     moved_s = (seconds - device.kernel_latency_s) / device.corrections.vector_slowdown
     return Kernel("k", 0.0, moved_s * device.memory_bandwidth_bytes_per_s, "float32")

@@ -1,4 +1,4 @@
-"""What a program states on 64 TPUs is what their compiler runs."""
+"""Tests that a program's collectives are those that its compiler runs on 64 TPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIDE = 1024
 
 
 def compiled(function: object, *layouts: Layout) -> Counter[str]:
-    """The bytes that one device sends, of square matrices in layouts."""
+    """The bytes that one device sends for products of square matrices in layouts."""
     structs = [jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16)] * len(layouts)
     shardings = [NamedSharding(MESH, partition_spec(MESH, x)) for x in layouts]
     traced = jax.jit(function, in_shardings=shardings).trace(*structs)  # type: ignore[arg-type]

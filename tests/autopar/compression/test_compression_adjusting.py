@@ -1,4 +1,4 @@
-"""Codecs with inputs: what constants make, in the room that they state."""
+"""Tests that codecs with inputs give the results of constants, within their room."""
 
 import dataclasses
 import doctest
@@ -43,7 +43,7 @@ def gradients_of(texts, scatter=False):
 
 
 def adjusted(gradients):
-    """The same with inputs, of the limit and room that they need."""
+    """The same gradients with inputs, and with the limit and room that they need."""
     limit = limit_of([g.codec for g in gradients])
     room = room_for([described(g) for g in gradients], limit)
     codec = Adjustable(limit, room)
@@ -55,7 +55,7 @@ def described(gradient):
 
 
 def with_amounts(states, gradients):
-    """States of all workers with the amounts of some gradients."""
+    """The states of all workers, with the amounts of some gradients."""
     out = []
     for state, g in zip(states, gradients, strict=True):
         amounts = g.codec.amounts(g.shape, WORKERS, scatter=g.scatter)

@@ -1,4 +1,4 @@
-"""The fall-back inside one program: a step takes the level that sends enough."""
+"""Tests the fallback: each step uses the first level that sends enough."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ def levels_of(*codecs):
 
 
 def on_workers(function):
-    """``function(links, worker, partials, states, step)`` on four devices, compiled."""
+    """Compiles ``function(links, worker, partials, states, step)`` for four devices."""
     devices = np.array(jax.devices()[:WORKERS])
     mesh = jax.sharding.Mesh(devices, ("data",))
     links = MeshLinks(("data",), WORKERS)
@@ -66,7 +66,7 @@ def stacked(states):
 
 
 def concentrated(share, seed=0):
-    """Partials whose squared norm is, but for 1 / 10000, in a share of the elements."""
+    """Partials with nearly the whole squared norm in a fraction of the elements."""
     out = []
     for k, shape in enumerate(((40, 10), (30,))):
         values = np.sign(normal(WORKERS, *shape, seed=seed + k))
@@ -78,7 +78,7 @@ def concentrated(share, seed=0):
 
 @functools.cache
 def one_level(level):
-    """`synchronise` with one level's codecs."""
+    """`synchronise` with the codecs of one level."""
     return on_workers(
         lambda links, worker, partials, states, step: synchronise(
             level, partials, states, links, worker, step

@@ -1,4 +1,4 @@
-"""Error feedback: averages, and what it refuses."""
+"""Tests the averages of error feedback, and its errors."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Gradients that are encoded side by side are sent as each is by itself."""
+"""Tests that gradients which are encoded together are sent as if encoded alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gradients(text: str, scatter: int | None) -> list[Gradient]:
 
 
 def step_of(found: list[Gradient]) -> Any:
-    """A step: totals, states and sums of all workers, on the leading axis."""
+    """Makes a step that returns totals, states and sums of all workers, stacked."""
     links = MeshLinks(("workers",), N)
 
     def run(own: Any, before: Any, worker: Any, step: Any) -> Any:
@@ -51,7 +51,7 @@ def first_states(found: list[Gradient]) -> Any:
 
 
 def two_steps(found: list[Gradient], sizes: float = 1.0) -> Any:
-    """What two steps make of gradients."""
+    """The results of two steps."""
     draw = np.random.default_rng(0)
     partials = [
         jnp.asarray(draw.standard_normal((N, *g.shape)), jnp.float32) * sizes

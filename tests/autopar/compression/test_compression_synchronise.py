@@ -1,4 +1,4 @@
-"""Sums of gradients over four simulated workers, with error feedback."""
+"""Tests sums of gradients over four simulated workers, with error feedback."""
 
 import math
 import re
@@ -29,7 +29,7 @@ ALL = tuple(codec_names())
 
 
 def own_parts(whole, dim):
-    """What each worker gets of a sum that is scattered, (n, *shape of a part)."""
+    """Each worker's part of a scattered sum, (n, *shape of a part)."""
     return np.stack(np.split(whole, WORKERS, axis=dim))
 
 
@@ -81,7 +81,7 @@ def test_workers_may_span_two_mesh_axes():
 
 
 def everything(shape, scatter_dim=None, names=ALL):
-    """A gradient for each codec that takes the shape, error fed back."""
+    """A gradient with error feedback for each codec that can send the shape."""
     codecs = [parse_codec(name) for name in names]
     return tuple(
         Gradient(codec.name, shape, codec, FED_BACK, scatter_dim, seed)
@@ -265,7 +265,7 @@ def test_a_bad_step_leaves_no_trace_when_settled():
 
 
 def collectives(gradients):
-    """Kind, dtype and elements of what the collectives return, from the HLO."""
+    """Kind, dtype and number of elements of the collectives' results in the HLO."""
     partials = [
         jax.ShapeDtypeStruct((WORKERS, *gradient.shape), jnp.float32)
         for gradient in gradients

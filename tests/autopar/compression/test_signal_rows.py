@@ -1,4 +1,4 @@
-"""What messages carry of the true gradient, against sums that look at all workers."""
+"""Tests the signal of messages against sums over all pairs of workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ TOPK = parse_codec("topk:ratio=0.1")
 
 
 def between(sent: np.ndarray, others: np.ndarray) -> float:
-    """The inner products of what one sends and what another has, summed."""
+    """The sum of inner products between a worker's message and other workers'
+    gradients.
+    """
     pairs = itertools.permutations(range(WORKERS), 2)
     return float(sum(np.vdot(sent[i], others[j]) for i, j in pairs))
 
@@ -128,7 +130,7 @@ def test_signals_add_up_over_gradients() -> None:
 
 
 def observed(policy: GraVAC, sent: float, seconds: float, step: int) -> str:
-    """One observation of the codec in use; the next one."""
+    """One observation of the codec in use, and the codec for the next steps."""
     one = reported(Signal(sent, 1.0, 1.0, 1.0))
     one = GradientReport(policy.codec, *[getattr(one, n) for n in (
         "elements", "wire_bytes", "dense_bytes", "norm", "relative_error", "gain",

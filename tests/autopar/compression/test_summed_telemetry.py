@@ -1,4 +1,4 @@
-"""Telemetry that is summed over the workers with the gradients."""
+"""Tests telemetry that is summed over the workers together with the gradients."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_branch_that_is_seldom_taken_reads_no_decoded_sum(codec: str) -> None:
     )
 
     def reads(jaxpr: Any, found: list[list[Any]]) -> None:
-        """What the branches read whose result is a count of one gradient."""
+        """The arrays that branches read to count the elements of a gradient."""
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "cond":
                 if [v.aval.shape for v in eqn.outvars] == [(1,)]:

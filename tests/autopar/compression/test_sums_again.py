@@ -1,4 +1,4 @@
-"""Sums that are made anew, for a branch that is seldom taken."""
+"""Tests sums that are computed again, for a branch that few steps take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = ((64 * WORKERS, 16), (8 * WORKERS, 16), (5, 3), (0, 4), (64 * WORKERS, 
 
 
 def both(gradients: list[Gradient], partials: list[Any], states: Any) -> Any:
-    """The sums of the first worker, and the same made anew."""
+    """The first worker's sums, and the same sums computed again."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:WORKERS]), ("data",))
     links = MeshLinks(("data",), WORKERS)
 

@@ -1,4 +1,4 @@
-"""What is looked up once for layers that are alike is what each of them has."""
+"""Tests that values looked up once for equal layers hold for each of the layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def formulation(name: str, text: str) -> Formulation:
 
 
 def candidates(name: str, text: str) -> Iterator[Candidate]:
-    """Random choices, whether the problem allows them or not."""
+    """Random choices, also those that the problem forbids."""
     draw, found = random.Random(name), formulation(name, text)
     for _ in range(PLANS):
         choices = tuple(draw.randrange(len(s.strategies)) for s in found.spaces)
@@ -72,7 +72,7 @@ def test_what_operators_read_is_noted_as_one_by_one(name: str, text: str) -> Non
 
 
 def gathers(assignment: Assignment) -> set[tuple[int, object, int]]:
-    """What brings values to their readers, each form for the first of them."""
+    """The collectives that reshard values; each form belongs to its first reader."""
     known: set[object] = set()
     out: set[tuple[int, object, int]] = set()
     readings = assignment.analysis.readings

@@ -1,6 +1,7 @@
-"""A step's time as a function of batch and accumulation.
+"""Tests a step's time as a function of batch and accumulation.
 
-Held against pricing the same layouts anew at that batch, traced anew.
+The expected value comes from tracing the step at that batch and pricing the same
+layouts.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def planned(name: str, text: str) -> tuple[Assignment, Pricer]:
 
 
 def anew(name: str, text: str, rows: int) -> float:
-    """Seconds of the same layouts, the step traced and priced at another batch."""
+    """Seconds of the same layouts, after the step is traced and priced at another
+    batch.
+    """
     assignment, pricer = planned(name, text)
     other = analysed(name, rows)
     assert len(other.contraction.nodes) == len(assignment.strategies)

@@ -1,4 +1,4 @@
-"""Arrays that are made for their readers, on CPUs."""
+"""Tests the buffers of copies that are made for readers, on CPUs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def dense(dtype: Any) -> Any:
 
 
 def normed(params: Any, batch: Any) -> jax.Array:
-    """Each layer divides by its deviations, and has a scale: read in both passes."""
+    """Layers that divide by a standard deviation and have a scale, which both passes
+    read.
+    """
     x = batch["x"]
     for p in params:
         square = jnp.mean(x * x, axis=-1, keepdims=True)
@@ -50,7 +52,7 @@ def normed(params: Any, batch: Any) -> jax.Array:
 
 
 def whole(analysis: Analysis) -> Assignment:
-    """One device of eight that does everything."""
+    """A plan in which each of eight devices does all of the work."""
     nodes = analysis.contraction.nodes
     strategies = tuple(((),) * len(node.factors) for node in nodes)
     return Assignment(analysis, (8,), strategies, {})

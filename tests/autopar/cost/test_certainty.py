@@ -1,4 +1,4 @@
-"""How sure a predicted time is."""
+"""Tests the uncertainty of predicted times."""
 
 from __future__ import annotations
 

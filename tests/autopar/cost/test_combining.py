@@ -1,4 +1,4 @@
-"""Collectives that the compiler joins pay the latency of their message once."""
+"""Tests that collectives in one message pay its latency once."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def hosts(latency_s: float, kind: str = "cpu", count: int = 4) -> Cluster:
 
 
 def together(latency_s: float) -> Cluster:
-    """Such hosts, whose links carry the arrays of a message at once."""
+    """The same hosts, with links that carry all arrays of a message at once."""
     return sharing(hosts(latency_s))
 
 
@@ -90,7 +90,7 @@ def planned(cluster: Cluster, pins: Any, **options: Any) -> tuple[Plan, BoundPla
 
 
 def number_of(collectives: Sequence[Collective]) -> float:
-    """Of combining in a step: each array counts as its part of one."""
+    """The number of messages in a step, in which each array counts as a fraction."""
     return sum(c.trips * c.size / (c.message_bytes or c.size) for c in collectives)
 
 
@@ -229,7 +229,7 @@ class TestParameters:
 
 
 def layers_step(params: Any, batch: Any, *, checkpoint: bool) -> Any:
-    """A step of layers, one by one."""
+    """A step of unrolled layers."""
 
     def layer(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
         return x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]
@@ -248,7 +248,7 @@ def layers_step(params: Any, batch: Any, *, checkpoint: bool) -> Any:
 def layers_bound(
     kind: str, *, checkpoint: bool = False
 ) -> tuple[Analysis, Plan, BoundPlan]:
-    """Splits the matrices of three layers, with the batch, over 8 devices."""
+    """A plan that splits the batch and the matrices of three layers over 8 devices."""
     shapes = {"up": (512, 1024), "bias": (1024,), "down": (1024, 512)}
     layer = {k: jax.ShapeDtypeStruct(s, "float32") for k, s in shapes.items()}
     step = functools.partial(layers_step, checkpoint=checkpoint)
@@ -331,7 +331,7 @@ def product() -> Analysis:
 
 
 def some_candidates(pricer: Pricer, count: int) -> list[Any]:
-    """Random assignments that the problem allows, with their objective."""
+    """Random assignments that the problem allows, with their objective values."""
     formulation = formulate(product(), pricer)
     counts = [len(c) for c in formulation.problem.node_costs]
     draw = random.Random(0)

@@ -1,4 +1,4 @@
-"""Bytes and times of collectives against formulas written here."""
+"""Tests bytes and times of collectives against formulas."""
 
 import doctest
 import itertools
@@ -51,7 +51,7 @@ links = st.builds(
 
 @st.composite
 def some_axes(draw):
-    """One to three axes over up to three levels, each level with one link."""
+    """One to three axes over up to three levels, with one link for each level."""
     of_level = draw(st.tuples(links, links, links))
     levels = draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
     return tuple(

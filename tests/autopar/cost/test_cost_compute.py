@@ -1,4 +1,4 @@
-"""The roofline against its formula."""
+"""Tests the roofline model against its formula."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Piecewise straight curves against the curves that they combine."""
+"""Tests combinations of piecewise linear curves against the single curves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ lines = st.builds(line, st.floats(0.0, 1e-3), st.floats(1e-13, 1e-8))
 
 @st.composite
 def knotted(draw: st.DrawFn) -> TimeCurve:
-    """A rising curve through knots."""
+    """An increasing curve through knots."""
     gaps = draw(st.lists(st.floats(2.0, 64.0), min_size=2, max_size=8))
     steps = draw(st.lists(st.floats(0.0, 1e-3), min_size=8, max_size=8))
     at = np.cumprod([1024.0, *gaps[1:]])

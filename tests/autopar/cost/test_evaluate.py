@@ -1,4 +1,4 @@
-"""The cost of assignments as values, against the problem that the solver is given."""
+"""Tests the cost of assignments against the problem that the solver gets."""
 
 from __future__ import annotations
 

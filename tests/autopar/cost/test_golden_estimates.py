@@ -1,7 +1,7 @@
-"""What the judge says of arbitrary layouts of many steps, on clusters of every kind.
+"""Golden estimates of random layouts of many steps, on clusters of every kind.
 
-The figures are kept at six digits: a price that changes without intent shows up here,
-also where no optimal plan has it.
+The golden files have six digits. They show every unintended change of a price, even if
+no optimal plan has this price.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ CLUSTERS = (
 
 
 def mesh_of(cluster: Cluster, number: int) -> MeshShape:
-    """One of the cluster's meshes of at most three axes."""
+    """A mesh of the cluster with at most three axes."""
     meshes = [m for m in cluster.mesh_shapes(3) if len(m.axes) <= 3]
     return meshes[number % len(meshes)]
 
 
 def lines_of(name: str, turn: int) -> Iterator[str]:
-    """Three of the clusters; a plan that splits most, one that puts sums off."""
+    """The lines of three clusters, for a plan that splits most arrays and one that
+    defers sums.
+    """
     analysis = golden_steps.analysis_of(name)
     case = Case(lambda: None, (), analysis)
     for number in range(3):

@@ -1,6 +1,6 @@
-"""What collectives, products and codecs cost on every preset, in tables.
+"""Golden tables of prices: collectives, products and codecs on every preset.
 
-A plan reads only a few of these prices; a table reads all of them.
+A plan reads only few prices; these tables have all of them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def collective_lines(pricer: Pricer) -> Iterator[str]:
 
 
 def reshard_lines(pricer: Pricer, draw: random.Random) -> Iterator[str]:
-    """Ways between random layouts, at sizes around the limits of a message."""
+    """Reshardings between random layouts, at sizes around the limits of a message."""
     count = len(pricer.sizes)
 
     def layout() -> Layout:

@@ -1,4 +1,4 @@
-"""Buffers placed in one block, against a placement byte by byte."""
+"""Tests the placement of buffers in one block against a placement byte by byte."""
 
 from __future__ import annotations
 

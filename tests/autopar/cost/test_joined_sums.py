@@ -1,4 +1,4 @@
-"""Sums of gradients that travel in one message, and the memory that this takes."""
+"""Tests sums of gradients in one message, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLUSTER = autopar.Cluster.parse("8:cpu")
 
 @pytest.fixture(scope="module")
 def data_parallel() -> tuple[Analysis, Assignment]:
-    """Large batches of a small model: nothing is as fast as data parallelism."""
+    """A small model with large batches, for which data parallelism is fastest."""
     analysis = analyse(*training(mlp_loss, mlp_params(), mlp_batch(4096, 16)))
     plan = plan_analysis(analysis, CLUSTER, PlanOptions(seconds=5))
     return analysis, restore(analysis, plan)

@@ -1,4 +1,4 @@
-"""Predicted memory against the compiler's, and against sums done by hand."""
+"""Tests predicted memory against the compiler, and against sums by hand."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_resharded_form_takes_part_in_the_peak() -> None:
 
 
 def softmax_loss(params: Any, batch: Any) -> jax.Array:
-    """The scores go through an exponential, and through a hyperbolic tangent."""
+    """A loss with scores that pass through an exponential and a hyperbolic tangent."""
     scores = batch["x"] @ params["a"]
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -383,13 +383,15 @@ def test_gpus_make_gradients_behind_the_backward_pass() -> None:
 
 
 def makes_room(device: DeviceSpec) -> DeviceSpec:
-    """A device whose compiler is taken to make room where memory is short."""
+    """A device whose compiler is assumed to save memory if memory is short."""
     own = dataclasses.replace(device.corrections, makes_room=True)
     return dataclasses.replace(device, calibration=own)
 
 
 def short(seed: int, part: float) -> tuple[float, float, float]:
-    """The peak of a step with room, with little of it, and what little is."""
+    """The peak of a step with enough memory and with little memory, and the little
+    memory.
+    """
     case = harness.prepare(*remat_chain())
     plan = harness.random_plan(case, (8,), random.Random(seed), replicated=True)
     device = dataclasses.replace(

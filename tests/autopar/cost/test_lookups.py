@@ -1,4 +1,4 @@
-"""Rows that are found by index: what a device moves where a table's rows are split."""
+"""Tests the bytes of table look-ups if the rows of the table are split."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def works() -> dict[str, OperatorWork]:
 
 
 def seconds(work: OperatorWork, *factors: int) -> float:
-    """Of one shard, each of the factors split into `PARTS`."""
+    """Seconds of one shard if each factor is split into `PARTS`."""
     split = [PARTS if f in factors else 1 for f in range(len(work.op.rule.sizes))]
     return float(work_s(work, np.array([split], float), DEVICE)[0])
 

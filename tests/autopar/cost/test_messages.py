@@ -1,4 +1,4 @@
-"""Sums of activations share messages as far as none needs another."""
+"""Tests that sums of activations share messages if none needs another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYERS, WIDTH, ROWS = 3, 12, 1 << 16
 def by_trying(
     reads: Sequence[Sequence[int]], sums: Sequence[tuple[int, float]], most: int
 ) -> int:
-    """The combiner's own loop: reachability between sums, one message at a time."""
+    """The combiner's algorithm: reachability between sums, one message at a time."""
     reached: list[set[int]] = []
     for k, inputs in enumerate(reads):
         reached.append({k}.union(*(reached[i] for i in inputs)))
@@ -56,7 +56,7 @@ def by_trying(
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[int, float]]]:
-    """What each operator reads, and the operators whose results are sums."""
+    """The operands of each operator, and the operators whose results are sums."""
     count = draw(st.integers(1, 9))
     reads = [
         sorted(draw(st.sets(st.integers(0, k - 1), max_size=2))) if k else []
@@ -84,7 +84,7 @@ def test_rounds_are_those_of_the_combiner(
 
 
 def normalised(params: Any, batch: Any) -> Any:
-    """A mean and a mean square over the batch in each layer, of what is there."""
+    """Layers that normalise by a mean and a mean square over the batch."""
     x = batch["x"]
     for weight in params["weights"]:
         x = x @ weight

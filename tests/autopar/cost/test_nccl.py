@@ -1,4 +1,4 @@
-"""Collectives among GPUs: knots, groups between them, algorithms and networks."""
+"""Tests collectives among GPUs: knots, group sizes, algorithms and networks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ shapes = st.sampled_from(
 
 
 def stepped(name: str, kind: str) -> bool:
-    """Whether the time of a measured kind steps down at some sizes."""
+    """Whether the time of a measured kind falls at some sizes."""
     return kind in PARTNERS and PRESETS[name].inner.rates in MEASURED
 
 

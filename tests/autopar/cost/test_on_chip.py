@@ -1,4 +1,4 @@
-"""What a chip's own memory holds, and arrays in tiles, against brute force."""
+"""Tests on-chip memory, and arrays in tiles, against brute force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication beside work: exposed times, and prices that bound them from below."""
+"""Tests overlap: exposed times, and the lower bounds of the planner's prices."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ seconds = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
 
 def simulated_s(work: list[int], gathers: list[int]) -> float:
-    """Seconds of a pass whose gathers are sent in the order of their readers."""
+    """Simulated seconds of a pass whose gathers are sent in the order of readers."""
     clock, link = 0.0, 0.0
     for own, moved in zip(work, gathers, strict=True):
         link += moved
@@ -79,7 +79,7 @@ class TestTimeline:
 
 
 def step(state: dict[str, jax.Array], batch: jax.Array):
-    """Three products with an update by gradient descent."""
+    """Three products, with an update by gradient descent."""
 
     def loss(state: dict[str, jax.Array]) -> jax.Array:
         x = batch
@@ -99,7 +99,7 @@ def analysis(rows: int = 512, width: int = 1024) -> Analysis:
 
 
 def pricer_of(text: str, contention: float = 0.2) -> Pricer:
-    """A mesh of two axes on which no message has a latency of its own to share."""
+    """A mesh of two axes on which messages have no latency."""
     cluster = Cluster.parse(text)
     known = dataclasses.replace(
         cluster.device.corrections, contention=contention, combined_kinds=()

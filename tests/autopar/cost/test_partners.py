@@ -1,4 +1,4 @@
-"""Permutations and all-to-alls among GPUs: channels, steps down, and groups between."""
+"""Tests permutations and all-to-alls among GPUs: channels, and sizes of groups."""
 
 from __future__ import annotations
 

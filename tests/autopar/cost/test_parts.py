@@ -1,4 +1,4 @@
-"""What messages leave exposed, against a clock that plays them."""
+"""Tests exposed messages of a part against a simulation."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def part(
     update: Seconds | None = None,
     needs: Sequence[int] | None = None,
 ) -> Part:
-    """A part whose products of gradients run where they are written."""
+    """A part in which products of gradients run in program order."""
     nothing = [0.0] * SIZE
     return Part(
         (Role.BACKWARD, SIZE),

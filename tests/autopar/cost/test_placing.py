@@ -1,4 +1,4 @@
-"""Where messages may run: windows of what they hold, loops, and the update."""
+"""Tests where messages may run: their windows, loops, and the update."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Which dot products the matrix units do, and what the others cost."""
+"""Tests which dot products run on the matrix units, and the cost of the others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SUMMED: dict[str, tuple[Numbers, tuple[int, ...], tuple[int, ...]]] = {
 
 
 def all_in_memory(graph: OperatorGraph) -> InMemory:
-    """Each value of a graph in a buffer of its own."""
+    """Lifetimes in which each value has its own buffer."""
     every = frozenset(range(len(graph.values)))
     return in_memory(graph, Fusion(every, every))
 

@@ -1,4 +1,4 @@
-"""Sums that are added up cross the links once where the compiler takes them as one."""
+"""Tests that added all-reduces are priced once if the compiler merges them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADS = ("key", "query", "value")
 
 
 def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
-    """Three products of one input, as before attention, behind another product."""
+    """Three products of one input, as before attention, after another product."""
 
     def loss(params: dict[str, jax.Array]) -> jax.Array:
         y = jnp.tanh(x @ params["first"])
@@ -47,7 +47,7 @@ def analysis() -> Analysis:
 
 
 def bound(cluster: str, split: Sequence[str]) -> BoundPlan:
-    """A plan in which some products split their columns, and nothing else is split."""
+    """A plan that splits only the columns of some products."""
     pins = {
         "params/first": P(),
         **{f"params/{n}": P(None, "data") if n in split else P() for n in HEADS},
@@ -59,7 +59,7 @@ def bound(cluster: str, split: Sequence[str]) -> BoundPlan:
 
 
 def summed(found: BoundPlan) -> list[Collective]:
-    """Sums of arrays as large as the input."""
+    """The sums of arrays as large as the input."""
     return [
         c
         for c in found.collectives
@@ -119,7 +119,7 @@ def test_on_any_plan_only_sums_become_fewer() -> None:
 
 
 def sums_of(found: Analysis, plain: Sequence[Collective], value: int) -> list[str]:
-    """The collectives that make a value, as text."""
+    """The collectives that complete a value, as text."""
     maker = found.contraction.producer[value].index
     return [
         f"{c.step.kind} {c.step.axes} {c.size}"

@@ -1,4 +1,4 @@
-"""Sums of which devices keep slices, and sums that a kernel makes as it runs."""
+"""Tests sums of which devices keep slices, and sums inside of kernels."""
 
 from __future__ import annotations
 

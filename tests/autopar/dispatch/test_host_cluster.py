@@ -1,4 +1,4 @@
-"""Hosts connect to a scheduler, leave and are lost."""
+"""Tests hosts that connect to a scheduler, leave it and are lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.elastic.processes import hosts
 
 
 def connect(cluster: HostCluster, name: str, **fields: Any) -> Agent:
-    """An agent connects, and has got an answer."""
+    """Connects an agent, and returns once it has an answer."""
     agent = Agent()
     first = {"agent": f"agent of {name}", "name": name, "run": "", "slots": 2}
     first |= {"device": "h100", "versions": hosts.versions(), **fields}

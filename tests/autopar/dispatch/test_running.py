@@ -1,4 +1,4 @@
-"""The processes of a real job: killed, found again, suspended, and gone on with."""
+"""Tests the processes of a real job: killed, found again, suspended and continued."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS, LIMIT_S = 200, 120.0
 
 
 class Watched:
-    """A job, and all that was seen of it."""
+    """A job, and all observations of its processes."""
 
     def __init__(self, folder: pathlib.Path, job: Handed) -> None:
         self.folder, self.steps = folder, list[int]()

@@ -1,7 +1,7 @@
-"""A scheduler over hosts: hosts and the scheduler are killed, and come back.
+"""Tests a scheduler over hosts while hosts and the scheduler are killed and return.
 
-Hosts are agents at different loopback addresses of this machine. In one test a real
-Slurm starts them.
+Hosts are agents at different loopback addresses of this machine. One test starts them
+with a real Slurm.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ user = "ben"
 
 
 class Hosts:
-    """A scheduler, and agents of hosts."""
+    """A scheduler, and the agents of hosts."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder, self.state = folder, folder / "state"
@@ -127,7 +127,7 @@ class Hosts:
         return found
 
     def trains_on(self, job: str, count: int) -> Callable[[], bool]:
-        """Whether a job has trained on so many hosts since this call."""
+        """Whether a job has trained on this many hosts since the call."""
         before = len(self.losses(job))
 
         def trains() -> bool:
@@ -143,7 +143,7 @@ class Hosts:
         return sorted(int(n.rpartition(".")[2].rstrip(")")) for n in names)
 
     def losses(self, job: str) -> list[tuple[int, float]]:
-        """Step and loss of every step that a process of a job did."""
+        """Step and loss of every step of a job's processes."""
         found: list[tuple[int, float]] = []
         for path in self.folder.glob(f"losses-{job}.*"):
             if path.suffix != ".ledger":

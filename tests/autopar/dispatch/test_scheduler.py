@@ -1,4 +1,4 @@
-"""Rounds of a scheduler over imitated jobs: moves, deaths, kills of the scheduler."""
+"""Tests rounds of a scheduler over imitated jobs: moves, deaths and restarts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar.scheduler.users import UserLimits
 
 
 def two(folder: pathlib.Path, **fields: object) -> World:
-    """A long job, and one that is handed in 15 s later."""
+    """A long job, and a job that is submitted 15 s later."""
     jobs = [handed("one", max=4), handed("two", max=4, submitted_s=15.0)]
     return World(folder, jobs, {"one": 300, "two": 60}, **fields)  # pyright: ignore
 
@@ -394,7 +394,7 @@ NEW = {
 
 
 def as_schema(path: pathlib.Path, schema: int) -> None:
-    """Takes away what later schemas have added."""
+    """Removes the columns that later schemas have added."""
     with contextlib.closing(sqlite3.connect(path)) as file, file:
         for column in (c for k, new in NEW.items() if k > schema for c in new):
             file.execute(f"alter table jobs drop column {column}")

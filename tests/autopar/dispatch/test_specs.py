@@ -1,4 +1,4 @@
-"""Tables of jobs: what is read, and errors that name the job and the key."""
+"""Tests tables of jobs: their content, and errors that name the job and the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What codecs keep goes on through changes of the devices."""
+"""Tests that the codecs' state survives changes of the devices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def losses(run: Any, changes: dict[int, Any]) -> list[float]:
 
 
 def residuals(run: Any) -> dict[str, np.ndarray]:
-    """The residuals of the gradients that have one, by name."""
+    """Name of a gradient -> its residual, for gradients with residuals."""
     state = run.compression_state["gradients"]
     found = {name: np.asarray(x["residual"]) for name, x in state.items()}
     return {name: x for name, x in found.items() if x.size}

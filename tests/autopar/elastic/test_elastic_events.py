@@ -1,4 +1,4 @@
-"""Events are read, checked and resolved to the next cluster."""
+"""Tests that events are read, checked and resolved to the next cluster."""
 
 from __future__ import annotations
 

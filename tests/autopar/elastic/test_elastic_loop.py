@@ -1,4 +1,4 @@
-"""A run goes on with the same losses when its devices change."""
+"""Tests that losses stay the same when the devices of a run change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_run_under_an_explicit_mesh_of_the_caller(tmp_path: Any) -> None:
 
 
 def _recurrent(w: Any, batch: Any) -> Any:
-    """A recurrent net; time is the first dimension of its batch."""
+    """A recurrent network; time is the first dimension of its batch."""
 
     def loss(w: Any) -> Any:
         def cell(h: Any, x: Any) -> Any:
@@ -176,7 +176,7 @@ def test_what_is_returned_besides_the_state() -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A module that keeps its size and its activation among its leaves."""
+    """A module that has its size and its activation among its leaves."""
 
     w: jax.Array
     size: int
@@ -305,9 +305,9 @@ def test_a_source_that_returns_too_few_rows() -> None:
 
 
 def blown_up(scale: str, **options: Any) -> Any:
-    """A run in which the losses, or the gradients alone, of some steps are not finite.
+    """A run in which losses, or only gradients, of some steps are not finite.
 
-    A root has an infinite slope where it is zero.
+    The gradient of a square root is infinite at zero.
     """
 
     def step(ws: Any, x: Any) -> Any:

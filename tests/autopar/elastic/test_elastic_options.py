@@ -1,4 +1,4 @@
-"""What a re-plan compares, what moving costs, and what is prepared ahead."""
+"""Tests the options of a re-plan, the cost of moves, and preparing ahead."""
 
 from __future__ import annotations
 

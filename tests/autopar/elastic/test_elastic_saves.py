@@ -1,4 +1,4 @@
-"""Elastic runs are saved, and go on where an earlier run was left."""
+"""Tests that elastic runs are saved, and continue where an earlier run ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources hear events from files, signals and HTTP, and stand what is no event."""
+"""Tests event sources with files, signals and HTTP, and with invalid messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 
 
 class Heard:
-    """A sink on an inbox that can be waited for."""
+    """A sink with an inbox, on which tests can wait for events."""
 
     def __init__(self) -> None:
         self.ledger = Ledger(None)
@@ -116,7 +116,7 @@ class TestFile:
 
 
 class Dying(Heard):
-    """A sink that ends the thread which puts the first event."""
+    """A sink that ends the thread that puts the first event."""
 
     died = False
 

@@ -1,4 +1,4 @@
-"""Lines of progress: how far a run is, how fast, and with which loss."""
+"""Tests lines of progress: steps, speed and loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock:
 
 
 def paced(*steps: tuple[float, int, Any], last: int = -1) -> list[Any]:
-    """The lines of steps: when each was done, on how many devices, its loss."""
+    """The lines for steps with given times, devices and losses."""
     ledger, clock = Ledger(None), Clock()
     pace = Pace(ledger.write, 1.0, clock)
     for k, (now, devices, loss) in enumerate(steps, 1):

@@ -1,4 +1,4 @@
-"""`autopar.train`: an elastic run whose batch follows."""
+"""Tests `autopar.train`, an elastic run with an adaptive batch size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def started(step: Any = None, tx: Any = None, **options: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _calls_take_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take a clock's tick each, whatever their rows; nothing else takes time."""
+    """Makes each step take one tick of a clock, and everything else take no time."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(
         "autopar.elastic.loop.time.perf_counter", lambda: next(ticks) * 0.5

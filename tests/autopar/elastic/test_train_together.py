@@ -1,4 +1,4 @@
-"""`autopar.train` in several processes that neither come nor go."""
+"""Tests `autopar.train` in several processes that neither leave nor join."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes decide as the first says, once none is busy."""
+"""Tests that processes follow the first one's decision, once none is busy."""
 
 from __future__ import annotations
 

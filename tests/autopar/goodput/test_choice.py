@@ -1,4 +1,4 @@
-"""Which way a training goes on: the best of which it is nearly sure."""
+"""Tests the choice of batch size, microbatches and codecs of a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best batch of a configuration: arithmetic held against planning anew."""
+"""Tests the best batch of a configuration against planning anew."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def step(params: Any, batch: Any) -> Any:
 
 
 def normalised(params: Any, batch: Any) -> Any:
-    """Its loss couples the rows of the batch."""
+    """A model whose loss couples the rows of the batch."""
 
     def loss(p: Any) -> jax.Array:
         x = batch["x"] @ p["up"]

@@ -1,4 +1,4 @@
-"""Accordion's rule for the batch."""
+"""Tests Accordion's rule for the batch size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.goodput import CriticalRegimes
 
 
 def after(rule: CriticalRegimes, *norms: float) -> list[bool]:
-    """Whether the regime is critical behind each window of steps of one norm."""
+    """Whether the regime is critical after each window of steps with one norm."""
     found: list[bool] = []
     for norm in norms:
         for _ in range(int(rule.window)):

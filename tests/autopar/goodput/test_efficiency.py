@@ -35,9 +35,9 @@ def draws(workers: int, rows: int, seed: int = 0) -> np.ndarray:
 def thinned(
     gradients: np.ndarray, keep: float, *, alike: bool, seed: int = 1
 ) -> np.ndarray:
-    """An unbiased codec with w = 1 / keep - 1: some elements, enlarged.
+    """An unbiased codec with w = 1 / keep - 1, which sends some elements, scaled up.
 
-    Alike: all workers draw the same elements.
+    Alike: whether all workers draw the same elements.
     """
     draw = np.random.default_rng(seed)
     shape = list(gradients.shape)
@@ -47,13 +47,13 @@ def thinned(
 
 
 def realised_gain(sent: np.ndarray) -> float:
-    """How far a step can move the loss: |E G|^2 / E |G|^2, against the base batch."""
+    """The possible progress of a step, |E G|^2 / E |G|^2, over that of the base batch."""
     applied = np.square(sent.mean(1)).sum(1).mean()
     return (SQR / applied) / (SQR / (SQR + VAR / BASE))
 
 
 def estimated_phi(gradients: np.ndarray, rows: int) -> float:
-    """Pollux's estimate from the gradients of workers."""
+    """Pollux's estimate of the noise scale from the gradients of workers."""
     workers = gradients.shape[1]
     parts = np.square(gradients / workers).sum((1, 2)).mean()
     total = np.square(gradients.mean(1)).sum(1).mean()

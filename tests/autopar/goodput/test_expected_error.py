@@ -1,4 +1,4 @@
-"""How much a plan's codecs are expected to err, before anything is measured."""
+"""Tests the expected error of a plan's codecs, before any measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.goodput.ways import expected_error
 
 
 def planned(codec: str, square: float, *, feedback: bool) -> Any:
-    """What is read of a plan whose one gradient has a codec."""
+    """The parts of a plan that are read, for one gradient with a codec."""
     error = math.sqrt(square)
     gradient = types.SimpleNamespace(
         codec=codec, error=error, feedback=feedback, workers=4

@@ -1,4 +1,4 @@
-"""The codecs of a run's first step, which nothing was measured for."""
+"""Tests the codecs of a run's first step, before any measurement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LITTLE, MUCH = "int8:rounding=stochastic", "randk:unbiased=true,ratio=0.25"
 
 @pytest.fixture(scope="module")
 def layouts() -> autopar.Plan:
-    """Data parallelism: large batches on a fast network."""
+    """Data parallelism with large batches on a fast network."""
     step = cases.parallel(cluster=FAST)
     return step.prepare(cases.create(), cases.source(0, 4096)).plan
 

@@ -1,4 +1,4 @@
-"""Goodput curves as tables: what policies see of them, files, corrections."""
+"""Tests goodput curves: values for policies, files and corrections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def point(nodes: int, devices: int, goodput: float, **fields: Any) -> CurvePoint
 
 
 def table(*goodputs: float, **fields: Any) -> CurveTable:
-    """One device a node; a goodput for each number of nodes."""
+    """A table with one device per node, and a goodput for each number of nodes."""
     made = [point(k, k, g) for k, g in enumerate(goodputs, 1)]
     return CurveTable(points=tuple(made), base_batch=32, **fields)
 
@@ -164,12 +164,12 @@ def test_a_line_of_no_kind_corrects_no_table_of_several() -> None:
 
 
 def told(devices: int, batch: int, step_s: float, phi: Any, **fields: Any) -> Any:
-    """A line of a job whose batch follows."""
+    """A line of progress of a job with an adaptive batch size."""
     return {**line(devices, step_s, batch), "noise_scale": phi, **fields}
 
 
 def follows(*goodputs: float, phi: float | None = 50.0) -> CurveTable:
-    """A curve whose batches are 96 rows a device, planned with a noise scale."""
+    """A curve with batches of 96 rows per device, planned with a noise scale."""
     made: list[CurvePoint] = []
     for k, rate in enumerate(goodputs, 1):
         worth = 1.0 if phi is None else efficiency(phi, 96 * k, 96)

@@ -1,4 +1,4 @@
-"""A gain that makes the loss rise is capped."""
+"""Tests that a gain which makes the loss rise gets a limit."""
 
 from __future__ import annotations
 

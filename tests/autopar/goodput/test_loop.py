@@ -1,4 +1,4 @@
-"""A loop whose batch, plan and codecs follow: by seconds that the test makes up."""
+"""Tests the loop with an adaptive batch, plan and codecs, with made-up seconds."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def following(**more: Any) -> Following:
 
 
 def slow_sync(rows: int, codecs: str = "none") -> float:
-    """A step whose communication is most of it."""
+    """A step that mostly communicates."""
     return 1e-5 * rows + (0.5e-3 if codecs == "int8" else 5e-3)
 
 
 def slow_rows(rows: int, codecs: str = "none") -> float:
-    """A step that only its rows take."""
+    """A step whose seconds are proportional to its rows."""
     del codecs
     return 1e-3 * rows
 
 
 def quiet(position: int, rows: int) -> Any:
-    """Samples without noise: more of them say nothing new."""
+    """Samples without noise, for which a larger batch is of no use."""
     x = np.random.default_rng(position).standard_normal((rows, cases.WIDTH))
     return {"x": x.astype(np.float32), "y": x.astype(np.float32)}
 
 
 class Run:
-    """A loop of one's own."""
+    """A training loop that a user writes."""
 
     def __init__(
         self,

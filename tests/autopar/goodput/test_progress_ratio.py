@@ -1,4 +1,4 @@
-"""Progress ratios of pairs of trainings."""
+"""Tests progress ratios of pairs of trainings."""
 
 from __future__ import annotations
 

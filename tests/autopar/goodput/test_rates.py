@@ -1,4 +1,4 @@
-"""Learning-rate rules and progress, as a wrapper of optimizers."""
+"""Tests learning-rate rules and progress, in the wrapper of optimizers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GRADIENTS = {"w": jnp.asarray([0.5, -1.0, 2.0])}
 
 
 def step_size(rule: Any, batch: int, phi: float | None, **options: Any) -> float:
-    """What the first step is multiplied by."""
+    """The factor by which the first update is multiplied."""
     tx = scale_updates(optax.sgd(1.0), rule, base_batch=BASE, **options)
     state = set_batch(tx.init(PARAMS), batch=batch, phi=phi)
     updates, _ = tx.update(GRADIENTS, state, PARAMS)

@@ -1,4 +1,4 @@
-"""Codecs for which other layouts are better."""
+"""Tests codecs for which other layouts are better."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BATCH = {"x": struct(ROWS, WIDTH), "y": struct(ROWS, WIDTH)}
 def ways_of(
     base: int = ROWS, most: int = 2 * ROWS, codecs: Any = (CODEC,), **options: Any
 ) -> tuple[Ways, PlannedWay]:
-    """Two layers; with `ROWS` all activations are smaller than all gradients."""
+    """Two layers; with `ROWS` rows, all activations are smaller than all gradients."""
     kept: dict[str, Any] = {"pins": {}, "noise_scale": True, "cluster": ONE_GBIT}
     given = kept | options
     step = autopar.parallelize(step_of, axis_names=("data",), seconds=None, **given)

@@ -1,4 +1,4 @@
-"""Seconds of a step: corrected by measurements, and sure where these are near."""
+"""Tests predicted step times, and their intervals near and far from measurements."""
 
 from __future__ import annotations
 

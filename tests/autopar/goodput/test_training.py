@@ -1,4 +1,4 @@
-"""A training whose batch and learning rate follow its noise, under plans."""
+"""Tests trainings with adaptive batch size and learning rate, under plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an elastic run is on Kubernetes, and what is refused."""
+"""Tests the Kubernetes objects of an elastic run, and wrong options."""
 
 from __future__ import annotations
 

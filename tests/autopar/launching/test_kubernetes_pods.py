@@ -1,4 +1,6 @@
-"""Pods' commands are run: hosts join, leave, and the supervisor's pod is replaced."""
+"""Runs the commands of pods: hosts join and leave, and the supervisor's pod is
+replaced.
+"""
 
 from __future__ import annotations
 

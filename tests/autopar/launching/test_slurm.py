@@ -1,4 +1,4 @@
-"""The batch script of a Slurm job, and what is refused."""
+"""Tests the batch script of a Slurm job, and wrong options."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def directives(script: str) -> list[str]:
 
 
 def settings(script: str, *names: str) -> list[str]:
-    """Words of variables and arrays, as bash reads the head of a script."""
+    """The values of variables and arrays at the head of a script, read by bash."""
     head = script[: script.index("\nsay()")]
     shown = "".join(f'\nprintf "%s\\0" "${{{name}[@]}}"' for name in names)
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""Jobs of a real Slurm: nodes drain, fail and come back, and the limit comes."""
+"""Tests jobs of a real Slurm: nodes drain, fail and return, and the time limit is
+reached.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,13 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def cluster(daemons: SlurmCluster) -> Iterator[SlurmCluster]:
-    """Without jobs, whatever became of those of the test before."""
+    """A Slurm cluster without jobs; jobs of the test before are ended."""
     yield daemons
     daemons.end_jobs()
 
 
 def submit(cluster: SlurmCluster, job: SlurmJob, **variables: str) -> int:
-    """Hands a job in; returns its number."""
+    """Submits a job; returns its number."""
     done = subprocess.run(
         ["sbatch", "--parsable"],
         input=job_script(job),
@@ -60,7 +62,7 @@ def submit(cluster: SlurmCluster, job: SlurmJob, **variables: str) -> int:
 
 
 class Job:
-    """A job whose supervisor and agents train nothing."""
+    """A job whose supervisor and agents do not train."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Job:
         self.number = submit(cluster, job)
 
     def last(self, step: int) -> None:
-        """Ends the run behind a step."""
+        """Ends the run after a step."""
         new = self.folder / "most.new"
         new.write_text(str(step))
         new.rename(self.folder / "most")  # the stand-in reads it all the time
@@ -98,7 +100,7 @@ class Job:
         return path.read_text().splitlines() if path.exists() else []
 
     def wait_for(self, *events: str) -> None:
-        """Waits until these have happened, in any order."""
+        """Waits until these events have happened, in any order."""
         self.wait_until(lambda: set(events) <= set(self.events()))
 
     def wait_until(self, done: Callable[[], bool]) -> None:
@@ -108,7 +110,7 @@ class Job:
             pytest.fail(f"{self.events()}\n{self.output.read_text()}")
 
     def joined(self) -> list[str]:
-        """The nodes that joined, in order."""
+        """The nodes that have joined, in order."""
         return [x.split()[1] for x in self.events() if x.startswith("joined")]
 
     def supervisor(self) -> int:
@@ -119,7 +121,7 @@ class Job:
         (self.folder / "events").unlink()
 
     def finish(self) -> None:
-        """Lets the run end, and the job with it."""
+        """Lets the run and the job end."""
         self.last(0)
         wait_for(
             lambda: self.cluster.state(self.number) in ("COMPLETED", ""),
@@ -272,7 +274,7 @@ def found_losses(folder: pathlib.Path) -> list[tuple[int, float]]:
 
 
 def losses_alone(steps: int) -> list[float]:
-    """The losses of one process that nothing disturbs."""
+    """The losses of one process without disturbance."""
     step = autopar.parallelize(forms.plain_step, cluster="1:cpu", split_batch=False)
     alone = autopar.elastic(
         step,
@@ -310,7 +312,7 @@ def test_a_script_trains_on_when_a_node_drains_and_the_limit_comes(
     )
 
     def worlds() -> list[int]:
-        """How many processes each world has had that formed."""
+        """The number of processes of each world that has formed."""
         log = tmp_path / "autopar-run" / "log.jsonl"
         lines = log.read_text().splitlines() if log.exists() else []
         read = [json.loads(line) for line in lines if line.endswith("}")]

@@ -1,4 +1,4 @@
-"""What travels together: the runtime's buckets, and the collectives of the costs."""
+"""Tests that the runtime's buckets are the collectives of the cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps between two layouts: each elementary, together never wasteful."""
+"""Tests the steps between two layouts: each is elementary, and none is wasted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reshardings(draw: st.DrawFn) -> tuple[Layout, Layout, Axes, tuple[int, ...]]
 
 
 def is_elementary(before: Layout, step: ReshardStep) -> bool:
-    """Whether one collective of this kind does exactly this."""
+    """Whether one collective of this kind has exactly this effect."""
     after = step.layout
     pairs = list(zip(before, after, strict=True))
     changed = [(b, a) for b, a in pairs if b != a]

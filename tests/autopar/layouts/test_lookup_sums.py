@@ -1,4 +1,4 @@
-"""Which sums of a lookup's gradient a program writes down."""
+"""Tests which sums of a look-up's gradient a program states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS, WIDTH, ROWS = 64, 32, 16
 
 
 def step(table: jax.Array, batch: jax.Array) -> jax.Array:
-    """A tied embedding: a lookup, and a product with the transposed table."""
+    """A tied embedding: a look-up, and a product with the transposed table."""
 
     def loss(table: jax.Array) -> jax.Array:
         return jnp.mean((jnp.tanh(table[batch]) @ table.T) ** 2)

@@ -1,7 +1,7 @@
-"""Any plan at all runs the step, and communicates exactly what it predicts.
+"""Tests that random plans run the step, and communicate what they predict.
 
-The solver would pick good plans; these tests pick strategies at random, so that
-every way of sharding every operator is met sooner or later.
+The solver would choose only good plans. These tests choose strategies at random, so
+that every sharding of every operator occurs in some case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of reshardings hold what each pair takes by itself."""
+"""Tests tables of reshardings against the resharding of each pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums that wait: the step stays what it was, and sends what the plan predicts."""
+"""Tests deferred sums: the step's results stay equal, and bytes are as predicted."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def prepared(name: str) -> harness.Case:
 
 
 def ways(plan: Assignment) -> int:
-    """Number of ways that a plan takes."""
+    """The number of ways to reshard in a plan."""
     return len({way.deferral.ends for way in plan.stackings.values()})
 
 
 def waiting_plan(case: harness.Case, name: str, sizes: tuple[int, ...]) -> Assignment:
-    """A random plan that puts sums off: two if one is soon found, or one."""
+    """A random plan that defers sums: two sums if such a plan is soon found, or one."""
     plans: list[Assignment] = []
     for k in range(TRIES):
         draw = random.Random(f"{name} {k}")
@@ -117,7 +117,7 @@ def test_what_adds_partial_sums_works_on_the_whole_of_them(name: str) -> None:
 
 
 def all_wait(plan: Assignment) -> bool:
-    """Whether every sum in a loop waits that is partial at all."""
+    """Whether every partial sum in a loop is deferred."""
     loops = [d for d in plan.analysis.deferrals if d.hoisted]
     makers = [plan.graph.operators[c] for d in loops for c in d.contributions]
     partial = {op.outputs[0] for op in makers if plan.partial_of(op)}
@@ -161,7 +161,7 @@ def recurrent() -> Any:
 
 @functools.cache
 def data_parallel() -> tuple[harness.Case, Assignment]:
-    """The LSTM's step, planned with nothing but its batch split."""
+    """The LSTM's step under a plan that splits only the batch."""
     step, args = recurrent()
     analysis = analyse(step, args)
     plan = plan_analysis(
@@ -183,10 +183,11 @@ def data_parallel() -> tuple[harness.Case, Assignment]:
 
 
 def all_reduced(sums: int) -> float:
-    """Bytes that a device sends: the recurrent weights' gradients ``sums`` times.
+    """Bytes that a device sends if recurrent weights' gradients are summed ``sums``
+    times.
 
-    A ring of n devices sends 2 (n - 1) / n of an array; besides there are the
-    gradient of the last layer and the loss.
+    A ring of n devices sends 2 (n - 1) / n of an array. The gradient of the last layer
+    and the loss are sent, too.
     """
     recurrent = (WIDTH + HIDDEN) * 4 * HIDDEN
     elements = sums * recurrent + HIDDEN * WIDTH + 1

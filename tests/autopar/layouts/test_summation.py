@@ -1,4 +1,4 @@
-"""Sums over the fast links first: which ways there are, and what comes out."""
+"""Tests sums over fast links first: possible summations and their results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALL: Axes = (0, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout of a sum over axes 0 and 1, and the way it allows."""
+    """A layout of a sum over axes 0 and 1, and a summation that it allows."""
 
     home: Layout
     within: Axes
@@ -147,7 +147,7 @@ def member_of(case: Case, codec: str, number: int = 0) -> Member:
 
 
 def taken(how: GradientSums, state: Any, arrays: list[np.ndarray]) -> Any:
-    """One step: the sums and the new state."""
+    """Runs one step; returns the sums and the new state."""
 
     def step(state: Any, arrays: list[Any]) -> Any:
         synchroniser = CodecSynchroniser(how, state)

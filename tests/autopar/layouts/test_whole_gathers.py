@@ -1,4 +1,4 @@
-"""Gathers over all devices of a TPU slice are stated axis by axis."""
+"""Tests that gathers over all devices of a TPU slice are stated axis by axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sums a program writes down, and that their steps lead where they should."""
+"""Tests which sums a program states, and that their steps end in the right layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Axes are named by what they split, and the scheme agrees with the layouts."""
+"""Tests that axes are named after what they split, and that the scheme fits the
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,7 @@ def test_sequence_parallelism_is_of_what_lies_between_products() -> None:
     plan = harness.random_plan(case, (4,), random.Random(0), replicated=True)
 
     def between(chosen: Callable[[int], bool]) -> float:
-        """The share where the chosen nodes split their sequences."""
+        """The fraction of work for which the given nodes split their sequences."""
         strategies = list(plan.strategies)
         for node in filter(lambda n: chosen(n.index), case.contraction.nodes):
             labels = case.analysis.node_labels.get(node.index, {})

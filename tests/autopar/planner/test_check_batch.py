@@ -1,4 +1,4 @@
-"""Which dimension of a batch must be divisible."""
+"""Tests which dimension of a batch must be divisible."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STEPS = 3
 
 
 def several(w: jax.Array, batches: jax.Array) -> Any:
-    """So many steps in one call, one batch each."""
+    """Runs several steps in one call, with one batch each."""
     return jax.lax.scan(small_step.step, w, batches)
 
 
 def accumulated(w: jax.Array, parts: jax.Array) -> Any:
-    """One step over the parts of a batch, in two nested loops."""
+    """Runs one step over the parts of a batch, in two nested loops."""
 
     def turn(_: Any, part: jax.Array) -> Any:
         return None, small_step.step(w, part)

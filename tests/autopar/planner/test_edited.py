@@ -1,4 +1,4 @@
-"""Each part of a plan, edited as in a file: carried out, or refused by name."""
+"""Tests that each edited part of a plan is carried out, or refused by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def planned(compression: str = "none") -> Plan:
 
 
 def changed(plan: Plan, change: Change) -> Plan:
-    """The plan read from its file after an edit by hand."""
+    """The plan, read from its file after an edit by hand."""
     data = json.loads(msgspec.json.encode(plan))
     change(data)
     return Plan.from_json(json.dumps(data), "edited.json")
@@ -190,7 +190,7 @@ class TestRepeatedLayers:
     """Layers that repeat share a decision."""
 
     def shared(self) -> list[str]:
-        """Paths of the inputs that share a decision with ``params/1``."""
+        """The paths of the inputs that share a decision with ``params/1``."""
         analysis, _ = layers()
         homes = analysis.contraction.homes
         nodes = {i.path: homes[i.value].node for i in analysis.graph.inputs}
@@ -396,7 +396,7 @@ class TestNumbers:
 
 
 def slow_text() -> str:
-    """The text of the cluster with links that take a second."""
+    """The text of the cluster with links whose latency is a second."""
     levels = tuple(
         dataclasses.replace(level, link=dataclasses.replace(level.link, latency_s=1.0))
         for level in CLUSTER.levels

@@ -1,4 +1,4 @@
-"""Expert plans keep to the rules they are named after."""
+"""Tests that expert plans follow the rules after which they are named."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def experts() -> dict[str, Expert]:
 
 
 def parts(name: str, role: InputRole, *, matrices: bool = False) -> list[int]:
-    """In how many parts each input of a role is stored under an expert plan."""
+    """Into how many parts an expert plan splits each input of a role."""
     candidate = experts()[name].candidate
     assert candidate is not None
     assignment = candidate.assignment
@@ -60,7 +60,7 @@ def parts(name: str, role: InputRole, *, matrices: bool = False) -> list[int]:
 
 
 def rows_split(name: str) -> set[int]:
-    """Over how many devices the rows of the layers' results are split."""
+    """Over how many devices the rows of layers' results are split."""
     candidate = experts()[name].candidate
     assert candidate is not None
     assignment = candidate.assignment

@@ -1,6 +1,6 @@
-"""What the planner decides of many steps on many clusters, and what it compared.
+"""Golden decisions of the planner for many steps on many clusters.
 
-The problems are small enough to be solved without a time limit.
+The problems are so small that they are solved without a time limit.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def analysis_of(name: str) -> Analysis:
 
 
 def cluster_of(text: str) -> Cluster:
-    """``cheap`` before it: with links that cost next to nothing."""
+    """A cluster by its text; after ``cheap``, its links cost almost nothing."""
     cheap, _, rest = text.rpartition(" ")
     return step_forms.cheap(rest) if cheap else Cluster.parse(rest)
 
@@ -117,7 +117,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 class Problems:
-    """The problems that the planner gives to solvers, and what they answer."""
+    """Records the problems that the planner passes to solvers, and their solutions."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.found: dict[str, list[dict[str, list[float]]]] = {}
@@ -148,9 +148,9 @@ class Problems:
 
 
 def _fields(record: Any, owner: str = "") -> dict[str, list[float]]:
-    """The numbers of each field, those of records in it by their own fields.
+    """The numbers in each field of a record, also in nested records.
 
-    The time that was spent is left out.
+    Measured times are left out.
     """
     found: dict[str, list[float]] = {}
     for field in dataclasses.fields(record):
@@ -166,7 +166,7 @@ def _fields(record: Any, owner: str = "") -> dict[str, list[float]]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """The numbers of a value: of an array its sum, and its sum by position."""
+    """The numbers of a value; for an array its sum, and the sum weighted by position."""
     if isinstance(value, (bool, int, float)):
         return [float(value)]
     if isinstance(value, np.ndarray):

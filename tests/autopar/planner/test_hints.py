@@ -1,4 +1,4 @@
-"""Hints: what a user pins stays pinned, and the step stays right."""
+"""Tests that pins are kept, and that the step's results stay right."""
 
 from __future__ import annotations
 

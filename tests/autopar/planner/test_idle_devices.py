@@ -1,4 +1,4 @@
-"""Devices that do not divide the batch stay idle where this is faster."""
+"""Tests that devices which do not divide the batch stay idle if this is faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model FLOPs are those of the model, whatever kernel computes its attention."""
+"""Tests that model FLOPs do not depend on the kernel of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that are read in bfloat16 are gathered in bfloat16, once a step."""
+"""Tests that parameters read in bfloat16 are gathered in bfloat16, once per step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mlp(params: Any, x: jax.Array) -> jax.Array:
 
 
 def workload(model: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[Any, Any]:
-    """A step with Adam on float32 parameters; the model computes in bfloat16."""
+    """A step with Adam on float32 parameters, whose model computes in bfloat16."""
     optimizer = optax.adam(1e-3)
 
     def step(params: Any, moments: Any, batch: jax.Array) -> Any:
@@ -80,7 +80,7 @@ def expert(name: str, recipe: str) -> Candidate:
 
 
 def gathered(found: Candidate) -> set[str]:
-    """The types of what is gathered."""
+    """The dtypes of the gathered arrays."""
     values = found.assignment.graph.values
     return {
         str(values[c.value].dtype)
@@ -99,10 +99,10 @@ def test_the_optimizer_may_hold_parameters_that_are_read_narrower(name: str) -> 
 
 
 def sent_once(found: Candidate) -> float:
-    """Bytes that a plan sends if a sum whose parts are kept is scattered, not whole.
+    """Bytes that a plan sends if a sum of which parts are kept is scattered.
 
-    A whole sum may be chosen because it shares no message with scattered ones, and is
-    hidden sooner.
+    A plan may choose a whole sum because it shares no message with scattered sums, and
+    can be hidden sooner.
     """
     homes, values = found.assignment.contraction.homes, found.assignment.graph.values
     more = 0.0

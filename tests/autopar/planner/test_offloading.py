@@ -1,4 +1,4 @@
-"""Plans that keep optimizer state in the memory of the hosts."""
+"""Tests plans that keep optimizer state in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user says about planning is read and checked once."""
+"""Tests that planning options are read and checked in one place."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TestReading:
 
 class TestCodecsOfAPlan:
     def of(self, codecs: tuple[str, ...], **compression: Any) -> PlanOptions:
-        """The options that a plan with these codecs leads to."""
+        """The options that follow from a plan with these codecs."""
         plan = self.plan_of(codecs, **compression)
         return with_codecs_of(PlanOptions(max_axes=1), plan)
 

@@ -1,4 +1,4 @@
-"""A plan's layouts at another batch size: kept, priced anew, or refused by name."""
+"""Tests a plan's layouts at another batch size: kept, priced anew, or refused."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_edits_are_still_edits() -> None:
 
 class TestOtherSteps:
     def step(self, params: Any, opt_state: Any, batch: Any) -> Any:
-        """The same but for an operator."""
+        """The same step except for one operator."""
         batch = {"x": jax.numpy.cos(batch["x"]), "y": batch["y"]}
         return forms.plain_step(params, opt_state, batch)
 

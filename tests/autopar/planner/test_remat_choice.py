@@ -1,4 +1,4 @@
-"""The choice of how many layers compute again, beside trying all of them."""
+"""Tests the number of rematerialised layers against all possible numbers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def cluster(memory: float | None = None) -> Cluster:
 
 
 def planned(name: str, share: float | None = None, **options: Any) -> autopar.Plan:
-    """A plan in a share of the memory that the step takes as it is."""
+    """A plan within a fraction of the memory that the unchanged step needs."""
     memory = None if share is None else share * plain(name).predicted.peak_memory_bytes
     step, args = STEPS[name]
     return autopar.plan(

@@ -1,4 +1,4 @@
-"""Shares of replicas: as good as all others, by prices and by the model."""
+"""Tests shares of replicas against all other shares."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_few_prices_find_the_best_shares(replicas: int) -> None:
 
 
 def end_s(rows: Any, counts: Any) -> float:
-    """When the last replica ends."""
+    """The time at which the last replica ends."""
     return max(row[n - 1] for row, n in zip(rows, counts, strict=True))
 
 

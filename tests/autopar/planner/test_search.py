@@ -1,4 +1,4 @@
-"""The search finds the best plan of its space, and keeps to its limits."""
+"""Tests that the search finds the best plan of its space, within its limits."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class TestSmallState:
     @staticmethod
     @functools.cache
     def wide() -> Analysis:
-        """A bias is less than a hundredth of the state."""
+        """A step whose biases are less than a hundredth of the state."""
         params = mlp_params(width=128, hidden=256, layers=2)
         return analyse(*training(mlp_loss, params, mlp_batch(256, 128)))
 
@@ -365,7 +365,7 @@ SAMPLES = 20_000
 
 
 def all_choices(formulation: Formulation) -> Sequence[tuple[int, ...]]:
-    """Every assignment, or a random part where there are too many."""
+    """Every assignment, or a random subset if there are too many."""
     counts = [len(c) for c in formulation.problem.node_costs]
     if math.prod(counts) <= SAMPLES:
         return list(itertools.product(*map(range, counts)))

@@ -1,4 +1,4 @@
-"""The search where sums that are added up are taken as one."""
+"""Tests the search if added all-reduces are merged into one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADS = ("key", "query", "value")
 
 
 def attention(widths: Sequence[int]) -> Analysis:
-    """Layers of three products of one input, some of them narrow."""
+    """Layers with three products of one input, some of them narrow."""
 
     def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         for _ in range(LAYERS):
@@ -72,7 +72,7 @@ def test_never_slower_than_the_plan_of_a_problem_without(
 
 
 def tied() -> Analysis:
-    """A gradient that is the sum of two: of the first product and of the last."""
+    """A step whose gradient is the sum of those of the first and the last product."""
 
     def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         hidden = jnp.sin(jnp.sin(x @ params["w"]) @ params["v"])

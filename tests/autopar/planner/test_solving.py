@@ -1,4 +1,4 @@
-"""One mesh in a limited time: what is spent, and what the search starts from."""
+"""Tests the solution for one mesh in a limited time, and its starting points."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TestLimit:
 
 
 class Late:
-    """A solver that finds nothing in time where all strategies are allowed."""
+    """A solver that finds nothing in time if all strategies are allowed."""
 
     def __init__(self, whole: int) -> None:
         self.whole = whole

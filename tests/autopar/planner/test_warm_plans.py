@@ -1,4 +1,4 @@
-"""Warm plans are as good as cold ones, keep to the options, and say what cannot be."""
+"""Tests that warm plans are as good as cold plans, and respect the options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What products work in is taken off the memory that layouts are chosen for."""
+"""Tests that the workspace of products is subtracted from the memory for layouts."""
 
 from __future__ import annotations
 

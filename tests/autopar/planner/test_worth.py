@@ -1,4 +1,4 @@
-"""What plans make of their cluster, against numbers that are derived by hand."""
+"""Tests the speed-up and utilisation of plans against numbers by hand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def analysed(loss: Any = mlp_loss, rows: int = ROWS) -> Analysis:
 
 
 def batch_over(analysis: Analysis, axis: int, sizes: tuple[int, ...]) -> Worth:
-    """Plain data parallelism over one axis; all others do nothing."""
+    """Data parallelism over one axis; all other axes are unused."""
     strategies = tuple(
         tuple(
             (axis,) if analysis.node_labels.get(n.index, {}).get(f) == BATCH else ()

@@ -1,4 +1,4 @@
-"""Plans as values: the same call gives the same plan; bad files are explained."""
+"""Tests plans as values: calls are repeatable, and errors explain bad files."""
 
 from __future__ import annotations
 

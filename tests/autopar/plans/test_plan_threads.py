@@ -1,7 +1,7 @@
-"""What is read from files asks nothing about its types: threads may read at once.
+"""Tests that several threads can read plan files at once.
 
-msgspec finds out about a type when it first meets it, and crashes where two threads
-do so at once.
+msgspec inspects a type when it first meets it, and crashes if two threads do this at
+once.
 """
 
 from __future__ import annotations

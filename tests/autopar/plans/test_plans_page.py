@@ -1,4 +1,4 @@
-"""What docs/plans.md says is true."""
+"""Tests the statements of docs/plans.md."""
 
 from __future__ import annotations
 

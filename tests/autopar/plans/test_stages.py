@@ -1,4 +1,4 @@
-"""Plans of several stages: none is made yet, and everything says what it can do."""
+"""Tests plans of several stages that are written by hand."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class TestEdited:
 
 
 def schema_1(cluster: str = "8:cpu") -> dict[str, Any]:
-    """The same plan of one stage as schema 1 had it."""
+    """The same plan of one stage in schema 1."""
     data = make_plan(make_stage("step", tuple(range(8))), microbatches=1).to_json()
     (stage,) = data.pop("stages")
     for new in ("structure", "microbatches", "schedule", "checks"):

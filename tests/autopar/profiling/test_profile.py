@@ -1,4 +1,4 @@
-"""Measuring a machine: quick runs, and arithmetic on times made up here."""
+"""Tests profiles: quick measurements, and arithmetic on made-up times."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""The parts of a step add up to it, whatever is hidden, coded or computed again."""
+"""Tests that the parts of a step add up to the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes between processes are those of the messages that a step is priced by."""
+"""Tests bytes between processes against the priced messages of a step."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""What a plan says of its codecs' messages is what the compiler makes of them."""
+"""Tests the messages of a plan's codecs against the compiled program."""
 
 import math
 from typing import Any

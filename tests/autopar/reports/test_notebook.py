@@ -1,4 +1,4 @@
-"""Plans, steps and clusters in a notebook: one line each, and a short cell."""
+"""Tests plans, steps and clusters in a notebook: one line of text, and a short cell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AXES = {"data": 2, "tensor": 4}
 
 
 def fills(svg: str, number: int) -> list[str]:
-    """The colours of one drawing, row by row; number 0 is the mesh."""
+    """The colours of a drawing, row by row; drawing 0 is the mesh."""
     drawing = ElementTree.fromstring(svg)[number]
     paths = [x for x in drawing.iter() if x.tag.endswith("path")]
     return [path.attrib["fill"] for path in paths]

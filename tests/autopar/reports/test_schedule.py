@@ -1,4 +1,4 @@
-"""What people see of a schedule is what the schedule is."""
+"""Tests that reports of a schedule agree with the schedule."""
 
 import json
 
@@ -20,7 +20,7 @@ from autopar.reports.table import render
 
 
 def plan_of(schedule="1f1b", microbatches=4, parts=2, **changes):
-    """Two stages whose backward pass takes two forward passes."""
+    """Two stages whose backward pass takes as long as two forward passes."""
     split = schedule == "zero-bubble"
     data = PipelineData(
         layers=tuple(range(parts)),

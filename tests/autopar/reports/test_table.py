@@ -55,7 +55,7 @@ def role_of(path: str) -> str:
 def make_plan(
     inputs: Any = INPUTS, gradients: tuple[GradientDecision, ...] = (), **changes: Any
 ) -> Plan:
-    """A plan of one stage that nothing was planned for."""
+    """A plan of one stage, made by hand."""
     stage = stage_plans.make_stage(
         "step", (0, 1), inputs=inputs, outputs={}, gradients=gradients
     )
@@ -149,7 +149,7 @@ def test_collapse_names_just_the_given_paths(
 
 
 def expand(name: str) -> list[str]:
-    """The names that one with braces stands for, as a reader takes it."""
+    """The names for which a name with braces stands."""
     found = re.search(r"\{([^}]*)\}", name)
     if found is None:
         return [name]
@@ -273,7 +273,7 @@ def test_collectives_are_a_table() -> None:
 
 
 def make_gradient(name: str, **changes: Any) -> GradientDecision:
-    """A gradient of which a quarter of the bytes is sent, with an error."""
+    """A gradient with a relative error, of which a quarter of the bytes is sent."""
     base = {
         "dense_bytes": 4096.0,
         "wire_bytes": 1024.0,
@@ -284,7 +284,7 @@ def make_gradient(name: str, **changes: Any) -> GradientDecision:
 
 
 def make_compressed(**changes: Any) -> Plan:
-    """Two layers are alike, a third is not, a bias is sent as it is."""
+    """A plan with two equal layers, a different one, and a bias that is sent dense."""
     sketchy: dict[str, Any] = {"codec": "topk", "feedback": True, "average_every": 20}
     plain: dict[str, Any] = {"codec": "", "wire_bytes": 4096.0, "error": 0.0}
     gradients = (
@@ -384,7 +384,7 @@ def test_ratios_of_nothing_are_empty() -> None:
 
 
 class _Page(html.parser.HTMLParser):
-    """Collects the text of a page, and checks that its tags are closed in order."""
+    """Collects the text of a page, and checks that its tags are nested correctly."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Codecs that send every element."""
+"""Tests codecs that send every element."""
 
 import jax.numpy as jnp
 import numpy as np

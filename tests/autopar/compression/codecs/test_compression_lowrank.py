@@ -1,4 +1,4 @@
-"""PowerSGD against the singular value decomposition."""
+"""Tests PowerSGD against the singular value decomposition."""
 
 import doctest
 
@@ -27,7 +27,7 @@ def noise(shape, seed=0, workers=WORKERS):
 
 
 def of_rank(rank, rows, columns, seed=0):
-    """Gradients whose sum has a given rank; each alone has it too."""
+    """Gradients of a given rank, whose sum has this rank, too."""
     rng = np.random.default_rng(seed)
     left = rng.standard_normal((rows, rank))
     right = rng.standard_normal((WORKERS, rank, columns))

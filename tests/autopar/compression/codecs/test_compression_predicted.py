@@ -1,4 +1,4 @@
-"""The predicted mask: what it sends, what it learns, and when."""
+"""Tests the predicting codec: what it sends, and when it updates its scores."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ LARGEST = jax.jit(largest, static_argnums=1)
 
 
 def gradients(seed=0, places=(), size=SIZE):
-    """Small noise, and on all workers large values at ``places``."""
+    """Gradients of small noise, with large values at ``places`` on all workers."""
     rng = np.random.default_rng(seed)
     g = 0.01 * rng.standard_normal((WORKERS, size))
     places = np.asarray(places, int)
@@ -35,7 +35,7 @@ def gradients(seed=0, places=(), size=SIZE):
 
 
 def train(codec, steps, make, *, state=None, start=0):
-    """Steps with error feedback; returns the last result and all totals."""
+    """Runs steps with error feedback; returns the last result and all totals."""
     error = 0.0
     totals = []
     result = None

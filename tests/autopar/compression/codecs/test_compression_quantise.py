@@ -1,4 +1,4 @@
-"""Blockwise quantisers: bytes, errors, rounding and the two shots."""
+"""Tests blockwise quantisers: bytes, errors, rounding and the two shots."""
 
 import functools
 import math
@@ -46,7 +46,7 @@ def named(codecs):
 
 @functools.lru_cache(maxsize=256)
 def coder(codec, elements):
-    """Encode and decode of rows without padding, compiled."""
+    """Compiled functions that encode and decode rows without padding."""
 
     def run(rows, salt):
         lengths = jnp.full((rows.shape[0],), elements, jnp.int32)
@@ -57,7 +57,7 @@ def coder(codec, elements):
 
 
 def round_trip(codec, rows, salt=0):
-    """What is understood of rows, (m, c)."""
+    """Encodes and decodes rows, (m, c)."""
     rows = np.atleast_2d(np.asarray(rows, np.float32))
     payload, decoded = coder(codec, rows.shape[1])(rows, jnp.uint32(salt))
     assert payload.dtype == jnp.uint8
@@ -249,7 +249,9 @@ def test_sign_scale_does_not_count_padding():
 
 
 def payload_bytes(codec, elements):
-    """The formula: whole blocks, then a shorter one; two bytes of scale each."""
+    """Bytes by the formula: whole blocks, a shorter last block, and two bytes per
+    scale.
+    """
     bits = {"int8": 8, "fp8": 8, "int4": 4, "sign": 1}[codec.name]
     blocks, rest = divmod(elements, codec.block)
     width = -(-rest * bits // 8) * 8 // bits

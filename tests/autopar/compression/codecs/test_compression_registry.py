@@ -21,13 +21,13 @@ from autopar.compression.codecs.registry import (
 
 @pytest.fixture
 def own_names(monkeypatch):
-    """A registry that forgets what a test registers."""
+    """Removes the codecs that a test has registered."""
     codec_names()
     monkeypatch.setattr(registry, "_CODECS", dict(registry._CODECS))
 
 
 class Plain(Codec):
-    """A codec without fields, to be registered by tests."""
+    """A codec without fields, for tests to register."""
 
     name: ClassVar[str] = "plain"
 

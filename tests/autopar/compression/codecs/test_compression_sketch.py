@@ -1,4 +1,4 @@
-"""The count sketch: linear, unbiased, finds what is heavy."""
+"""Tests that the count sketch is linear and unbiased, and finds large elements."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def vectors(size, seed=0, workers=WORKERS):
 
 
 def planted(size, heavy, seed=0):
-    """Small noise, and on all workers the same few large elements."""
+    """Gradients of small noise, with the same few large elements on all workers."""
     rng = np.random.default_rng(seed)
     g = 0.01 * rng.standard_normal((WORKERS, size))
     places = rng.choice(size, heavy, replace=False)

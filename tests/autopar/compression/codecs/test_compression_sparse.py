@@ -1,4 +1,4 @@
-"""Top-k, random-k and block top-k against numpy, and their bytes."""
+"""Tests top-k, random-k and block top-k against NumPy, and their bytes."""
 
 import math
 
@@ -43,13 +43,13 @@ def gradients(shape, seed=0, workers=WORKERS):
 
 
 def rounded(values, kind):
-    """What arrives of float32 values."""
+    """Float32 values after they were sent in another dtype."""
     dtype = ml_dtypes.bfloat16 if kind == "bf16" else np.float32
     return values.astype(dtype).astype(np.float32)
 
 
 def largest(vector, k):
-    """The vector with all but its k largest elements zero; ties by index."""
+    """The vector with only its k largest elements; the lowest index wins ties."""
     order = np.argsort(-np.abs(vector), kind="stable")[:k]
     out = np.zeros_like(vector)
     out[order] = vector[order]

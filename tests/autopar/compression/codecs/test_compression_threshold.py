@@ -1,4 +1,4 @@
-"""The threshold codec: its selection, its controller and its refreshes."""
+"""Tests the threshold codec: its selection, its controller and its refreshes."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""A codec from outside of the package: priced, judged and chosen by its own figures."""
+"""Tests that a user's codec is priced and chosen by its own figures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Copy(Int8):
 
 @dataclasses.dataclass(frozen=True)
 class Coarse(Int8):
-    """Int8 of what is large: it loses more, and says nothing of it."""
+    """An int8 codec with a larger error, which it does not state."""
 
     name = "coarse"
 
@@ -52,7 +52,9 @@ class Coarse(Int8):
 
 @dataclasses.dataclass(frozen=True)
 class Alternate(Codec):
-    """Sends one element of ``parts``, in turn; its state is whose turn it is."""
+    """Sends the elements of ``parts`` in turn; the state is the index of the next
+    element.
+    """
 
     name: ClassVar[str] = "alternate"
     feedback: ClassVar[bool] = True
@@ -79,7 +81,7 @@ class Alternate(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper(Codec):
-    """Another codec, by its text."""
+    """Delegates to another codec, given as text."""
 
     name: ClassVar[str] = "wrapper"
     inner: str = "int8"
@@ -100,7 +102,7 @@ class Wrapper(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Stated(Int4):
-    """Says its own figures and what there is to choose from."""
+    """A codec that states its own figures and choices."""
 
     name = "stated"
     bits: int = 4
@@ -212,7 +214,9 @@ def test_a_codec_that_makes_infinities_is_an_error() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Mistaken(Codec):
-    """One mistake of many, by its name; without a name there is none."""
+    """A codec with one of several mistakes, chosen by name; without a name it is
+    correct.
+    """
 
     name: ClassVar[str] = "mistaken"
     what: str = ""

@@ -1,4 +1,4 @@
-"""Accordion on telemetry made up for it."""
+"""Tests Accordion with made-up telemetry."""
 
 from policy_training import Training, report
 

@@ -1,4 +1,4 @@
-"""The second moments that signals of Adam's family are divided by."""
+"""Tests the second moments by which Adam's signals are divided."""
 
 from __future__ import annotations
 

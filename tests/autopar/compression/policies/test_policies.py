@@ -1,4 +1,4 @@
-"""Policies on telemetry made up for them."""
+"""Tests policies with made-up telemetry."""
 
 import itertools
 import json
@@ -154,7 +154,7 @@ def test_topk_levels_go_from_the_least_to_the_largest_factor(stepping):
 
 
 def gravac_put_off(gains, observations):
-    """Its answers while the first level stays in use, whatever it asks for."""
+    """GraVAC's answers if the run postpones every change."""
     policy = GraVAC(epsilon=0.5, window=2, retry=2, every=1, levels=LEVELS)
     wishes = []
     for step, gain in zip(range(observations), gains, strict=True):

@@ -1,4 +1,4 @@
-"""Policies that choose by what codecs lose of samples."""
+"""Tests policies that choose by the errors of codecs on samples."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What policies read from the reports of a step."""
+"""Tests the sums that policies compute from the reports of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.compression.policies.policy import GradientReport, Observation, sum
 
 
 def report(raw: float, sent: float, elements: int) -> GradientReport:
-    """A gradient of a norm, of which a message of another norm is sent."""
+    """A report with given norms of the gradient and of the message."""
     return GradientReport(
         codec="topk:ratio=0.1",
         elements=elements,

@@ -1,4 +1,4 @@
-"""What steps are worth where the learning rate falls with them."""
+"""Tests the price of a step for a falling learning rate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACES: dict[str, float] = dict(zip(LEVELS, (1.0, 0.4), strict=True))
 
 
 def drawn(seed: int) -> tuple[list[tuple[float, float]], list[float]]:
-    """Gains and paces of two or three levels, and rates that fall."""
+    """Gains and paces of two or three levels, and falling rates."""
     random = np.random.default_rng(seed)
     levels = [(g, t) for g, t in random.uniform(0.1, 1.0, (2 + seed % 2, 2)).tolist()]
     steps = 2 + seed % 4
@@ -27,7 +27,7 @@ def drawn(seed: int) -> tuple[list[tuple[float, float]], list[float]]:
 
 
 def picked(levels: Sequence[tuple[float, float]], falls: float) -> tuple[float, float]:
-    """The level with the most progress a second, of its own and of the price."""
+    """The level with the most progress per second, price included."""
     price = step_price_s(levels, falls)
     return max(levels, key=lambda level: level[0] / (level[1] + price))
 
@@ -70,7 +70,7 @@ def test_warm_up_makes_no_price() -> None:
 
 
 def used(policy: GraVAC, steps: int) -> list[str]:
-    """The codecs of a training whose gains and seconds are those above."""
+    """The codecs used in a training with the gains and seconds above."""
     codecs = [policy.levels[0]]
     for step in range(1, steps):
         codec = codecs[-1]

@@ -1,4 +1,4 @@
-"""Bytes that are estimated from one shape against those of every shape."""
+"""Tests bytes that are estimated from one shape against exact bytes of every shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One price of a codec for a gradient, whoever asks for it."""
+"""Tests that all callers get the same price of a codec for a gradient."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_layouts_are_charged_the_best_way(
 
 
 def alone_s(way: Summation, text: str) -> float:
-    """Seconds of the collectives of one gradient, from its messages."""
+    """Seconds of the collectives of a single gradient, from its messages."""
     route = route_of(way, MESH)
     found = [(m, route.axes) for m in route.rounds(parse_codec(text))]
     found += [(m, route.within) for m in route.within_messages]

@@ -1,4 +1,4 @@
-"""Time of codecs on a device that was measured, and on one that was not."""
+"""Tests the time of codecs on a device with and without a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's heartbeat says of its loop, and the stacks of its threads."""
+"""Tests the content of a worker's heartbeat, and the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def clock() -> Clock:
 
 
 def train(activity: Activity, clock: Clock, steps: int, script_s: float = 0.5) -> None:
-    """Steps of 0.25 s in the source, 1 s in the program, and the script."""
+    """Runs steps with 0.25 s in the source, 1 s in the program, and then the script."""
     for step in range(steps):
         for name, seconds in {
             "order": 0.0, "samples": 0.25, "program": 1.0, "script": script_s,
@@ -79,7 +79,7 @@ def test_who_looks_at_tasks_does_not_end_the_beats(clock: Clock) -> None:
 
 @pytest.fixture
 def blocked() -> Iterator[Any]:
-    """A loop that waits in a function of this file, in a thread of its own."""
+    """A loop that waits in a function of this file, in a separate thread."""
     activity, go, there = Activity(lambda: 0.0), threading.Event(), threading.Event()
 
     def rows() -> None:
@@ -114,7 +114,7 @@ def test_the_stacks_of_all_threads(blocked: Activity) -> None:
 
 
 class Asked:
-    """Requests for stacks, and what was replied."""
+    """Requests for stacks, and their replies."""
 
     def __init__(self, state: str = "") -> None:
         self.now = 0.0

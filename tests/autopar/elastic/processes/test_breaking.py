@@ -1,4 +1,4 @@
-"""Which errors the supervisor blames on the loss of a process."""
+"""Tests which errors the supervisor attributes to the loss of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State that processes hold on their hosts, offer to others, and take up again."""
+"""Tests state that processes keep on their hosts, offer to others, and restore."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def state() -> dict[str, Any]:
 
 
 def half(given: holding.Holding, first: bool) -> holding.Holding:
-    """The tiles that one of two processes would have."""
+    """The tiles of one of two processes."""
     found: holding.Tiles = {}
     for path, held in given.tiles.items():
         ordered = sorted(held)
@@ -64,13 +64,13 @@ def half(given: holding.Holding, first: bool) -> holding.Holding:
 
 @pytest.fixture(params=[False, True], ids=["loopback", "tls"])
 def network(request: pytest.FixtureRequest) -> Network:
-    """A network of one machine, and one of several hosts."""
+    """The network of one machine, and of several hosts."""
     return Network("127.0.0.1", new_secret()) if request.param else Network()
 
 
 @pytest.fixture
 def two(network: Network) -> tuple[Offers, Offers]:
-    """Two processes that together hold a state after step 3."""
+    """Two processes that together hold the state after step 3."""
     held = holding.hold(state(), step=3, generation=2, extra={})
     offers = Offers(TOKEN, network), Offers(TOKEN, network)
     for own, first in zip(offers, (True, False), strict=True):

@@ -1,4 +1,4 @@
-"""Runs over several hosts: hosts come, go and are lost; losses are those of one."""
+"""Tests runs over several hosts that join, leave and are lost; checks the losses."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Start = Callable[..., HostRun]
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Bed]:
-    """Three hosts, and one for the supervisor."""
+    """Three hosts, and a host for the supervisor."""
     with Bed(4) as made:
         yield made
 
 
 @pytest.fixture
 def start(hosts: Bed, tmp_path: pathlib.Path) -> Iterator[Start]:
-    """Starts a run and the agents of its hosts."""
+    """Starts a run, and the agents of its hosts."""
     runs: list[HostRun] = []
 
     def started(*words: Any, agents: int = 3, **options: Any) -> HostRun:

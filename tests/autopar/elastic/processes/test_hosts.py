@@ -1,4 +1,4 @@
-"""Workers on hosts whose agents are only written down."""
+"""Tests workers on hosts, with imitated agents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.elastic.processes.hosts import HostLauncher
 
 
 class Run:
-    """What a launcher tells the run."""
+    """Records the launcher's reports to the run."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -69,7 +69,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[HostLauncher, Run]:
 
 
 def call(launcher: HostLauncher, name: str, slots: int = 1, **more: Any) -> Agent:
-    """An agent calls, and has been greeted."""
+    """An agent connects, and the launcher has greeted it."""
     agent = Agent()
     first = {
         "agent": name,

@@ -1,4 +1,4 @@
-"""What is prepared for worlds that this process is no part of."""
+"""Tests preparing for worlds that do not include this process."""
 
 from __future__ import annotations
 

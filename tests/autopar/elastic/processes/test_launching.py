@@ -1,4 +1,4 @@
-"""Workers of this machine are watched until they end."""
+"""Tests that workers of this machine are watched until they end."""
 
 from __future__ import annotations
 

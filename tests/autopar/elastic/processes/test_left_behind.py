@@ -1,4 +1,4 @@
-"""A step that waits for a process that is gone is left behind in its thread."""
+"""Tests that a step which waits for a lost process stays behind in its thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.elastic.processes.team import Team, WorldBroken
 
 
 class Supervisor:
-    """The other end of a team's connection, in this process."""
+    """The supervisor's end of a team's connection, in this process."""
 
     ports: frozenset[int] = frozenset()
 
@@ -32,7 +32,7 @@ class Supervisor:
         self._sent.put({"kind": kind, **data})
 
     def send(self, kind: str, **data: Any) -> None:
-        """What the worker says is not heard."""
+        """Ignores the worker's messages."""
 
     def receive(self) -> dict[str, Any]:
         """What the worker gets."""

@@ -1,4 +1,4 @@
-"""A worker's connection to supervisors that come and go."""
+"""Tests a worker's connection to supervisors that end and restart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NETWORK = Network()
 
 
 class Supervisor:
-    """Writes down who calls, and what it says first."""
+    """Records who connects, and the first message."""
 
     def __init__(self) -> None:
         self._made: list[Connection] = []

@@ -1,4 +1,4 @@
-"""Links between hosts, watched by what the step's own exchanges get."""
+"""Tests that changes of links are found from the traffic of steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MB = 1e6
 
 
 def changes(*rates: Sequence[float], tell_s: float = 1.0) -> list[tuple[float, float]]:
-    """When a change is told, and by what factor.
+    """The times at which a change is reported, and its factor.
 
     Args:
-      rates: of each worker, bytes per second in each second; 0: it sends nothing.
-      tell_s: seconds from one message of a worker to its next one.
+      rates: bytes per second in each second, for each worker; 0: it sends nothing.
+      tell_s: seconds between two messages of a worker.
     """
     watch, found = LinkWatch(), []
     watch.begin(100.0)

@@ -1,4 +1,4 @@
-"""Events of a run of several processes: each is a host of the cluster."""
+"""Tests events of a run of several processes, in which each process is a host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Notes:
 
 
 class Heard:
-    """Four processes of two devices."""
+    """A run of four processes with two devices each."""
 
     def __init__(self, cluster: str = "4x2:h100", events: Any = ()) -> None:
         self.wanted: list[WantedAction] = []

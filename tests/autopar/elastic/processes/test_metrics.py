@@ -1,4 +1,4 @@
-"""What a run serves for Prometheus, and the board that shows it."""
+"""Tests the metrics that a run serves to Prometheus, and the dashboard."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def metrics() -> Iterator[RunMetrics]:
 
 
 def scrape(metrics: RunMetrics) -> dict[tuple[str, ...], float]:
-    """Name and values of the labels -> value."""
+    """(name, label values) -> value of each served metric."""
     asked = urllib.request.Request(
         metrics.url, headers={"Accept": "application/openmetrics-text"}
     )

@@ -1,4 +1,4 @@
-"""Connections of a run on several hosts: who has the secret gets through."""
+"""Tests that only processes with the secret can connect to a run on several hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def echo(end: End) -> None:
 
 @pytest.fixture
 def address() -> str:
-    """Where all that comes is sent back."""
+    """The address of a server that sends back all bytes."""
     return OWN.address(OWN.listen(echo).port)
 
 

@@ -1,4 +1,4 @@
-"""When a run of several processes whose batch follows ends."""
+"""Tests when a run of several processes with an adaptive batch size ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes die, hang, join and leave; losses are those of one that trains alone."""
+"""Tests runs whose processes die, hang, join and leave; checks the losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def start(tmp_path: pathlib.Path) -> Iterator[Start]:
-    """Starts runs, and ends what is left of them."""
+    """Starts runs, and ends their remaining processes."""
     runs: list[Run] = []
 
     def started(*words: Any, **options: Any) -> Run:
@@ -321,7 +321,7 @@ def test_only_programs_of_this_user_are_run(
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""What a run writes down in its folder, which one supervisor has at a time."""
+"""Tests the files in a run's folder, which one supervisor uses at a time."""
 
 from __future__ import annotations
 

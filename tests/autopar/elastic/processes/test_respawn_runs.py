@@ -1,4 +1,4 @@
-"""Processes end with their world and are started again; losses are those of one."""
+"""Tests processes that end with their world and are restarted; checks the losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def start(tmp_path: pathlib.Path) -> Iterator[Start]:
-    """Starts runs, and ends what is left of them."""
+    """Starts runs, and ends their remaining processes."""
     runs: list[Run] = []
 
     def started(*words: Any, **options: Any) -> Run:
@@ -35,12 +35,12 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
 
 
 def shared(run_name: str) -> list[str]:
-    """The shared memory of a run."""
+    """The files of a run in shared memory."""
     return [x for x in os.listdir("/dev/shm") if f"autopar-{run_name}" in x]
 
 
 def check_yields(run: Run) -> None:
-    """No worker yields a step twice, whichever of its processes does."""
+    """Checks that no worker yields a step twice, although its process is replaced."""
     workers = {x["pid"]: x["worker"] for x in run.log() if x["event"] == "start"}
     found: collections.Counter[tuple[int, int]] = collections.Counter()
     for path in run.folder.glob("losses.*"):

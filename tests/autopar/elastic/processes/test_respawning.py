@@ -1,4 +1,4 @@
-"""What the supervisor does where processes end with their world."""
+"""Tests the supervisor if processes end with their world."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.elastic.processes.recovery import RESPAWNED, write_notes
 
 
 def running(count: int, **limits: int) -> Fake:
-    """A run whose first world trains, and whose workers end with it."""
+    """A run whose first world trains, and whose workers end with their world."""
     fake = Fake(processes=count, **limits)
     fake.ready(*range(count))
     generation = fake.supervisor.generation

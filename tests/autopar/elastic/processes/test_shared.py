@@ -1,4 +1,4 @@
-"""States in shared memory: complete or none, of one run, and gone at its end."""
+"""Tests states in shared memory: they are complete, and removed at the run's end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEFT, RIGHT = ((0, 0), (2, 3)), ((2, 0), (4, 3))
 
 @pytest.fixture(scope="module")
 def dead() -> ProcessId:
-    """A process that has ended."""
+    """The identity of a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as child:
         found = ProcessId.of(child.pid)
         child.kill()
@@ -45,7 +45,7 @@ def prefix(tmp_path: pathlib.Path) -> str:
 
 
 def holding(step: int, *parts: Any, generation: int = 1) -> Holding:
-    """Halves of an array, and a key of one word."""
+    """Halves of an array, and a random key of one word."""
     halves = {t: np.full((2, 3), step, np.float32) for t in parts or (LEFT, RIGHT)}
     scale = np.asarray([1.5 * step], jnp.bfloat16)
     return Holding(
@@ -58,7 +58,7 @@ def holding(step: int, *parts: Any, generation: int = 1) -> Holding:
 
 
 def bury(prefix: str, dead: ProcessId) -> None:
-    """Makes all files those of a process that has ended."""
+    """Marks all files as written by a process that has ended."""
     data = shared._OWNER.pack(dead.pid, dead.started, dead.boot.encode())
     folder = pathlib.Path(prefix).parent
     for path in folder.glob("autopar-*-*.*"):

@@ -1,4 +1,4 @@
-"""Supervisors that take a run over: hosts agree with one of them at a time."""
+"""Tests standbys: the hosts agree on one supervisor at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AGENTS = 4
 
 @dataclasses.dataclass
 class Model:
-    """Agents that record states, and supervisors that call themselves the only one."""
+    """Agents that record states, and supervisors that each try to be the only one."""
 
     draw: random.Random
     kept: dict[str, Record | None] = dataclasses.field(
@@ -40,7 +40,9 @@ class Model:
         return self.draw.sample(sorted(self.kept), self.draw.randint(1, AGENTS))
 
     def send(self, to: HostRecords, record: Record) -> None:
-        """Some agents get the record; the supervisor hears from some of them."""
+        """Sends the record to some agents; the supervisor gets answers from some of
+        them.
+        """
         for agent in self.some():
             if record.may_replace(self.kept[agent]):
                 self.kept[agent] = record
@@ -48,7 +50,7 @@ class Model:
                     to.on_recorded(agent, record.number)
 
     def form(self, supervisor: HostRecords) -> bool:
-        """A supervisor tries to form a world of hosts that it reaches."""
+        """A supervisor tries to form a world of the hosts that it reaches."""
         state = {"generation": supervisor.last.agreed + self.draw.randint(0, 1)}
         same = state["generation"] == supervisor.last.agreed
         hosts = supervisor.last.voters if same else self.some()
@@ -57,7 +59,7 @@ class Model:
         return supervisor.wait(record, limit_s=0.0) and not same
 
     def take_over(self) -> bool:
-        """A standby takes the latest record that agents have told it so far."""
+        """A standby takes the latest record that agents have sent it."""
         agent = self.draw.choice(sorted(self.kept))
         if (record := self.kept[agent]) is not None:
             self.calls[agent] = record

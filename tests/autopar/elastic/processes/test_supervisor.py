@@ -1,4 +1,4 @@
-"""The supervisor's decisions, with workers that are only written down."""
+"""Tests the supervisor's decisions, with imitated workers."""
 
 from __future__ import annotations
 
@@ -669,7 +669,7 @@ class TestPreparation:
         fake.tell(0, "prepared", **known, **answer)
 
     def reformed(self, fake: Fake) -> Any:
-        """The cluster of the world that forms of the same workers."""
+        """The cluster of the next world of the same workers."""
         for worker in range(2):
             fake.tell(worker, "started", generation=1, step=3)
         fake.ready(0, 1, holds=holding(3, 1, WHOLE))

@@ -1,4 +1,4 @@
-"""The part of one process in a run: what the first one decides, all follow."""
+"""Tests one process of a run: all processes follow the decisions of the first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.elastic.processes.link import Address
 
 
 class OwnLink:
-    """A link whose supervisor is not missed yet."""
+    """A connection whose supervisor is not missed yet."""
 
     lost = False
 

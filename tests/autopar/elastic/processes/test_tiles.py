@@ -1,4 +1,4 @@
-"""Parts of arrays, and what they cover."""
+"""Tests tiles of arrays, and the parts of an array that they cover."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.elastic.processes import tiles
 
 
 def grid(shape: tuple[int, int], parts: tuple[int, int]) -> list[tiles.Tile]:
-    """The tiles of an array that is split evenly."""
+    """The tiles of an evenly split array."""
     height, width = (n // p for n, p in zip(shape, parts, strict=True))
     return [
         ((i * height, k * width), ((i + 1) * height, (k + 1) * width))

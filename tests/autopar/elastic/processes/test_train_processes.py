@@ -1,4 +1,4 @@
-"""The batch of several processes follows at one step, and outlives one of them."""
+"""Tests that all processes change the batch at one step, also after one is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(tmp_path: pathlib.Path) -> Iterator[Run]:
 
 
 def by_process(run: Run) -> list[dict[int, list[float]]]:
-    """Of each process, the lines that it wrote by the number of the step."""
+    """For each process, step number -> the line that it wrote."""
     found: list[dict[int, list[float]]] = []
     for path in run.folder.glob("losses.*"):
         if path.is_file() and path.suffix != ".ledger":

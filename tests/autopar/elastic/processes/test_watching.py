@@ -1,4 +1,4 @@
-"""Workers for which others wait are named, and nobody else is."""
+"""Tests that exactly the workers for which others wait are named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TICK_S = 0.5
 
 
 class Clocks:
-    """A run whose workers say where they are, as often as real ones do."""
+    """A run whose workers report their places as often as real workers."""
 
     def __init__(self, count: int = 3, **limits: Any) -> None:
         self.fake = running(count, **limits)
@@ -31,13 +31,13 @@ class Clocks:
         return [x for x in self.fake.printed if not x.startswith("a world of")]
 
     def at(self, worker: int, name: str, step: int, **more: Any) -> None:
-        """A worker is there from now on."""
+        """Sets a worker's place from now on."""
         self.doing[worker] = place(name, step, **more)
         self.since[worker] = self.fake.now
         self.beat(worker)
 
     def beat(self, worker: int) -> None:
-        """A worker says where it is."""
+        """Sends a worker's heartbeat."""
         doing = self.doing[worker]
         said = {**doing, "for_s": self.fake.now - self.since[worker]}
         known = {"step": doing["step"], "phase": "step", "doing": said}
@@ -71,7 +71,7 @@ def place(name: str, step: int, **more: Any) -> dict[str, Any]:
 
 
 def blocked(more: str = "samples", **said: Any) -> Clocks:
-    """Worker 1 is in its own code, and the others in the program of step 11."""
+    """Worker 1 is in its own code, and the others are in the program of step 11."""
     run = Clocks()
     for worker in (0, 2):
         run.at(worker, "program", 11)

@@ -1,4 +1,4 @@
-"""Real processes that hang are named within seconds; those that do not are not."""
+"""Tests that real processes that hang, and only these, are named within seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def start(tmp_path: pathlib.Path) -> Iterator[Start]:
-    """Starts runs, and ends what is left of them."""
+    """Starts runs, and ends their remaining processes."""
     runs: list[Run] = []
 
     def started(*words: Any, **options: Any) -> Run:
@@ -42,12 +42,12 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
 
 
 def hangs(run: Run) -> list[tuple[int, str]]:
-    """Who was named, and as what."""
+    """The named workers, with the kind of finding."""
     return [(x["worker"], x["hang"]) for x in run.log() if x["event"] == "hang"]
 
 
 def samples(run: Run) -> dict[str, float]:
-    """What one scrape gives, by name and worker."""
+    """(name, worker) -> value, from one request for metrics."""
     found = re.search(r"serves metrics at (\S+)", run.output())
     assert found is not None
     asked = urllib.request.Request(

@@ -1,4 +1,4 @@
-"""Codecs where they pay, chosen with the layouts and within a budget of error."""
+"""Tests codecs chosen together with layouts, within an error budget."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def data_parallel(bandwidth: str, compression: str) -> Plan:
 
 @functools.cache
 def free(bandwidth: str, compression: str) -> Plan:
-    """With all layouts for the planner to choose."""
+    """A plan for which the planner chooses all layouts."""
     return planned(bandwidth, compression)
 
 
@@ -458,7 +458,7 @@ class TestErrors:
 
     @staticmethod
     def selection(**fields: Any) -> CodecSelection:
-        """Two gradients of three options: dense, int8 and int4."""
+        """Two gradients with three options each: dense, int8 and int4."""
         rows = {
             "wire_s": (4.0, 1.0, 0.5),
             "local_s": (0.0, 0.1, 0.1),
@@ -495,7 +495,7 @@ class TestLeftOut:
 
     @staticmethod
     def planned(compression: str, hidden: int) -> Plan:
-        """A step with a penalty whose gradient each device has whole."""
+        """A step with a penalty whose gradient is whole on each device."""
 
         def loss(params: Any, batch: Any) -> jax.Array:
             penalty = jnp.mean((params[1] @ params[2]) ** 2)

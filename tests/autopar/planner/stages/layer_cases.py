@@ -1,4 +1,4 @@
-"""Steps with layers that the tests of pipeline stages plan."""
+"""Steps with layers, for tests of pipeline stages."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def blocks(count: int = BLOCKS, width: int = WIDTH) -> list[Any]:
 
 @functools.cache
 def mlp() -> Analysis:
-    """Equal blocks and the mean of squares."""
+    """Equal blocks, with the mean square as loss."""
     return analysed(residual, blocks(), struct(ROWS, WIDTH))
 
 
@@ -79,7 +79,7 @@ def tied_loss(params: Any, tokens: jax.Array) -> jax.Array:
 
 @functools.cache
 def tied() -> Analysis:
-    """An embedding whose weights the logits share, in bfloat16."""
+    """An embedding whose weights are also the output weights, in bfloat16."""
     params = {"table": struct(512, WIDTH), "blocks": blocks(3)}
     return analysed(tied_loss, params, struct(ROWS, 8, dtype=jnp.int32))
 
@@ -98,6 +98,6 @@ def layers_of(case: str) -> LayerMap:
 
 @functools.cache
 def on(case: str, cluster: str) -> tuple[Submesh, ...]:
-    """The submeshes of a cluster by its text."""
+    """The submeshes of a cluster, given by its text."""
     found = submeshes(CASES[case](), Cluster.parse(cluster), partly(4.0, 1.0))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Plans of several stages, edited as in a file: carried out, or refused by name."""
+"""Tests edited plans of several stages: they are carried out, or refused by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def planned(model: Any = layers, compression: str = "none") -> tuple[Analysis, P
 
 
 def changed(plan: Plan, change: Change) -> Plan:
-    """The plan read from its file after an edit by hand."""
+    """The plan, read from its file after an edit by hand."""
     data = json.loads(msgspec.json.encode(plan))
     change(data)
     return Plan.from_json(json.dumps(data), "edited.json")
@@ -74,7 +74,7 @@ def carried(change: Change, compression: str = "none") -> Plan:
 
 
 def check_trains(model: Any, plan: Plan) -> None:
-    """Compares two steps with one device."""
+    """Compares two steps with those of one device."""
     step, (state, batch) = step_of(model), arguments(model)
     run, plain = autopar.parallelize(step, plan=plan, donate=False), jax.jit(step)
     other = state

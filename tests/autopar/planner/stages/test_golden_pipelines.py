@@ -1,4 +1,4 @@
-"""Pipelines of steps with layers: layouts of stages, their costs, the choice."""
+"""Golden pipelines of steps with layers: layouts and costs of stages, and choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines of equal stages, by the rules of people."""
+"""Tests pipelines of equal stages, as people write them."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def step(layers, batch):
 
 
 def weights(stage):
-    """The layouts of the layers of a stage, by path."""
+    """Path -> layout of the weights of a stage's layers."""
     return [(p, s) for p, s in stage.inputs.items() if p.startswith("layers")]
 
 

@@ -1,4 +1,4 @@
-"""The layouts of a plan of one stage, kept in several stages."""
+"""Tests that the layouts of a plan of one stage are kept in several stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of several stages that compute their activations again, chosen by memory."""
+"""Tests the choice of rematerialised layers in several stages, by memory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def recomputed(plan: Plan) -> tuple[int, ...]:
 
 @functools.cache
 def most_bytes(layers: tuple[int, ...]) -> float:
-    """The memory of a plan whose file names the layers."""
+    """The memory of a plan whose file lists the rematerialised layers."""
     data = json.loads(msgspec.json.encode(planned(0)))
     data["pipeline"]["recomputed"] = list(layers)
     edited = Plan.from_json(json.dumps(data))

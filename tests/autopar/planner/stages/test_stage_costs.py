@@ -1,4 +1,4 @@
-"""Tests of the seconds and bytes of layers."""
+"""Tests the seconds and bytes of layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def whole_s(case: str, found: LayerSeconds) -> list[float]:
 
 
 def program_s(submesh: Submesh) -> list[float]:
-    """The same of the program in one piece, without adding up gradients."""
+    """Seconds of the program in one piece, without the addition of gradients."""
     found = estimate(submesh.assignment, submesh.pricer)
     return [
         found.seconds(1.0, count) - (count * found.accumulate_s if count > 1 else 0.0)

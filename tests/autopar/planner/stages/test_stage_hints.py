@@ -1,4 +1,4 @@
-"""Hints of users hold for the mesh of each stage."""
+"""Tests that users' hints apply to the mesh of each stage."""
 
 import jax
 import jax.numpy as jnp
