@@ -65,7 +65,7 @@ LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 @pytest.fixture(scope="session")
 def lowered_programs() -> Iterator[list[str]]:
-    """An item for each program that was lowered since it was emptied."""
+    """A list with one item for each program that was lowered since it was cleared."""
     found: list[str] = []
 
     def hear(event: str, *_: Any, **__: Any) -> None:
@@ -79,7 +79,7 @@ def lowered_programs() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_programs(lowered_programs: list[str]) -> Iterator[None]:
-    """Drops what JAX keeps, after modules that have lowered many programs."""
+    """Clears JAX's caches after modules that have lowered many programs."""
     yield
     if len(lowered_programs) > MOST_PROGRAMS:
         lowered_programs.clear()
@@ -87,9 +87,11 @@ def _few_programs(lowered_programs: list[str]) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Makes half a million objects, which stay, old ones, which are seldom looked at.
+    """Moves the objects that exist before the tests to the oldest generation of the
+    garbage collector, which it seldom visits.
 
-    They are not frozen: a planner that pauses the collector counts what is frozen.
+    The objects are not frozen, because a planner that pauses the collector counts
+    frozen objects.
     """
     gc.collect()
     # Tracing makes many objects that stay for a while: look at them less often.
@@ -99,7 +101,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leaves most of the slowest tests to `make test ALL=1`."""
+    """Leaves out most cases of the slowest tests, except for `make test ALL=1`."""
     if slow_tests.leaves_out(config.args, config.getini("testpaths")):
         kept = slow_tests.kept([item.nodeid for item in items])
         left = [item for item in items if item.nodeid not in kept]
@@ -128,7 +130,7 @@ RUN_AS_WRITTEN = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _run_as_written(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Lets the tests of a module decide only layouts, where they say nothing else."""
+    """Makes the tests of a module plan only layouts, unless they give other options."""
     if not str(request.node.nodeid).startswith(RUN_AS_WRITTEN):
         yield
         return

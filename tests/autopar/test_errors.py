@@ -1,4 +1,4 @@
-"""One ``except autopar.AutoparError`` catches what any package of the house raises."""
+"""Tests that ``except autopar.AutoparError`` catches the errors of all packages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def classes(kind: type) -> Iterator[type]:
 
 
 def drawn() -> dict[str, str]:
-    """Each class of the tree in the module's docstring, and the one above it."""
+    """Each class in the tree of the module's docstring, and its base class."""
     found, above = {}, [(-1, "")]
     for indent, name in re.findall(r"^ {4}([ │├└─]*)(\w+)", errors.__doc__ or "", re.M):
         while above[-1][0] >= len(indent):
@@ -74,7 +74,7 @@ def test_only_a_mistake_is_a_value_error() -> None:
 
 
 def bare(source: str) -> Iterator[str]:
-    """Python's own errors that a module raises."""
+    """The built-in errors that a module raises."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Raise) and node.exc is not None:
             raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc

@@ -1,4 +1,4 @@
-"""The garbage collector rests while a step is analysed and planned, and no longer."""
+"""Tests that the garbage collector is paused only during analysis and planning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.steps.analysis import analyse
 
 @pytest.fixture(autouse=True)
 def collecting() -> Iterator[None]:
-    """The collector runs before each test, and is left as it was."""
+    """Turns the collector on before each test, and restores it afterwards."""
     before = gc.isenabled()
     gc.enable()
     yield
@@ -70,7 +70,7 @@ def test_rests_while_a_step_is_traced() -> None:
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """No object is frozen; those that were are again afterwards."""
+    """Unfreezes all objects, and freezes them again afterwards."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     yield

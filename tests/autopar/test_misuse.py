@@ -1,7 +1,7 @@
-"""A table of misuse: each gets one clear error that says what to do.
+"""Tests that each misuse in a table gets one clear error with a remedy.
 
-Beside each case stands what the message must hold. A message that begins with what was
-wrong ends with a remedy, an example, or what was expected.
+Each case states what the message must contain. A message that begins with what was
+wrong ends with a remedy, an example, or the expected value.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def good() -> Plan:
 
 
 def refused(call: Call, message: str, kind: type[Exception] = PlanError) -> None:
-    """Checks that a call ends in one error that says what it should."""
+    """Checks that a call raises one error with the expected text."""
     with pytest.raises(kind, match=message) as found:
         call()
     text = str(found.value)

@@ -1,4 +1,4 @@
-"""What packages add to autopar from outside: devices, codecs, policies, launchers."""
+"""Tests parts that other packages add: devices, codecs, policies and launchers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ latency_s = 2e-6
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder in which a package with all parts is installed."""
+    """A folder in which a package with all kinds of parts is installed."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "toy_parts.py").write_text(PACKAGE)
     info = folder / "toy_parts-1.0.dist-info"

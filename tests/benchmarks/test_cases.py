@@ -1,4 +1,4 @@
-"""The command that judges a folder of programs: it sees what is wrong."""
+"""Tests that `benchmarks/cases.py` detects wrong results."""
 
 from __future__ import annotations
 

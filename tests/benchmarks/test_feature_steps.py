@@ -1,4 +1,4 @@
-"""The corpus of feature steps: a sample of it, and that it sees what is wrong."""
+"""Tests a sample of the feature steps, and that wrong results are detected."""
 
 from __future__ import annotations
 

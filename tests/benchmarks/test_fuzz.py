@@ -1,4 +1,4 @@
-"""Damaged files of every format are refused with the package's errors."""
+"""Tests that damaged files of every format are refused with the package's errors."""
 
 from __future__ import annotations
 

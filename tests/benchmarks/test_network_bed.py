@@ -1,4 +1,4 @@
-"""The bed of network namespaces: its arithmetic everywhere, its links as root."""
+"""Tests the network namespaces of `bed.py`: the arithmetic, and as root the links."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load(name: str) -> Any:
 
 
 def unavailable() -> str:
-    """Why no bed can be made here, or ''."""
+    """Why this machine cannot make network namespaces; '' if it can."""
     sys.path.insert(0, str(FOLDER))
     bed = load("bed")
     try:
@@ -311,7 +311,9 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
 
 @contextlib.contextmanager
 def started(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process that makes a bed; of both nothing is left after the block."""
+    """Starts a process that makes namespaces; checks that nothing is left after the
+    block.
+    """
     netns = load("netns")
     with subprocess.Popen(
         command, text=True, start_new_session=True, **options

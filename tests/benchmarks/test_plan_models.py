@@ -1,4 +1,4 @@
-"""The model of steps under Rubick's plans: its four terms, and its fit to four."""
+"""Tests the model of steps under Rubick's plans: its terms and its fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of published steps: how a row's device and program are read."""
+"""Tests how `benchmarks/published.py` reads a row's device and program."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_layers_are_computed_again_whole_by_reentrant_checkpoints(
 
 
 def judged(source: str, ratio: float) -> dict[str, Any]:
-    """A row of one second of products, predicted at a ratio."""
+    """A row with one second of products, predicted with a given ratio."""
     return {
         "source": source, "device": "h100", "devices": 8, "sustained": 0.5,
         "measured_s": 1.0 / ratio, "predicted_s": 1.0, "matrix_s": 1.0,

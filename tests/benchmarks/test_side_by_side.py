@@ -1,4 +1,4 @@
-"""The comparison of two checkouts: its turns, its rows and its children's answers."""
+"""Tests the comparison of two checkouts: its turns, rows and child processes."""
 
 from __future__ import annotations
 

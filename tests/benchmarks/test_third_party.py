@@ -1,4 +1,4 @@
-"""The benchmark on steps of others: its stubs, its comparison, what it skips."""
+"""Tests the benchmark on other people's steps: stubs, comparison and skipped steps."""
 
 from __future__ import annotations
 

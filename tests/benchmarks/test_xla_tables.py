@@ -1,7 +1,7 @@
-"""The benchmark of rates: how it reads tables, what it keeps out, what it must reach.
+"""Tests the benchmark of rates: how it reads tables, what it holds out, and its bars.
 
 The measurements are read from the file that AUTOPAR_XLA_TABLES names, or else from
-../shared beside the checkout.
+../shared next to the checkout.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_rows_are_read_by_the_model_s_conventions() -> None:
 
 
 def shares(rows: Iterable[Any], predict: Callable[[Any], float]) -> list[float]:
-    """Distances of the predictions of held-out rows, in order."""
+    """The errors of predictions for held-out rows, in ascending order."""
     return sorted(abs(predict(r) / r.seconds - 1) for r in rows if r.held_out)
 
 

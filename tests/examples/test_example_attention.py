@@ -1,4 +1,4 @@
-"""The examples with fused attention are planned without the devices they run on."""
+"""Tests that the examples with fused attention are planned without their devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example trains, and its workload is what it trains."""
+"""Tests that every example trains, and that its workload is the trained step."""
 
 import functools
 import importlib

@@ -1,4 +1,4 @@
-"""The examples over microbatches: gradients of the first step, in double precision."""
+"""Tests the examples with microbatches: gradients of the first step, in float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def precise(x: Any) -> Any:
 
 
 def made(name: str, options: dict[str, Any]) -> tuple[Callable[..., Any], Any, Any]:
-    """A step of one state, the state, and a batch, in double precision."""
+    """A step of one state, the state, and a batch, in float64."""
     training = importlib.import_module(name).training(**options)
     state = training.create_state(jax.random.key(0))
     batch = next(iter(training.batches(seed=0)))
@@ -56,7 +56,9 @@ def made(name: str, options: dict[str, Any]) -> tuple[Callable[..., Any], Any, A
 
 
 def first_moments(result: Any) -> list[np.ndarray]:
-    """What optimizers add gradients up in: of the first step, multiples of them."""
+    """The optimizer's arrays that accumulate gradients: multiples of the first
+    gradients.
+    """
     keyed = jax.tree_util.tree_flatten_with_path(result)[0]
     kept = (".mu", ".trace", "['mu']", "['trace']")
     named = [(jax.tree_util.keystr(path), x) for path, x in keyed]

@@ -1,4 +1,4 @@
-"""The examples with layers computed again: the numbers of the plain step."""
+"""Tests that the examples with rematerialised layers give the plain step's results."""
 
 from __future__ import annotations
 

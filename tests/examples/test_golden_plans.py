@@ -1,8 +1,8 @@
-"""The plan of every example on two clusters, as text that is reviewed like code.
+"""Golden plans of every example on two clusters, as text to review like code.
 
-Planning has no time limit here: a plan is then determined by its step and cluster. So
-that it ends, layouts alone are decided.
-What the text holds comes from formulas, not from measurements.
+Planning has no time limit, so a plan depends only on its step and cluster. Only layouts
+are planned, so that the search ends soon. The text comes from formulas, not from
+measurements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A small step for tests of the command line: products in a row, trained by Adam.
+"""A small step for tests of the command line: a chain of products, trained by Adam.
 
-``autopar plan tests/golden/two_layers.py:workload --cluster 2x4:cpu`` prints what
-``two_layers_2x4_cpu.txt`` holds, and then the times of planning.
+``autopar plan tests/golden/two_layers.py:workload --cluster 2x4:cpu`` prints the
+content of ``two_layers_2x4_cpu.txt``, and then the times of planning.
 """
 
 import jax

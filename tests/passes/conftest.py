@@ -1,1 +1,1 @@
-"""Beside the helper modules, which the tests in the folders below import by name."""
+"""Puts this folder on the path, so that tests can import the helper modules in it."""

@@ -85,7 +85,7 @@ def work(op: Operator) -> KernelWork:
 
 
 def free_sizes(op: Operator, slot: int = 0) -> dict[int, int]:
-    """Dimension of a result -> into how many parts it may be split."""
+    """Dimension of a result -> the number of parts into which it may be split."""
     out: dict[int, int] = {}
     for dim, factors in enumerate(op.rule.results[slot]):
         free = [f for f in factors if op.rule.kinds[f] is FactorKind.PASS]
@@ -116,7 +116,7 @@ def scaled(x: Any, w: Any, *, rows: int = 8, interpret: bool = False) -> Any:
 
 
 def row_sum(x: Any, *, interpret: bool = False) -> Any:
-    """The sum of the rows of x (m, n), added up block by block."""
+    """The sum of the rows of x (m, n), accumulated block by block."""
 
     def kernel(x_ref: Any, o_ref: Any) -> None:
         @pl.when(pl.program_id(0) == 0)
@@ -138,7 +138,7 @@ def row_sum(x: Any, *, interpret: bool = False) -> Any:
 
 
 def numbered(x: Any) -> Any:
-    """x (m, n) plus the number of each block: no block may be another's."""
+    """x (m, n) plus the number of each block, so blocks must not be exchanged."""
 
     def kernel(x_ref: Any, o_ref: Any) -> None:
         o_ref[...] = x_ref[...] + pl.program_id(0).astype(x_ref.dtype)
@@ -147,7 +147,7 @@ def numbered(x: Any) -> Any:
 
 
 def running(x: Any, *, parallel: bool) -> Any:
-    """Blocks of x (m, n) with scratch memory that outlives a block."""
+    """Blocks of x (m, n), with scratch memory that is kept between blocks."""
 
     def kernel(x_ref: Any, o_ref: Any, kept_ref: Any) -> None:
         kept_ref[...] = kept_ref[...] + x_ref[...]
@@ -163,7 +163,7 @@ def running(x: Any, *, parallel: bool) -> Any:
 
 
 def shifted(x: Any) -> Any:
-    """Each block of x (m, n) from the block that mirrors it."""
+    """Computes each block of x (m, n) from the opposite block."""
 
     def kernel(x_ref: Any, o_ref: Any) -> None:
         o_ref[...] = x_ref[...]

@@ -1,4 +1,4 @@
-"""Small train steps of every kind that the passes know, and their graphs."""
+"""Small train steps of every kind that the passes support, and their graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS, WIDTH, DEPTH = 4, 6, 3
 
 
 def random(seed: int, *shape: int) -> jax.Array:
-    """Numbers that no program has to be compiled for."""
+    """Random numbers that need no compiled program."""
     draw = np.random.default_rng(seed)
     return jnp.asarray(draw.standard_normal(shape) / 2.0, jnp.float32)
 
@@ -83,7 +83,7 @@ def remat_loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def clipped(x: jax.Array) -> jax.Array:
-    """An identity whose gradient is clipped."""
+    """An identity function whose gradient is clipped."""
     return x * 1.0
 
 
@@ -107,7 +107,7 @@ def momentum_step(params: Any, moments: Any, x: Any) -> Any:
 
 
 def microbatch_step(params: jax.Array, batch: jax.Array) -> Any:
-    """Adds the gradients of microbatches up in a loop."""
+    """A step that sums the gradients of microbatches in a loop."""
 
     def one(total: Any, x: Any) -> Any:
         grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(params)
@@ -169,7 +169,7 @@ class Case:
 
 @functools.cache
 def case(name: str) -> Case:
-    """Traces each step once: graphs are values."""
+    """Traces each step once, which is safe because graphs are values."""
     step, args = (nnx_step, nnx_arguments()) if name == "nnx" else STEPS[name]
     traced = trace(step, args)
     return Case(name, traced, step_graph(traced))

@@ -1,4 +1,4 @@
-"""Layouts mean the same to JAX: which device holds which part of an array."""
+"""Tests that layouts have the same meaning in JAX: which device has which part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mesh() -> Any:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Each axis splits one of the dimensions, or none, in any order."""
+    """Layouts in which each axis splits one dimension or none, in any order."""
     rank = draw(st.integers(1, 3))
     dims: list[list[int]] = [[] for _ in range(rank)]
     for axis in draw(st.permutations(range(3))):
@@ -38,7 +38,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def part_of(layout: Layout, place: tuple[int, ...], size: int) -> tuple[slice, ...]:
-    """The part of an array that a device of the mesh holds, by definition."""
+    """The part of an array that a device of the mesh has, by definition."""
     out: list[slice] = []
     for axes in layout:
         # The first axis is the major one: its neighbours are farthest apart.

@@ -1,4 +1,4 @@
-"""The rooms of the passes: each is in the contract, and imports stand on top."""
+"""Tests that each part of the passes is in the import contract."""
 
 from __future__ import annotations
 

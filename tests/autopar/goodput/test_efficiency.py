@@ -47,7 +47,7 @@ def thinned(
 
 
 def realised_gain(sent: np.ndarray) -> float:
-    """The possible progress of a step, |E G|^2 / E |G|^2, over that of the base batch."""
+    """The possible progress of a step, |E G|^2 / E |G|^2, over the base batch's."""
     applied = np.square(sent.mean(1)).sum(1).mean()
     return (SQR / applied) / (SQR / (SQR + VAR / BASE))
 

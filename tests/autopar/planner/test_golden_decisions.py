@@ -166,7 +166,7 @@ def _fields(record: Any, owner: str = "") -> dict[str, list[float]]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """The numbers of a value; for an array its sum, and the sum weighted by position."""
+    """The numbers of a value; for an array its sum, and its sum weighted by index."""
     if isinstance(value, (bool, int, float)):
         return [float(value)]
     if isinstance(value, np.ndarray):

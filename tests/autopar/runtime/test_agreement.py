@@ -1,4 +1,4 @@
-"""Processes that agree: on a plan, on what they hold, and on what has failed."""
+"""Tests that processes agree on a plan, on their arrays, and on failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def everywhere(run: Callable[[World], Any], count: int = 2) -> list[Any]:
 
 
 def slower(plan: autopar.Plan, *, seconds: float) -> autopar.Plan:
-    """The plan, had it taken longer to find."""
+    """The plan, as if the search had taken longer."""
     solver = msgspec.structs.replace(plan.solver, seconds=seconds)
     return msgspec.structs.replace(plan, solver=solver)
 
@@ -383,7 +383,7 @@ class TestProgramText:
 
 
 class Service:
-    """The store of a coordination service, and what a process does at its end."""
+    """The store of a coordination service, and what a process does when it ends."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, index: int, count: int) -> None:
         self.values: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Methods, evaluation under the plan of training, shardings, compiling ahead."""
+"""Tests methods as steps, evaluation under the training plan, and compiling ahead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PINS = {"batch/*": P("data"), "params/up": P(None, "data")}
 
 
 class Trainer:
-    """Holds what the step reads, as trainers do."""
+    """An object that holds what the step reads, as trainers do."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate

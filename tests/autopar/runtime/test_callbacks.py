@@ -1,4 +1,4 @@
-"""Steps that call the host: in order, from loops and branches, under every plan."""
+"""Tests steps that call the host in order, from loops and branches, and all plans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _said(log: Log) -> Callable[..., None]:
 
 
 def _step(log: Log, where: str, *, ordered: bool) -> Callable[..., Any]:
-    """A step that calls the host, ever with another tag."""
+    """A step that calls the host, with a new tag for each call."""
     say = _said(log)
 
     def told(tag: Any, x: Any) -> None:

@@ -1,4 +1,4 @@
-"""A step that goes on in another world: what a call of it leaves behind."""
+"""Tests a step that continues in another world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans near the limit of memory, compiled to be sure that they fit."""
+"""Tests plans near the memory limit, which are compiled to check that they fit."""
 
 from __future__ import annotations
 

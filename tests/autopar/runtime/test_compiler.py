@@ -1,4 +1,4 @@
-"""Programs that another process compiles, for calls of this one."""
+"""Tests programs that another process compiles for this one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compiler() -> Generator[Compiler]:
 
 
 def lowered(function: Any) -> tuple[Any, list[Any]]:
-    """A function of a replicated and of a split array on four devices, lowered."""
+    """A lowered function of a replicated and a split array on four devices."""
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     places = [NamedSharding(mesh, PartitionSpec(*x)) for x in ((), ("data",))]
     arrays = [
@@ -128,7 +128,7 @@ def test_every_request_has_an_answer() -> None:
 
 @pytest.fixture
 def orders(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Orders that the keeper gets; bursts and rests are short."""
+    """Orders for the process that compiles, with short pauses."""
     sent: list[bytes] = []
     send = Compiler._order
 
@@ -213,7 +213,7 @@ def test_a_rest_does_not_outlive_who_asked() -> None:
 
 
 def kept(pid: int) -> int:
-    """The process that a keeper keeps, once it has started it."""
+    """The process that compiles, once it has started."""
     while True:
         with open(f"/proc/{pid}/task/{pid}/children") as file:
             if found := file.read().split():
@@ -221,7 +221,7 @@ def kept(pid: int) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there; one that nobody has waited for is not."""
+    """Whether a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

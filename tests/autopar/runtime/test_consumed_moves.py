@@ -1,4 +1,4 @@
-"""Moves that free each array as soon as it has been moved."""
+"""Tests moves that free each array as soon as it has been moved."""
 
 from __future__ import annotations
 

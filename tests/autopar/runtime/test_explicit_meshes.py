@@ -1,4 +1,4 @@
-"""Planned steps under ``jax.set_mesh``, and on arrays whose types name its axes."""
+"""Tests planned steps under ``jax.set_mesh``, and on arrays with explicit shardings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain(state: Any, x: Any) -> Any:
 
 
 def stated(state: Any, x: Any) -> Any:
-    """Says how arrays lie in all the ways that JAX has."""
+    """States the shardings of arrays in all ways that JAX has."""
     mesh = jax.sharding.get_abstract_mesh()
     axis = mesh.axis_names[0]
 
@@ -60,7 +60,7 @@ def _mesh(*sizes: int, auto: bool = False) -> Any:
 
 
 def _trained(step: Callable[..., Any], x: Any) -> tuple[list[float], Any]:
-    """The losses of two steps and the weights; results are read as users read them."""
+    """The losses of two steps and the weights, read as users read them."""
     state, losses = _state(), list[float]()
     for _ in range(2):
         state, metrics = step(state, x)

@@ -1,4 +1,4 @@
-"""A first call says what it does, and keeps plans for the next process."""
+"""Tests that a first call reports its progress, and caches plans for later calls."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class TestCache:
 
     @pytest.fixture
     def searches(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        """The searches that planning makes."""
+        """Counts the searches of the planner."""
         found: list[Any] = []
         search = planning.search
 

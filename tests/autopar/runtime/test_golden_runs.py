@@ -1,6 +1,6 @@
-"""What some steps report of themselves: codecs, errors, noise, programs and places.
+"""Golden reports of some steps: codecs, errors, noise, programs and shardings.
 
-Numbers are kept at four digits, which sums in another order do not change.
+Numbers have four digits, which do not depend on the order of sums.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rounded(value: Any) -> Any:
 
 
 def fields_of(record: Any) -> dict[str, str]:
-    """The fields of a record, numbers at four digits."""
+    """The fields of a record, with numbers at four digits."""
     named = (f.name for f in dataclasses.fields(record))
     return {name: str(rounded(getattr(record, name))) for name in named}
 
@@ -97,7 +97,7 @@ def test_runs(name: str) -> None:
 
 
 class Noting:
-    """A policy that asks for another codec once, and keeps what it is told."""
+    """A policy that requests another codec once, and records its observations."""
 
     every = 3
 

@@ -1,4 +1,4 @@
-"""Steps with hand-written kernels: planned anywhere, run where their devices are."""
+"""Tests steps with hand-written kernels: planned on any host, run on their devices."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def training(
     dim: int = 8,
     dtype: Any = jnp.float32,
 ) -> tuple[Any, Any, Any]:
-    """One attention between two projections, and the shapes of its arguments."""
+    """An attention between two projections, and the shapes of its arguments."""
     width = heads * dim
 
     def step(params: Any, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Kernels and indices under microbatches: blocks stay together, or are refused."""
+"""Tests kernels and indices with microbatches: blocks stay whole, or are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.errors import PlanError
 
 
 def by_block(x: Any) -> Any:
-    """A kernel that takes from each row the mean of the four rows of its block."""
+    """A kernel that subtracts from each row the mean of the four rows of its block."""
 
     def kernel(x_ref: Any, out_ref: Any) -> None:
         block = x_ref[...]
@@ -122,7 +122,7 @@ def _turned(x: Any, out: Any) -> None:
 
 
 def _kernel(body: Any, rows: Any, columns: int, by: int) -> Any:
-    """A kernel with blocks of rows and columns, its grid along one of them."""
+    """A kernel with blocks of rows and columns, and a grid along one of them."""
 
     def call(x: Any) -> Any:
         block = (rows(len(x)), columns)
@@ -310,7 +310,7 @@ def product(x: Any, w: Any) -> Any:
 
 
 def product_backward(read: Any, ct: Any) -> Any:
-    """The gradient of the weights by a kernel that nobody looks into."""
+    """The gradient of the weights by a kernel that is not analysed."""
     x, w = read
     out = jax.ShapeDtypeStruct(w.shape, w.dtype)
     grad = jax.pure_callback(lambda a, b: np.asarray(a).T @ np.asarray(b), out, x, ct)

@@ -1,4 +1,4 @@
-"""Threads of a process that each exchange with the same thread of the others."""
+"""Tests threads that each communicate with the same thread of other processes."""
 
 from __future__ import annotations
 

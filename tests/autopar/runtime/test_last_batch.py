@@ -1,4 +1,4 @@
-"""A batch of fewer rows keeps training, and the state stays where it is."""
+"""Tests that training continues with a smaller last batch, without moving the state."""
 
 from __future__ import annotations
 

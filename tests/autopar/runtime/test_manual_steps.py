@@ -1,4 +1,4 @@
-"""A step's own shard_map keeps its meaning under a plan, or is refused."""
+"""Tests that a step's own shard_map keeps its meaning under a plan, or is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mesh(**axes: int) -> Mesh:
 
 
 def tensor_parallel(a: Any, b: Any, x: Any) -> Any:
-    """Two products, the second summed over shards, in a loop of two rounds."""
+    """Two products in a loop of two rounds; the second one is summed over shards."""
 
     def body(_: int, x: Any) -> Any:
         return jax.lax.psum(jax.nn.relu(x @ a) @ b, "tp")
@@ -30,7 +30,7 @@ def tensor_parallel(a: Any, b: Any, x: Any) -> Any:
 
 
 def numbered(a: Any, b: Any, x: Any) -> Any:
-    """Local code that knows the number of its shard."""
+    """Local code that depends on the number of its shard."""
     return jax.lax.psum(x @ a @ b, "tp") + jax.lax.axis_index("dp")
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of whole matrices: each device has some of them."""
+"""Tests optimizers of whole matrices, of which each device updates some."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, LAYERS = 64, 4
 
 
 def slow_devices(text: str) -> autopar.Cluster:
-    """A cluster whose devices compute so slowly that all work is worth splitting."""
+    """A cluster with devices so slow that all work is worth splitting."""
     cluster = autopar.Cluster.parse(text)
     rates = tuple(
         (dtype, 1e-2 * rate) for dtype, rate in cluster.device.peak_flops_per_s
@@ -58,7 +58,7 @@ def training(rows: int = 32) -> Any:
 
 
 def after(step: Any, state: Any, x: Any) -> tuple[list[float], Any]:
-    """Losses of three steps, and the state behind them."""
+    """The losses of three steps, and the last state."""
     state, found = jax.tree.map(jnp.copy, state), list[float]()
     for _ in range(3):
         state, value = step(state, x)
@@ -67,7 +67,7 @@ def after(step: Any, state: Any, x: Any) -> tuple[list[float], Any]:
 
 
 def assert_equal(step: Any, given: Any) -> None:
-    """The step does what `jax.jit` does."""
+    """Checks that the step gives the results of `jax.jit`."""
     plain, state, x = given
     losses, left = after(jax.jit(plain), state, x)
     found, got = after(step, state, x)
@@ -77,7 +77,7 @@ def assert_equal(step: Any, given: Any) -> None:
 
 
 def deals_out(plan: Plan) -> bool:
-    """Whether devices have matrices of their own: a stack of all of them is split."""
+    """Whether each device updates some of the matrices: a stack of them is split."""
     return any(
         axes
         for node in plan.nodes

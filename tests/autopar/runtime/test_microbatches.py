@@ -1,4 +1,4 @@
-"""Steps over microbatches, planned and run on simulated devices."""
+"""Tests steps with microbatches, planned and run on simulated devices."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def shapes_of(rows: int) -> Any:
 
 
 def wide(count: int, compression: str) -> tuple[autopar.Plan, Assignment]:
-    """A plan under which each device has all of the weights and a part of the rows."""
+    """A plan under which each device has all weights and a part of the rows."""
     shapes = shapes_of(MANY)
     plan = autopar.plan(
         step, *shapes, cluster="8:cpu", axis_names=("data",), pins=DATA,
@@ -124,7 +124,7 @@ SPLIT = {"batch": PartitionSpec("data"), "w*": PartitionSpec("data")}
 
 
 def summed(each: bool, compression: str = "none") -> autopar.Plan:
-    """Weights split over the devices; gradients summed in each microbatch, or once."""
+    """Weights that are split; gradients are summed in each microbatch, or once."""
     plan = autopar.plan(
         step, *shapes_of(MANY), cluster="8:cpu", pins=SPLIT, axis_names=("data",),
         microbatches=4, compression=compression,
@@ -209,7 +209,7 @@ def test_a_smaller_last_batch_runs() -> None:
 
 
 def deep(w: Any, batch: Any) -> Any:
-    """Its activations take most of its memory."""
+    """A step whose activations need most of the memory."""
 
     def loss_of(w: Any) -> Any:
         h = batch
@@ -246,7 +246,7 @@ def test_auto_takes_as_many_as_memory_needs() -> None:
 
 
 def wide_state(memory: float, compression: str = "none") -> autopar.Plan:
-    """Gradients take most of its memory."""
+    """A step whose gradients need most of the memory."""
     shapes = (
         [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 8,
         jax.ShapeDtypeStruct((4096, 1024), jnp.float32),

@@ -1,4 +1,4 @@
-"""The same program in two processes, each with its part of the devices and batch."""
+"""Tests a program in two processes, each with a part of the devices and the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cluster
 
 
 def run(count: int, folder: pathlib.Path) -> list[Any]:
-    """Runs the worker in so many processes; what each of them found."""
+    """Runs the worker script in several processes; returns their results."""
     outs = [folder / f"{count}_{k}.json" for k in range(count)]
     run_processes("multiprocess_worker.py", count, [str(folder / f"{count}")])
     return [json.loads(out.read_text()) for out in outs]

@@ -1,4 +1,4 @@
-"""Steps that keep state in the memory of the hosts: losses, state and memories."""
+"""Tests steps that keep state in host memory: losses, state and memory kinds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(step: Any, state: Any = None, steps: int = STEPS) -> tuple[Any, list[flo
 
 
 def kinds(state: Any) -> list[str]:
-    """The memories of the arrays of moments, without the count."""
+    """The memory kinds of the moments, without the step count."""
     leaves = jax.tree.leaves(state[1])
     return sorted({x.sharding.memory_kind for x in leaves if x.ndim})
 

@@ -1,4 +1,4 @@
-"""The decorator: a planned step trains as the plain one does, wherever it runs."""
+"""Tests the decorator: a planned step trains like the plain step."""
 
 from __future__ import annotations
 

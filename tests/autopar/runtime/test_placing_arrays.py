@@ -1,4 +1,4 @@
-"""Arrays on the meshes of plans and callers: what moves, is copied, or stays."""
+"""Tests which arrays are moved, copied or kept on the meshes of plans and callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled step: what it hands on, and when it is compiled."""
+"""Tests the compiled step: its results, and when it is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs are found by what they are made of, and go when there are too many."""
+"""Tests that programs are found by their content, and removed if there are too many."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class TestGoing:
 
 
 def counted() -> dict[str, int]:
-    """What must not grow while clusters come and go."""
+    """Counts that must not grow when clusters change."""
     gc.collect()
     found = [type(x) for x in gc.get_objects()]
     return {

@@ -1,4 +1,4 @@
-"""Blocks of arrays that are moved, and the memory that is given back."""
+"""Tests blocks of arrays that are moved, and the memory that is freed."""
 
 from __future__ import annotations
 

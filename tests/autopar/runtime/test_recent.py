@@ -1,4 +1,4 @@
-"""A cache that holds what was used last."""
+"""Tests a cache of the most recently used values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that compute activations again, planned and run on simulated devices."""
+"""Tests plans with rematerialisation, planned and run on simulated devices."""
 
 from __future__ import annotations
 

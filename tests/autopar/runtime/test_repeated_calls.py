@@ -1,4 +1,4 @@
-"""Calls that repeat the last one are looked at as a whole, and notice what changed."""
+"""Tests that repeated calls are checked fast, and that changes are noticed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from autopar import PlanError
 
 
 def step(state: Any, batch: Any, double: bool = False) -> Any:
-    """Moves all arrays of the state by the mean of the batch."""
+    """A step that adds the mean of the batch to all arrays of the state."""
     by = jnp.mean(batch) * (2 if double else 1)
     return jax.tree.map(lambda x: x + by.astype(x.dtype), state), by
 
 
 def made(count: int) -> tuple[Any, Any]:
-    """A planned step that has run three times, and its state of so many arrays."""
+    """A planned step that has run three times, with a state of ``count`` arrays."""
     planned = autopar.parallelize(step, cluster="2:cpu")
     state = {f"w{k}": np.full((4, 2), float(k), np.float32) for k in range(count)}
     for _ in range(3):
@@ -31,7 +31,7 @@ def made(count: int) -> tuple[Any, Any]:
 
 
 def python_calls(planned: Any, state: Any, batch: Any) -> int:
-    """How many Python functions one call of a step enters."""
+    """The number of Python functions that a call of a step enters."""
     batch = jax.device_put(batch, planned.running.planned.in_shardings[-1])
     for _ in range(2):
         state, _ = planned(state, batch)

@@ -1,4 +1,4 @@
-"""Changing the cluster: where it fails, nothing has changed."""
+"""Tests changes of the cluster; a failed change must change nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMPILING, MOVING = "compiling", "moving"
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Arguments of a `replan` that cannot work, and the error that it raises."""
+    """Arguments with which `replan` must fail, and the error that it must raise."""
 
     message: str
     cluster: Any = "4:cpu"
@@ -66,7 +66,7 @@ FAILURES = {
 def fail(
     failure: Failure, step: Any, state: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that `replan` raises what it should."""
+    """Checks that `replan` raises the expected error."""
     cluster = failure.cluster() if callable(failure.cluster) else failure.cluster
 
     def broken(text: str) -> Callable[..., Any]:
@@ -100,7 +100,7 @@ def test_a_failure_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 @functools.cache
 def shared() -> Any:
-    """One step for all failures, as none of them changes it."""
+    """One step for all failures, because none of them changes it."""
     return small()
 
 
@@ -192,7 +192,7 @@ class TestDevices:
 
 
 def named_cluster(text: str, ids: tuple[int, ...]) -> Cluster:
-    """What is left of eight devices when all but some are gone."""
+    """The cluster of some of eight devices, after the others have left."""
     gone = [k for k in range(8) if k not in ids]
     left = Cluster.parse("8:cpu").without(devices=gone)
     assert left.ids == ids
@@ -271,7 +271,7 @@ class TestCodecs:
         return (*case.state(), case.batch(0))
 
     def given(self, plan: autopar.Plan) -> Any:
-        """A step that runs a plan, with hints for the plans to come."""
+        """A step that runs a given plan, with hints for later plans."""
         case = cases.case_of("data_parallel")
         step = autopar.parallelize(
             case.step,

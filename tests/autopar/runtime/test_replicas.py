@@ -1,4 +1,4 @@
-"""Steps over unequal shares of microbatches, planned and run on simulated devices."""
+"""Tests steps on replicas with unequal shares of microbatches."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def parallel(counts: Any, pins: Any = DATA, **options: Any) -> Any:
 
 
 def check_same(run: Any, steps: int = 3) -> None:
-    """Compares all that steps return with one device."""
+    """Compares all results of steps with those of one device."""
     plain = jax.jit(step)
     w, other = state(), state()
     for _ in range(steps):
@@ -241,7 +241,7 @@ def test_each_replica_runs_its_own_turns() -> None:
 
 
 def drawn(w: Any, key: Any, batch: Any) -> Any:
-    """Drops numbers, and hands its key on."""
+    """A step with dropout, whose random key is carried."""
     key, own = jax.random.split(key)
 
     def loss_of(w: Any) -> Any:

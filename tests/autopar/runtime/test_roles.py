@@ -1,4 +1,4 @@
-"""Which arguments are the batch, and what is the same for all of its rows."""
+"""Tests which arguments are the batch, and which are the same for all rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def array(*shape: int) -> np.ndarray:
 
 
 def trained(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that trains its first argument by a loss of all."""
+    """A step that trains its first argument, with a loss of all arguments."""
 
     def step(w: Any, *rest: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(w, *rest)
@@ -34,7 +34,7 @@ def trained(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def distilled(w: Any, x: Any, teacher: Any) -> Any:
-    """The teacher's inner dimension meets no parameter, and is the largest."""
+    """A teacher whose inner dimension is the largest and meets no parameter."""
     wanted = jnp.tanh(x @ teacher["inner"]) @ teacher["outer"]
     return jnp.mean((x @ w - wanted) ** 2)
 
@@ -154,7 +154,7 @@ def attention_of_time_first(w: Any, x: Any) -> Any:
 
 
 def rotary(w: Any, x: Any) -> Any:
-    """Positions alone tell time from rows."""
+    """A step in which only the positions distinguish time from rows."""
     return jnp.mean((attend(x, 0 * w)[:, :1] * 0 + jnp.tanh(x @ w)) ** 2)
 
 
@@ -167,13 +167,13 @@ def shifted(w: Any, x: Any) -> Any:
 
 
 def dropped(w: Any, x: Any, key: Any) -> Any:
-    """One mask for all times of a row."""
+    """A step with one dropout mask for all times of a row."""
     keep = jax.random.bernoulli(key, 0.9, (x.shape[0], 1, x.shape[2]))
     return jnp.mean(jnp.tanh((x * keep) @ w) ** 2)
 
 
 def picked(w: Any, x: Any) -> Any:
-    """Rows are numbered, as for the logit of a label."""
+    """A step that indexes rows, as for the logit of a label."""
     rows, times = jnp.arange(x.shape[0]), jnp.arange(x.shape[1])
     return jnp.mean(attend(x, w)[rows[:, None], times, 0])
 
@@ -183,7 +183,7 @@ def mapped(w: Any, x: Any) -> Any:
 
 
 def paired(w: Any, x: Any) -> Any:
-    """Rows meet each other in the loss."""
+    """A step whose loss couples rows."""
     pooled = jnp.mean(jnp.tanh(x @ w), 1) @ w
     return -jnp.mean(jnp.diag(jax.nn.log_softmax(pooled @ pooled.T)))
 
@@ -255,7 +255,7 @@ def test_state_with_rows_and_time_first_is_split(options: Any) -> None:
 
 
 def ambiguous(w: Any, x: Any, y: Any) -> Any:
-    """Each dimension of ``x`` may be rows; and ``y`` may be more of them."""
+    """A step in which each dimension of ``x`` may be rows, and ``y`` may have more."""
     return jnp.mean(jnp.tanh(x * w)) + jnp.mean(y * w)
 
 

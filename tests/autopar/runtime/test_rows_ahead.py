@@ -1,4 +1,4 @@
-"""Steps over microbatches that mix the rows of the batch, or draw for each of them."""
+"""Tests microbatches if a step mixes rows of the batch, or draws for each row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Mixed = Callable[[Any, Any, Any], Any]
 
 
 def step_of(mixed: Mixed) -> Callable[..., Any]:
-    """A step whose loss weighs rows by what is made of input, outputs and key."""
+    """A step whose loss weights rows by a function of input, outputs and key."""
 
     def step(w: Any, x: Any, key: Any) -> Any:
         def loss_of(w: Any) -> Any:
@@ -42,7 +42,7 @@ def step_of(mixed: Mixed) -> Callable[..., Any]:
 
 
 def split(mixed: Mixed, kind: str | None = None) -> tuple[Any, Any, Any]:
-    """What the split step returns, what the plain one does, and the split step."""
+    """The results of the split and the plain step, and the split step."""
     step, args = step_of(mixed), arguments(kind)
     want = jax.jit(step)(*args)
     run = autopar.parallelize(step, cluster="2:cpu", microbatches=4, donate=False)
@@ -52,7 +52,7 @@ def split(mixed: Mixed, kind: str | None = None) -> tuple[Any, Any, Any]:
 
 
 def moved(x: Any, h: Any, key: Any) -> Any:
-    """Rows are reversed, rolled, sorted, permuted, chosen and weighed by number."""
+    """Rows are reversed, rolled, sorted, permuted, selected and weighted by number."""
     del h
     count, (a, b) = len(x), R.split(key)
     y = x[::-1] + jnp.roll(x, 1, 0) + jnp.sort(x, 0) + R.permutation(a, x)
@@ -63,14 +63,14 @@ def moved(x: Any, h: Any, key: Any) -> Any:
 
 
 def paired(x: Any, h: Any, key: Any) -> Any:
-    """Half as many rows as the batch has, and a mask whose sum is another draw's."""
+    """Half as many rows as the batch, and a mask whose sum is that of another draw."""
     del h
     keep = R.bernoulli(key, 0.7, (len(x) // 2,))
     return x[::2] + x[1::2], keep / jnp.maximum(jnp.sum(keep), 1)
 
 
 def of_each_row(x: Any, h: Any, key: Any) -> Any:
-    """Keys of the rows; what they draw depends on outputs of the model."""
+    """Keys of the rows; the draws depend on outputs of the model."""
     size = jnp.exp(0.3 * h[:, 0]) + 0.5
     keys = jax.vmap(R.fold_in, (None, 0))(key, jnp.arange(len(x)))
     kept = jax.vmap(lambda k, row: row * R.bernoulli(k, 0.5, row.shape))(keys, h)
@@ -81,7 +81,7 @@ def of_each_row(x: Any, h: Any, key: Any) -> Any:
 
 
 def given(x: Any, h: Any, key: Any) -> Any:
-    """Samplers that go on until all rows are accepted, of rows of the input."""
+    """Samplers that repeat until all rows are accepted, and rows of the input."""
     del h
     rate = jnp.exp(x[:, 0])
     weights = R.poisson(key, 3 * rate) + R.binomial(key, 9.0, jnp.exp(-rate))

@@ -1,4 +1,4 @@
-"""Attention whose sequence is split over devices, in planned steps."""
+"""Tests attention whose sequence is split over devices, in planned steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _on_cpu() -> Generator[None]:
 
 
 def slow_devices(text: str) -> autopar.Cluster:
-    """A cluster whose devices compute so slowly that all work is worth splitting."""
+    """A cluster with devices so slow that all work is worth splitting."""
     cluster = sharing(autopar.Cluster.parse(text))
     rates = tuple(
         (dtype, 1e-4 * rate) for dtype, rate in cluster.device.peak_flops_per_s

@@ -1,4 +1,4 @@
-"""Layouts of a state, and moves between them over any transport."""
+"""Tests layouts of a state, and moves between them over any transport."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 class Recorder:
-    """A transport that takes every array through the host, and notes the stages."""
+    """A transport that copies every array through the host, and records the stages."""
 
     def __init__(self, meshes: tuple[Mesh, ...]) -> None:
         self.meshes = meshes

@@ -1,4 +1,4 @@
-"""Calls as people write them: what compiles, what is consumed, what is static."""
+"""Tests calls of steps: what is compiled, what is donated, and what is static."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TX = optax.adam(1e-2)
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """Names of the modules that XLA compiles, in their order."""
+    """The names of the modules that XLA compiles, in order."""
     found: list[str] = []
 
     def listen(event: str, seconds: float, **about: Any) -> None:
@@ -38,7 +38,7 @@ def compiled() -> Iterator[list[str]]:
 
 
 def counted_step(state: Any, batch: Any, rng: Any) -> Any:
-    """Folds the step into the key, as most steps with dropout do."""
+    """A step that folds its number into the key, as most steps with dropout do."""
     noise = jax.random.normal(jax.random.fold_in(rng, state.step), batch["x"].shape)
 
     def loss(params: Any) -> Any:
@@ -241,7 +241,7 @@ def test_state_that_changes_is_said() -> None:
 
 
 class Mlp(eqx.Module):
-    """As Equinox's documentation writes models: functions among the layers."""
+    """A model as in Equinox's documentation, with functions among its layers."""
 
     layers: list[Any]
     drop: eqx.nn.Dropout

@@ -1,4 +1,4 @@
-"""Whatever a step changes in its arguments comes back, as under ``nnx.jit``."""
+"""Tests that objects which a step changes are updated as under ``nnx.jit``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def tutorial_state() -> Any:
 
 
 def noise_step(rngs: Any, tally: Any, level: Any, out: Any, batch: Any) -> Any:
-    """Every kind of object there is, one of them in a dict."""
+    """A step with every kind of object, one of them in a dictionary."""
     noise = jax.random.normal(rngs["noise"](), batch["x"].shape)
     tally.rows[...] += batch["x"].shape[0]
     level[...] = 0.9 * level[...] + 0.1 * noise.std()

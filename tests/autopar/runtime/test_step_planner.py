@@ -1,4 +1,4 @@
-"""Planning a step needs shapes and a cluster, and nothing else."""
+"""Tests that planning a step needs only shapes and a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decorated step keeps its types, and options are checked where they are written."""
+"""Tests that a decorated step keeps its types, and that options are type-checked."""
 
 from __future__ import annotations
 

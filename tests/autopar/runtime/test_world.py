@@ -1,4 +1,4 @@
-"""Worlds: which devices there are, and processes that agree over a channel."""
+"""Tests worlds: their devices, and processes that agree over a channel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job over a curve: what starts, changes and losses of nodes take."""
+"""Tests jobs with a curve: the costs of starts, changes and lost nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finish-time fairness of jobs on a fair share."""
+"""Tests finish-time fairness with jobs on a fair share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our policy moves a running job where the gain is worth the move, and sure enough."""
+"""Tests that our policy moves a running job only if the gain exceeds the cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ RESTART_S = 45.0
 
 @dataclasses.dataclass(frozen=True)
 class Gains:
-    """One unit of progress a second on each of two devices, and some gain on four."""
+    """A curve with one unit of progress per second on each of two devices, and a gain
+    on four.
+    """
 
     gain: float
 
@@ -28,7 +30,7 @@ class Gains:
 
 
 def view_of(name: str, progress: float, gain: float, **more: Any) -> JobView:
-    """A job that ran for ten minutes."""
+    """A job that has run for ten minutes."""
     view = JobView(
         name=name, application="tiny", submitted_s=0.0, age_s=600.0,
         served_device_s=1200.0, progress=progress, restarts=0, asked=2, most=4, tried=4,
@@ -38,7 +40,9 @@ def view_of(name: str, progress: float, gain: float, **more: Any) -> JobView:
 
 
 def devices_of(gain: float, move_s: float) -> int:
-    """The devices of a job that runs on two of four, after a decision."""
+    """The devices of a job after a decision, before which it ran on two of four
+    devices.
+    """
     view = view_of("one", 1200.0, gain, moves=lambda old, new: move_s)
     decided = Goodput().decide(
         600.0, {"one": view}, Nodes.parse("1x4"), {"one": (0, 0)}

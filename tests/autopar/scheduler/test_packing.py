@@ -1,4 +1,4 @@
-"""Jobs are put on nodes so that few move, and those for which it costs least."""
+"""Tests that jobs are placed on nodes such that few and cheap jobs move."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WANTED = {
 
 
 def moved(costs: dict[str, float] | None) -> list[str]:
-    """The jobs that made room for one on a whole node."""
+    """The jobs that were moved for a job on a whole node."""
     chosen = pack(WANTED, HELD, NODES, costs)
     assert set(chosen) == set(WANTED)
     return [name for name, places in HELD.items() if chosen[name] != places]

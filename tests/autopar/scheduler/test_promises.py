@@ -1,4 +1,4 @@
-"""Guaranteed jobs and reserved devices under our policy."""
+"""Tests guaranteed jobs and reserved devices under our policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.scheduler.policies.goodput import Goodput, Settings
 
 
 class Table:
-    """Progress per second by number of devices."""
+    """A curve from a table of progress per second by number of devices."""
 
     def __init__(self, *speeds: float) -> None:
         self.speeds = np.array([0.0, *speeds])

@@ -1,4 +1,4 @@
-"""What is left of a job, from jobs that ended."""
+"""Tests predictions of a job's remaining work from completed jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When decisions are made: in intervals, and at once where something happened."""
+"""Tests when decisions are made: at intervals, and at once after an event."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERY = 60.0
 
 
 def jobs() -> list[CurveJob]:
-    """One of 100 steps on four devices, and one that is handed in at 13 s."""
+    """A job of 100 steps on four devices, and a job that is submitted at 13 s."""
     made = [("one", 400, 0.0), ("two", 40, 13.0)]
     return [
         CurveJob(

@@ -1,4 +1,4 @@
-"""Simulations: published figures where the data is there, small tables otherwise."""
+"""Tests simulations: published figures if the data exist, and small tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of a step's seconds: a process near what was seen, and the corrected form."""
+"""Tests models of a step's seconds: the Gaussian process and the corrected form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def drawn(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def matern(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The kernel pair by pair, from its formula."""
+    """The kernel for each pair, from its formula."""
     found = np.zeros((len(one), len(other)))
     for i, a in enumerate(one):
         for j, b in enumerate(other):
@@ -103,7 +103,7 @@ TRUE = PowerTimes((-1.0, -3.0, -3.0, -1.0, 0.5, 0.5, -0.3, 0.1, 0.0))
 
 
 def samples(wrong: float) -> StepSamples:
-    """Steps of a program that the form does not know on 8 devices of 2 nodes."""
+    """Steps whose seconds deviate from the form on 8 devices of 2 nodes."""
     counts = ((1, 1), (1, 2), (1, 4), (2, 8), (3, 12), (4, 16))
     places = [(n, k, m) for n, k in counts for m in (4, 8, 16, 32, 64)]
     nodes, devices, local = np.array(places, float).T

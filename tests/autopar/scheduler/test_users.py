@@ -1,4 +1,4 @@
-"""Users of a cluster: quotas that hold at any time, shares and priorities."""
+"""Tests users of a cluster: quotas, shares and priorities."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def counts(
     nodes: Nodes = NODES,
     users: Mapping[str, UserLimits] | None = None,
 ) -> dict[str, int]:
-    """Devices of each job after three decisions."""
+    """The devices of each job after three decisions."""
     made, jobs = policy_of(policy), {v.name: v for v in views}
     current: Mapping[str, Allocation] = {}
     for k in range(3):
@@ -65,7 +65,7 @@ def by_user(views: Sequence[JobView], devices: Mapping[str, int]) -> dict[str, i
 
 
 def jain(shares: Sequence[float]) -> float:
-    """Jain's index: 1 where all are equal (Jain, Chiu and Hawe, 1984)."""
+    """Jain's fairness index, 1 if all are equal (Jain, Chiu and Hawe, 1984)."""
     return sum(shares) ** 2 / (len(shares) * sum(x * x for x in shares))
 
 
@@ -123,7 +123,7 @@ def trace() -> list[StepJob]:
 
 
 def most_at_once(history: History, user: str) -> int:
-    """Brute force: the devices of a user between any two changes."""
+    """The most devices of a user at any time, by brute force."""
     own = {job.job.name for job in history.jobs if job.job.user == user}
     spans = [span for span in history.spans if span.job in own]
     edges = sorted({e for span in spans for e in (span.start_s, span.end_s)})
@@ -160,7 +160,7 @@ jobs_drawn = st.lists(
 
 
 class Greedy:
-    """A policy of one's own that knows of no quota: each job gets all that fits."""
+    """A user's policy that ignores quotas: each job gets all devices that fit."""
 
     name, adapts, oracle = "greedy", "devices", False
 

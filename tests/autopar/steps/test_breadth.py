@@ -1,4 +1,4 @@
-"""The order of operators, breadth first, on programs small enough to follow."""
+"""Tests the breadth-first order of operators on small programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def analysed(loss: Any) -> Analysis:
 
 
 def _outermost(operators: tuple[Operator, ...]) -> list[int]:
-    """The first operator of the outermost region of each, or itself."""
+    """The first operator of the outermost region of each operator, or the operator
+    itself.
+    """
     out: list[int] = []
     first = until = -1
     for op in operators:

@@ -1,7 +1,7 @@
-"""The programs that run: of microbatches, and with the layouts of arbitrary plans.
+"""Golden programs of microbatches, and of random layouts.
 
-A check sum stands for the text of a program. What a step computes is tested where its
-results are compared; here nothing may change without intent, such as a collective more.
+The files have a checksum of each program's text. Other tests compare results; these
+show every unintended change, such as an additional collective.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZES = (2, 4)
 
 
 def replay_line(analysis: Analysis, name: str, *, waits: bool) -> str:
-    """The step as it is traced under a plan that splits most."""
+    """A line about the step as traced under a plan that splits most arrays."""
     case = Case(lambda: None, (), analysis)
     draw = random.Random(name)
     plan = random_plan(all_waiting(case) if waits else case, SIZES, draw)

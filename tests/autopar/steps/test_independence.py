@@ -1,4 +1,4 @@
-"""Which collectives of a step need no other's result, and where they stand."""
+"""Tests which collectives of a step need no result of another, and their places."""
 
 from __future__ import annotations
 

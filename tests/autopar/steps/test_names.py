@@ -1,4 +1,4 @@
-"""Names of operators, as people read them in a plan."""
+"""Tests the names of operators in plans."""
 
 from __future__ import annotations
 

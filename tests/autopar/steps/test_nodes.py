@@ -1,4 +1,4 @@
-"""Contraction: which operators have a choice of their own, and which follow."""
+"""Tests contraction: which operators have a node of their own, and which follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders of dimensions that batched products fix, and what is written for them."""
+"""Tests orders of dimensions that batched products need, and the copies for them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prepared(
 
 
 def large(case: Any, values: Any, size: int = SCORES) -> list[int]:
-    """Those of the values that are as large as the scores of grouped attention."""
+    """The values that are as large as the scores of grouped attention."""
     return [v for v in values if case.graph.values[v].size == size]
 
 

@@ -1,4 +1,4 @@
-"""The analysis of a step that runs its forward and backward pass several times."""
+"""Tests the analysis of a step whose forward and backward pass run several times."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def analysis() -> Analysis:
 
 @functools.cache
 def repeated(count: int = COUNT) -> Analysis:
-    """The step with its gradient added up over microbatches."""
+    """The step with its gradient summed over microbatches."""
     found = analysis()
     update = {op.equation for op in found.graph.operators if op.role is Role.UPDATE}
     (gradient,) = found.deferrals[0].ends
@@ -80,7 +80,7 @@ def test_all_reads_of_a_value_are_counted() -> None:
 
 
 def data_parallel(found: Analysis) -> Candidate:
-    """The best plan on an axis of four devices: each has all of the weight."""
+    """The best plan on four devices, each of which has all weights."""
     cluster = cheap("1x4:h100")
     meshes = candidate_meshes(cluster, 1, None)
     return search(found, cluster, meshes=meshes, seconds=None).best

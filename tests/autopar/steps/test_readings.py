@@ -1,4 +1,4 @@
-"""Readings of one group are brought by the same steps, whatever the layouts."""
+"""Tests that readings of one group need the same reshardings, for all layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def analysed(name: str) -> Analysis:
 
 
 def assignments(analysis: Analysis) -> list[Assignment]:
-    """Random layouts, far from any good plan, on each mesh of a cluster."""
+    """Random layouts on each mesh of a cluster, not only those of good plans."""
     cluster, draw = Cluster.parse("2x4:h100"), random.Random(0)
     out: list[Assignment] = []
     for mesh in candidate_meshes(cluster):

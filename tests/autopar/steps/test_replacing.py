@@ -1,4 +1,4 @@
-"""What an update waits for, against a walk from each operator."""
+"""Tests the gradients for which an update waits against a search from each operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TPUs keep and send in bfloat16 of a program of float32."""
+"""Tests the values of a float32 program that TPUs keep and send in bfloat16."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS, WIDTH, HIDDEN = 64, 32, 48
 
 
 def kinds(analysis: Analysis, values: frozenset[int]) -> set[str]:
-    """The operators that make some values."""
+    """The operators that compute some values."""
     made_by = analysis.contraction.producer
     return {made_by[v].kind for v in values}
 

@@ -1,4 +1,4 @@
-"""Spare copies of the state, as memory of plans."""
+"""Tests the memory of spare copies of the state."""
 
 from __future__ import annotations
 

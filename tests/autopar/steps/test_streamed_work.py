@@ -1,4 +1,4 @@
-"""The work of a compiler that makes operands of products as these read them."""
+"""Tests the work if a compiler computes operands while products read them."""
 
 from __future__ import annotations
 

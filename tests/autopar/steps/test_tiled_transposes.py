@@ -1,4 +1,4 @@
-"""Transpositions that XLA's GPU compiler runs in tiles."""
+"""Tests transpositions that XLA's GPU compiler runs in tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What CPUs keep in 32 bits of a program of 16 bits."""
+"""Tests the values of a 16-bit program that CPUs keep in 32 bits."""
 
 from __future__ import annotations
 

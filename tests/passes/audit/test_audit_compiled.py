@@ -1,4 +1,4 @@
-"""Collectives of compiled programs against formulas written here."""
+"""Tests collectives of compiled programs against formulas."""
 
 import doctest
 
@@ -324,7 +324,7 @@ KEPT = {"b": 16, "a": 32, "ab": 8}
 
 
 def sliced(axes, groups, *, table=None):
-    """An all-reduce, then a fusion that slices its copy along mesh axes."""
+    """An all-reduce, and a fusion that slices its result along mesh axes."""
     kept = KEPT[axes]
     fused = (
         f"%cut (v: f32[64], t: s32[8], d: u32[]) -> f32[{kept}] {{\n"

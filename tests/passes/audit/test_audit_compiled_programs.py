@@ -1,4 +1,4 @@
-"""The collectives and the memory of programs that XLA really compiled."""
+"""Tests the collectives and the memory of programs that XLA has compiled."""
 
 import math
 

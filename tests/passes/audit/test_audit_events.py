@@ -1,4 +1,4 @@
-"""Schedules of accelerators' programs, from texts written here."""
+"""Tests schedules of accelerators' programs, from hand-written texts."""
 
 from autopar_passes.audit.compiled import (
     Done,

@@ -1,4 +1,4 @@
-"""Kernels of compiled programs: their products and the bytes that they move."""
+"""Tests kernels of compiled programs: their products and their bytes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The audit of hand-made programs, against bytes worked out by hand."""
+"""Tests the audit of hand-written programs against bytes by hand."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_equal_collectives_of_a_manual_computation_are_both_run() -> None:
 
 
 def _manual(ask: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
-    """A step that keeps what comes of asking, one entry for each device."""
+    """A step that stores the results of a query, one entry for each device."""
 
     def own(x: jax.Array) -> jax.Array:
         return ask(x)[None]

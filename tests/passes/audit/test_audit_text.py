@@ -1,4 +1,4 @@
-"""Parsing compiled programs: what is malformed says so, what is odd is read."""
+"""Tests the parser of compiled programs: errors for malformed texts, and rare forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels of compiled programs read and write."""
+"""Tests the bytes that kernels of compiled programs read and write."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Verification: valid graphs pass, and every corruption of one field is named."""
+"""Tests that valid graphs pass verification, and that each corrupt field is named."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def with_input(graph: OperatorGraph, k: int, **fields: Any) -> OperatorGraph:
 
 
 def spread(graph: OperatorGraph, wanted: Callable[[Operator], bool]) -> list[int]:
-    """Positions of some of the wanted operators, from all over the graph."""
+    """Positions of some of the given operators, spread over the graph."""
     found = [op.index for op in graph.operators if wanted(op)]
     return found[:: max(1, len(found) // TRIES)]
 
@@ -229,7 +229,7 @@ def read_from_inside_a_region(graph: OperatorGraph) -> Iterator[Corrupted]:
 
 @corruption
 def read_around_the_boundary(graph: OperatorGraph) -> Iterator[Corrupted]:
-    """A region reads a value outside that nothing hands in."""
+    """A region that reads an outside value which is not one of its operands."""
     made_by, read_by = producers(graph.operators), readers(graph.operators)
     for k in spread(graph, lambda op: op.kind == "enter"):
         outer, inner = graph.operators[k].inputs[0], graph.operators[k].outputs[0]

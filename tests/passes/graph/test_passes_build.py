@@ -1,4 +1,4 @@
-"""The operator graph: rules, trips, and what cannot be sharded."""
+"""Tests the operator graph: rules, trip counts, and what cannot be sharded."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_host_callback_is_replicated_and_reported() -> None:
 
 
 def _custom(name: str) -> Primitive:
-    """An element-wise primitive that lowers to a call the compiler does not know."""
+    """An element-wise primitive that lowers to a call unknown to the compiler."""
     primitive = Primitive(name)
     primitive.def_abstract_eval(lambda x: x)
     mlir.register_lowering(primitive, jax.ffi.ffi_lowering("nobody_knows"))

@@ -1,4 +1,4 @@
-"""Repeated layers: one class an operator of the layer, however many layers."""
+"""Tests repeated layers: one class per operator of a layer, for any number of them."""
 
 from __future__ import annotations
 

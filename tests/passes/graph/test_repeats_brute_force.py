@@ -1,4 +1,4 @@
-"""Repeated runs against a search over all starts and periods."""
+"""Tests repeated runs against a search over all starts and periods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ checked = settings(max_examples=examples(80), deadline=None, derandomize=True)
 
 
 def longest_saving(codes: list[int], min_length: int = 2) -> int:
-    """Most operators that the run of one period can save, over all of its places."""
+    """The most operators that a run with one period can save, over all positions."""
     best = 0
     for period in range(min_length, len(codes) // 2 + 1):
         saved, start = 0, 0
@@ -32,7 +32,7 @@ def longest_saving(codes: list[int], min_length: int = 2) -> int:
 
 
 def runs_of(classes: np.ndarray) -> list[tuple[int, int, int]]:
-    """The runs (start, stop, period) that a result must be made of."""
+    """The runs (start, stop, period) that a result must consist of."""
     out: list[tuple[int, int, int]] = []
     k = 0
     while k < len(classes):

@@ -1,4 +1,4 @@
-"""Roles of operators and inputs in whole steps, and the closure that they have."""
+"""Tests roles of operators and inputs in whole steps, and their closure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ checked = settings(max_examples=examples(100), deadline=None, derandomize=True)
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[list[str], list[list[int]]]:
-    """Name stacks and reads of a random straight-line program."""
+    """Name stacks and operands of a random straight-line program."""
     count = draw(st.integers(1, 12))
     stacks = ["", "jvp(m)", "transpose(jvp(m))"]
     reads = [
@@ -33,7 +33,7 @@ def programs(draw: st.DrawFn) -> tuple[list[str], list[list[int]]]:
 
 
 def ancestors(reads: list[list[int]], k: int) -> set[int]:
-    """All operators that one depends on, itself among them."""
+    """All operators on which one operator depends, including itself."""
     found, left = {k}, [k]
     while left:
         new = set(reads[left.pop()]) - found

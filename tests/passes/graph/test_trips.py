@@ -1,4 +1,4 @@
-"""Trip counts of loops that count."""
+"""Tests the trip counts of counted loops."""
 
 from __future__ import annotations
 

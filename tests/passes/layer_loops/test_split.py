@@ -1,4 +1,4 @@
-"""Loops over layers in pieces compute what the whole loops do."""
+"""Tests that loops over layers in pieces give the results of the whole loops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +68,7 @@ def cast(p: State, batch: State) -> jax.Array:
 
 
 def penalised(p: State, batch: State) -> jax.Array:
-    """Layer by layer, over layers, and products of stacked arrays with each other."""
+    """A loss with penalties per layer, over layers and on products of stacks."""
     layers = jnp.einsum("lij,lkj->lik", p["w"], p["w"])
     over = jnp.einsum("lij,lik->jk", p["w"], p["w"])
     free = jnp.einsum("lij,jk->lik", p["w"], p["head"])
@@ -78,12 +78,12 @@ def penalised(p: State, batch: State) -> jax.Array:
 
 
 def one_layer_by_hand(p: State, batch: State) -> jax.Array:
-    """It needs the array as a whole."""
+    """A loss that reads the stacked array as a whole."""
     return plain(p, batch) + jnp.sum(jnp.cumsum(p["b"], axis=0)[2] ** 2)
 
 
 def there_and_back(p: State, batch: State) -> jax.Array:
-    """A loop in the opposite order, and one that hands out what it makes."""
+    """A loop in reverse order, and a loop that returns stacked results."""
 
     def layer(x: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = jnp.tanh(x @ own)
@@ -94,7 +94,7 @@ def there_and_back(p: State, batch: State) -> jax.Array:
 
 
 def layer_numbers(p: State, batch: State) -> jax.Array:
-    """The loop goes through a whole array, too."""
+    """A loop that also iterates over an array that is not split."""
 
     def layer(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
         w, number = own

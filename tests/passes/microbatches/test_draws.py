@@ -1,4 +1,4 @@
-"""Random numbers of the rows of a microbatch, against those of the whole batch."""
+"""Tests random numbers of a microbatch's rows against those of the whole batch."""
 
 from __future__ import annotations
 

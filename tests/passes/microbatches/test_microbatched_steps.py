@@ -1,4 +1,4 @@
-"""Steps over microbatches give what they give on the whole batch."""
+"""Tests that steps with microbatches give the results on the whole batch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def through_time(w: Any, x: Any, mask: Any) -> Any:
 
 
 def regrouped(w: Any, x: Any) -> Any:
-    """Two rows of logits in each group, and columns of several rows."""
+    """Groups of two rows of logits, and columns of several rows."""
     h = x @ w
     flat = jax.nn.softmax(h.reshape(-1, 2 * CLASSES), -1)
     turned = jax.nn.softmax(h.T.reshape(-1, 2), -1)
@@ -117,14 +117,14 @@ def split_views(w: Any, x: Any) -> Any:
 
 
 def looked_up(w: Any, x: Any) -> Any:
-    """A table whose gradient is added up by a scatter, and writes within rows."""
+    """A table whose gradient is summed by a scatter, and writes within rows."""
     h = w[jnp.argmax(x, -1)]
     h = h.at[:, 2].set(0.0).at[jnp.arange(x.shape[0]), jnp.argmax(h, 1)].add(1.0)
     return jnp.sum(jax.vmap(lambda a: jax.lax.dynamic_slice(a, (1,), (2,)))(h) ** 2)
 
 
 def of_the_inputs(w: Any, x: Any) -> Any:
-    """Inputs are normalised by statistics and a maximum of the whole batch."""
+    """A step that normalises inputs by statistics and a maximum of the whole batch."""
     scaled = (x - x.mean(0)) / x.std(0) / jnp.max(jnp.abs(x))
     return jnp.mean(jnp.tanh(scaled @ w)) * jnp.where(jnp.mean(x) > 0, 1.0, 2.0)
 

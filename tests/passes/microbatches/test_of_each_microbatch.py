@@ -1,4 +1,4 @@
-"""What steps compute from each microbatch alone, and the random numbers of rows."""
+"""Tests what steps compute for each microbatch alone, and random numbers of rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def normalised(state: Any, batch: Any) -> Any:
-    """Batch normalisation as people write it without a library."""
+    """Batch normalisation, written without a library."""
     w, running = state
 
     def loss_of(w: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Steps that cannot be split into microbatches, and what is said of them."""
+"""Tests the errors for steps that cannot be split into microbatches."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def of_segments(w: Any, x: Any) -> Any:
 
 
 def sharpened(w: Any, x: Any) -> Any:
-    """Sharpness-aware: the gradient at a point that a gradient leads to."""
+    """Sharpness-aware minimisation: a gradient at a point that a gradient gave."""
     step_ = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
     return jnp.mean((x @ (w + jax.lax.stop_gradient(step_))) ** 2)
 
@@ -304,7 +304,7 @@ def test_a_step_that_states_its_number_of_rows_is_told_so(raised: Any) -> None:
 
 
 def over_rows(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss that goes through the rows one by one, and is linear in what is kept."""
+    """A loss that loops over the rows, and is linear in the carried value."""
 
     def loss(w: Any, x: Any) -> Any:
         def turn(kept: Any, row: Any) -> tuple[Any, None]:

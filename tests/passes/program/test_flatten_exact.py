@@ -1,4 +1,4 @@
-"""A flat program computes, to the last bit, what the step computes."""
+"""Tests that a flat program gives bit-identical results to the step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def nested_calls(w: jax.Array, x: jax.Array) -> Any:
 
 
 def table_inside(w: jax.Array, x: jax.Array) -> Any:
-    """An array that the function holds is read inside of a loop."""
+    """A loop that reads an array which is a constant of the function."""
     table = jnp.arange(float(WIDTH))
     out, _ = jax.lax.scan(lambda c, r: (c + r * table, None), x, w)
     return out

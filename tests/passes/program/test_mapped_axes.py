@@ -1,4 +1,4 @@
-"""Collectives over an axis of ``jax.vmap`` are reductions of a flat program."""
+"""Tests that collectives over a ``jax.vmap`` axis become reductions."""
 
 from __future__ import annotations
 

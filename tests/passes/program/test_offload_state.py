@@ -1,4 +1,4 @@
-"""State in the memory of the host: the rewritten program, and steps that do it."""
+"""Tests state in host memory: the rewritten program, and its steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROW = jax.ShapeDtypeStruct((4,), jnp.float32)
 
 
 def step(a: jax.Array, b: jax.Array, c: jax.Array, x: jax.Array) -> tuple[object, ...]:
-    """Three arrays of state; the last one is returned as it came."""
+    """A step with three arrays of state; the last one is returned unchanged."""
     new = 0.9 * a + x
     return new, b * new + jnp.sin(b), c, new.sum() + c.sum()
 

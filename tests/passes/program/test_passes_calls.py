@@ -1,4 +1,4 @@
-"""Calls of a step: what is an array, what stays fixed, and what the step returns."""
+"""Tests calls of a step: its arrays, its static values and its results."""
 
 from __future__ import annotations
 

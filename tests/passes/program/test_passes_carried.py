@@ -1,4 +1,4 @@
-"""State is found wherever in the result it comes back."""
+"""Tests that carried state is found at any place of the result."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_arrays_beside_objects_are_batch() -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Scale:
-    """Checks what it holds whenever it is made, as ``jmp.LossScale`` does."""
+    """Checks its content whenever it is made, as ``jmp.LossScale`` does."""
 
     value: Any
 

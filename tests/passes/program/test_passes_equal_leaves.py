@@ -1,4 +1,4 @@
-"""Steps of hundreds of small arrays run on stacks of them."""
+"""Tests that steps with hundreds of small arrays run on stacks of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Leaf = dict[str, jax.Array]
 
 
 def leaves(count: int) -> list[Leaf]:
-    """Small layers of different values: matrices, vectors and scalars."""
+    """Small layers with different values: matrices, vectors and scalars."""
     draw = np.random.default_rng(0).normal
     return [
         {
@@ -38,20 +38,20 @@ def layer(leaf: Leaf, x: jax.Array) -> jax.Array:
 
 
 def beside(model: list[Leaf], x: jax.Array) -> jax.Array:
-    """All layers read the input; the first is read twice."""
+    """A step in which all layers read the input; the first layer is read twice."""
     first = jnp.sum(model[0]["b"])
     return sum((jnp.mean((layer(leaf, x) - 1) ** 2) for leaf in model), first)
 
 
 def behind(model: list[Leaf], x: jax.Array) -> jax.Array:
-    """Each layer reads the one before it."""
+    """A step in which each layer reads the previous layer."""
     for leaf in model:
         x = x + 0.05 * layer(leaf, x)
     return jnp.mean((x - 1) ** 2)
 
 
 def update(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Momentum and clipping by the global norm; a loop reads some of the arrays."""
+    """Momentum, and clipping by the global norm; a loop reads some of the arrays."""
 
     def step(model: list[Leaf], moments: list[Leaf], x: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(model, x)

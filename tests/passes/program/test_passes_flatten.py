@@ -1,4 +1,4 @@
-"""Flattening: calls are inlined, control flow keeps its regions."""
+"""Tests that calls are inlined, and that control flow keeps its regions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def primitives(program: Program) -> list[str]:
 
 
 def check_numbering(program: Program) -> None:
-    """Every value is defined before it is read, and once."""
+    """Checks that every value is defined once, and before it is read."""
 
     def visit(region: Any, known: set[int]) -> None:
         own = known | set(region.inputs)

@@ -1,4 +1,4 @@
-"""Steps written for ``jax.pmap``: one replica, which sees the whole batch."""
+"""Tests steps written for ``jax.pmap`` as one replica with the whole batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ X = jnp.arange(8.0).reshape(4, 2)
 
 
 def run(case: harness.Case) -> list[Any]:
-    """The flat results under a plan that splits what it can."""
+    """The flat results under a plan that splits as much as it can."""
     plan = harness.random_plan(case, (8,), random.Random(0))
     arrays = open_arguments(case.step, case.args).arrays
     return harness.compiled(harness.lowered(case, plan))(*map(np.asarray, arrays))

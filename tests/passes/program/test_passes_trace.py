@@ -1,4 +1,4 @@
-"""Tracing: the three forms of steps, what they carry, and clear errors."""
+"""Tests tracing: the three forms of steps, their carried state, and errors."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_control_flow_on_values_is_explained() -> None:
 
 
 class Text:
-    """Something that is neither an array nor a function."""
+    """An object that is neither an array nor a function."""
 
 
 def test_an_argument_that_is_no_array_is_explained() -> None:

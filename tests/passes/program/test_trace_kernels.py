@@ -1,4 +1,4 @@
-"""cuDNN's attention is traced on a host without cuDNN, and JAX is left as it was."""
+"""Tests that cuDNN's attention is traced without cuDNN, and JAX is not changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal matrices of an update are computed at once, with the same results."""
+"""Tests that equal matrices of an update are computed together, with equal results."""
 
 from __future__ import annotations
 

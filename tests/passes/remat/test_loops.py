@@ -1,4 +1,4 @@
-"""Loops over layers that compute their activations again."""
+"""Tests loops over layers with rematerialisation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def loops(analysis: Analysis) -> list[Equation]:
 
 
 def stacked_bytes(analysis: Analysis) -> int:
-    """Bytes of what the loops of the forward pass stack."""
+    """Bytes that the loops of the forward pass stack."""
     forward = [e for e in loops(analysis) if "transpose(" not in e.name_stack]
     return sum(
         analysis.program.values[v].nbytes
@@ -226,7 +226,7 @@ def test_what_the_backward_pass_reads_at_once_is_kept() -> None:
 
 
 class Layer(nn.Module):
-    """A layer with dropout, as a loop of Flax runs it."""
+    """A layer with dropout, as in a loop of Flax."""
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> Any:

@@ -1,4 +1,4 @@
-"""Programs without their checkpoints repeat nothing, and give the same numbers."""
+"""Tests that programs without their checkpoints repeat no work, with equal results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def descent_leaves(args: Any) -> list[Any]:
 
 
 def scaled(w: Any, x: jax.Array) -> jax.Array:
-    """Each layer computes the same number of its own."""
+    """A step in which each layer computes the same number."""
     return block(w, x) / jnp.sqrt(jnp.float32(len(w)))
 
 

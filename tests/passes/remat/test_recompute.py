@@ -1,4 +1,4 @@
-"""Programs that compute layers again give the numbers of the plain ones."""
+"""Tests that programs with rematerialised layers give the plain results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped convolutions shard by shard: the compiler's partitioning is wrong."""
+"""Tests grouped convolutions by shards, which the compiler partitions wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels shard by shard give what they give as a whole."""
+"""Tests that kernels on shards give the results of the whole kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replayed steps compute on simulated devices what they compute on one."""
+"""Tests that replayed steps on simulated devices give the results of one device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = (2, 4)
 
 
 def layout_of(op: Operator, dims: Dims, axes: Mapping[int, int]) -> Layout:
-    """The layout of an array where some factors are split over mesh axes."""
+    """The layout of an array if some factors are split over mesh axes."""
     return tuple(
         (axes[dim[0]],) if len(dim) == 1 and dim[0] in axes else () for dim in dims
     )
@@ -36,12 +36,12 @@ def layout_of(op: Operator, dims: Dims, axes: Mapping[int, int]) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class FactorPlan:
-    """A plan that splits factors of operators, and says nothing of the others.
+    """A plan that splits factors of some operators.
 
     Attributes:
       graph: the graph.
       axes: operator -> factor -> mesh axis.
-      floats: values that each reader makes itself.
+      floats: values that each reader computes itself.
       fresh: whether readers start anew.
     """
 
@@ -84,7 +84,7 @@ class FactorPlan:
 
 
 def splits(op: Operator, axis: int) -> dict[int, int]:
-    """Splits the first factor that the axis divides."""
+    """Splits the first factor that the size of the axis divides."""
     for factor in sorted(op.rule.free):
         dims = [d for array in (*op.rule.operands, *op.rule.results) for d in array]
         alone = all(d == (factor,) for d in dims if factor in d)
@@ -95,7 +95,7 @@ def splits(op: Operator, axis: int) -> dict[int, int]:
 
 
 def planned(traced: TracedStep, graph: OperatorGraph) -> FactorPlan:
-    """Splits each operator in turn over one axis or the other."""
+    """Yields plans that split each operator in turn over one of two axes."""
     axes = {
         op.index: splits(op, op.index % 2)
         for op in graph.operators
@@ -158,7 +158,7 @@ def test_a_step_in_shards() -> None:
 
 
 def chain(x: jax.Array) -> jax.Array:
-    """A broadcast that two readers read."""
+    """A step with a broadcast value that two operators read."""
     table = jnp.broadcast_to(jnp.arange(4.0), (8, 4))
     return (x + table) * (x - table)
 

@@ -1,4 +1,4 @@
-"""Attention over a ring of devices against attention on one."""
+"""Tests attention over a ring of devices against attention on one device."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_kernel_runs_on_an_axis_of_any_number_of_devices(
         forward, backward = [op for op in graph.operators if op.kernel is not None]
 
         def both(op: Operator, *given: Any) -> tuple[Any, Any]:
-            """What a kernel makes of whole arrays, and of shards."""
+            """The results of a kernel on whole arrays, and on shards."""
             eqn = equations[op.equation]
             (factor,) = {e.factor for e in op.rule.exchanges}
             operands, results = (

@@ -1,4 +1,4 @@
-"""Rules that are written down: their factors, and the registry."""
+"""Tests hand-written sharding rules: their factors, and the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOPs of single equations against XLA's own count and against formulas."""
+"""Tests FLOPs of single equations against XLA's count and against formulas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def value(*shape: int) -> Value:
 
 
 def xla_flops(function: Callable[..., Any], *shapes: tuple[int, ...]) -> float:
-    """The FLOPs that XLA counts before it optimizes; nothing is compiled."""
+    """The FLOPs that XLA counts before its optimizations; nothing is compiled."""
     structs = [jax.ShapeDtypeStruct(s, F32) for s in shapes]
     return jax.jit(function).lower(*structs).cost_analysis()["flops"]
 

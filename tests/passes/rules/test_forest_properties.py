@@ -1,4 +1,4 @@
-"""Factors under union and split, against indices that are enumerated."""
+"""Tests factors under union and split against enumerated indices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REDUCTIONS = ("sum", "max", "min")
 
 @st.composite
 def factorisations(draw: st.DrawFn, count: int) -> list[list[int]]:
-    """Several ways to write one size as a product of factors."""
+    """Several factorisations of one size."""
     primes = draw(st.lists(st.sampled_from([2, 3, 5]), min_size=1, max_size=4))
     out: list[list[int]] = []
     for _ in range(count):

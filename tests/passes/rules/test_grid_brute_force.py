@@ -1,4 +1,4 @@
-"""What a grid proves holds: random kernels do on shards what they do on the whole."""
+"""Tests what a grid proves, by random kernels on shards and on whole arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = ("alone", "alone", "alone", "repeat", "mirror", "both", "fixed")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A grid, and which of its results anything reads."""
+    """A grid, and which of its results are read."""
 
     found: _Grid
     read: tuple[bool, ...]
@@ -92,7 +92,7 @@ def points(grid: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def number(index: _Index, grid: Sequence[int], point: tuple[int, ...]) -> int:
-    """The number of the block that a point sees in one dimension."""
+    """The number of the block that a grid point gets in one dimension."""
     if index.along >= 0:
         return point[index.along] // index.repeat
     if len(index.reads) == 1:
@@ -114,7 +114,7 @@ def place(
 def played(
     found: _Grid, grid: Sequence[int], arrays: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """Runs a kernel that reads all it may, and adds to what its results hold."""
+    """Runs a kernel that reads all its blocks, and adds to its results."""
     given_arrays = [a.copy() for a in arrays]
     operands, results = (
         given_arrays[: len(found.operands)],
@@ -139,7 +139,7 @@ def played(
 
 
 def shards(case: Case, factor: int, parts: int) -> list[np.ndarray]:
-    """The results, put together from shards that split one factor of the rule."""
+    """The results assembled from shards that split one factor of the rule."""
     found, rule = case.found, case.found.rule(case.free)
     random = np.random.default_rng(0)
     whole = [

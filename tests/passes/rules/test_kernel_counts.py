@@ -1,4 +1,4 @@
-"""FLOPs of kernels whose loops and branches depend on the point of the grid."""
+"""Tests FLOPs of kernels whose loops and branches depend on the grid point."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Scalar = Any
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """A number made of a point of the grid: as a kernel has it, and in Python."""
+    """A function of the grid point, as a kernel computes it and in Python."""
 
     text: str
     kernel: Callable[[list[Scalar]], Scalar]
@@ -79,7 +79,7 @@ EXPRESSIONS = st.recursive(
 
 
 def counted(body: Callable[[list[Scalar], Any], Any], grid: tuple[int, int]) -> Count:
-    """Counts a kernel over a grid; it knows its point and the first size."""
+    """Counts a kernel over a grid; the kernel knows its point and the first size."""
 
     def kernel(x_ref: Any, o_ref: Any) -> None:
         place = [pl.program_id(0), pl.program_id(1), jnp.int32(pl.num_programs(0))]

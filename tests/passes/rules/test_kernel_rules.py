@@ -1,4 +1,4 @@
-"""Rules and work of hand-written kernels: what a grid proves, and what it does not."""
+"""Tests rules and work of hand-written kernels: what a grid proves and what not."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def registry() -> Any:
 
 
 def rows_rule(kind: FactorKind, columns: FactorKind) -> FactorRule:
-    """Blocks of 8 rows of (64, 16), and a result (64, 16)."""
+    """The rule for blocks of 8 rows of (64, 16), and a result (64, 16)."""
     kinds = (kind, FactorKind.BLOCKED, columns)
     dims = ((0, 1), (2,))
     return FactorRule((8, 8, 16), kinds, (dims,), (dims,))

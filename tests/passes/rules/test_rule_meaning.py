@@ -1,8 +1,8 @@
-"""What a sharding rule promises: shards computed alone make up the whole result.
+"""Tests the meaning of sharding rules: separate shards make up the whole result.
 
-Each equation runs on the shards of its operands, one factor at a time. Where the
-factor is parallel, the results are the shards of the whole result; where it is
-reduced, they combine to it.
+Each equation runs on the shards of its operands, one factor at a time. If the factor is
+parallel, the results are the shards of the whole result. If it is reduced, the results
+are combined to it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Applied = tuple[Equation, Operator, list[Any], list[Any]]
 
 @functools.cache
 def equations(name: str) -> tuple[Applied, ...]:
-    """Each equation of a case with its operator, operands and results."""
+    """Each equation of a case, with its operator, operands and results."""
     return tuple(applied(name))
 
 
@@ -93,7 +93,7 @@ def applied(name: str) -> Iterator[Applied]:
 
 
 def shard(array: Any, dims: Dims, sizes: tuple[int, ...], factor: int, k: int) -> Any:
-    """The k-th of two shards of an array along a factor, cut by index enumeration."""
+    """The k-th of two shards of an array along a factor, cut by index."""
     array = np.asarray(array)
     for position, dim in enumerate(dims):
         if factor not in dim:
@@ -107,7 +107,7 @@ def shard(array: Any, dims: Dims, sizes: tuple[int, ...], factor: int, k: int) -
 
 
 def splits_cleanly(eqn: Equation, op: Operator, factor: int) -> bool:
-    """Whether the equation means the same on shards without other parameters."""
+    """Whether the equation has the same meaning on shards, without other parameters."""
     if not any(factor in op.rule.factors_of(dims) for dims in op.rule.operands):
         return False  # made out of nothing, or whole on each device
     if op.rule.sizes[factor] % 2 or op.rule.reduction == INNER:

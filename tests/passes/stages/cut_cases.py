@@ -1,4 +1,4 @@
-"""Steps that are cut, and the composition of their tasks on one device."""
+"""Steps to cut into stages, and the composition of their tasks on one device."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def remat_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def skip_loss(params: Any, batch: Any) -> jax.Array:
-    """The first layers' results are read by the last ones, as in a U-Net."""
+    """A loss in which the last layers read results of the first ones, as in a U-Net."""
     x, kept = batch["x"], list[Any]()
     half = len(params) // 2
     for p in params[:half]:
@@ -84,7 +84,7 @@ def skip_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def tied_loss(params: Any, batch: Any) -> jax.Array:
-    """The first layer's weights make the result, too."""
+    """A loss in which the first layer's weights also compute the result."""
     first = params[0]["w"]
     x = batch["x"] @ first
     for p in params[1:]:
@@ -98,7 +98,7 @@ def regularised_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def half_loss(params: Any, batch: Any) -> jax.Array:
-    """All weights are cast at the beginning."""
+    """A loss in which all weights are cast at the beginning."""
     narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
     x = batch["x"].astype(jnp.bfloat16)
     for p in narrow:
@@ -107,7 +107,7 @@ def half_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def adapted_loss(params: Any, batch: Any) -> jax.Array:
-    """Each row is met by parameters that a step on it has changed, as in MAML."""
+    """A loss of each row at parameters that a step on the row has changed (MAML)."""
 
     def of_row(x: jax.Array, y: jax.Array) -> jax.Array:
         row = {"x": x[None], "y": y[None]}
@@ -119,7 +119,7 @@ def adapted_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def two_updates_case() -> Case:
-    """The second half is trained against the first one after its update, as in GANs."""
+    """The second half trains against the first half after its update, as in GANs."""
 
     def step(one: Any, other: Any, batch: Any) -> Any:
         first, grads = jax.value_and_grad(chain_loss)(one, batch)
@@ -171,7 +171,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 class Traced:
-    """A step with its program, graph, and an order in which it can be cut."""
+    """A step with its program, its graph, and an order in which it can be cut."""
 
     def __init__(self, case: Case) -> None:
         step, self.args = case
@@ -200,7 +200,7 @@ class Traced:
         return frozenset(found & top)
 
     def parts(self, count: int) -> Parts:
-        """As many parts, of a product each at least."""
+        """The most parts with at least one product each."""
         step = len(self.forward) / count
         starts = sorted({self.forward[int(k * step)] for k in range(count)})
         return parts_of(self.program, self.graph, starts, batch=self.batch)
@@ -233,7 +233,7 @@ def results(program: Program, known: dict[int, Any]) -> list[Any]:
 
 
 def composed(found: Cut, inputs: dict[int, Any]) -> list[Any]:
-    """Runs task after task; each sees what it says it reads, and nothing else."""
+    """Runs the tasks one by one, each only with the values that it declares."""
     known = dict(inputs)
     for key in in_order(found):
         task = found.tasks[key]

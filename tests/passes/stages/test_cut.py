@@ -1,4 +1,4 @@
-"""The tasks of a cut compute together what the program computes."""
+"""Tests that the tasks of a cut together compute what the program computes."""
 
 import dataclasses
 import functools

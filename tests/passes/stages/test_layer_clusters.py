@@ -31,7 +31,7 @@ def trained(loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def residual(params: Any, x: jax.Array) -> jax.Array:
-    """Six blocks whose hidden arrays are four times as wide as what they hand on."""
+    """Six blocks whose hidden arrays are four times as wide as their results."""
     for up, down in params:
         x = x + jnp.tanh(x @ up) @ down
     return jnp.mean(x**2)
@@ -42,7 +42,7 @@ def blocks(count: int) -> list[Any]:
 
 
 def clustered(step: Callable[..., Any], *args: Any, **options: Any) -> list[int]:
-    """The places of the first equations of layers, among those of the forward pass."""
+    """The positions of layers' first equations within the forward pass."""
     traced = trace(step, args)
     graph = step_graph(traced)
     batch = {i.value for i in graph.inputs if i.role is InputRole.BATCH}

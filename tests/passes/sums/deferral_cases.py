@@ -1,4 +1,4 @@
-"""Steps whose partial gradients are looked for, and what is found."""
+"""Steps with partial gradients, and the deferrals found in them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPLIT = ones(PARTS, ROWS // PARTS, WIDTH)
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The deferrals of a step, and the graph they lie in."""
+    """The deferrals of a step, and the step's graph."""
 
     graph: OperatorGraph
     deferrals: tuple[Deferral, ...]
@@ -40,7 +40,7 @@ class Found:
         return {v: op for op in self.graph.operators for v in op.outputs}
 
     def gradients(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What makes each gradient, and its shape."""
+        """The operator that computes each gradient, and the gradient's shape."""
         return [
             (self.producer[v].kind, tuple(self.graph.values[v].shape))
             for deferral in self.deferrals
@@ -52,7 +52,7 @@ class Found:
         return sorted(self.graph.operators[c].kind for c in deferral.contributions)
 
     def kinds(self, deferral: Deferral) -> set[str]:
-        """The operators whose results are on a path of a deferral."""
+        """The kinds of operators whose results are on a path of a deferral."""
         return {self.producer[v].kind for v in deferral.members}
 
     @property

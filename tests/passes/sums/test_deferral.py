@@ -1,4 +1,4 @@
-"""Where the sum of a partial gradient may wait: found from the program alone."""
+"""Tests where the sum of a partial gradient may wait, found from the program alone."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class TestSeveralContributions:
 
 
 def accumulated(loss: Loss) -> Callable[..., Any]:
-    """Micro-batches in a scan, the losses added up too."""
+    """Microbatches in a scan that also sums the losses."""
 
     def step(params: Any, batch: Any) -> Any:
         def one(total: Any, part: Any) -> Any:

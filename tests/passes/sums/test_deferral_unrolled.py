@@ -1,4 +1,4 @@
-"""Gradients that the step adds up itself, behind their backward passes."""
+"""Tests gradients that the step itself adds after their backward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verification of deferrals: what is found is valid, what is corrupted is named."""
+"""Tests that found deferrals pass verification, and that corrupt ones are named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def microbatches(params: Any, batches: Any) -> Any:
 
 
 def two_ends(params: Any, batch: Any) -> Any:
-    """Two weights that are used as one, and a counter, which is no float."""
+    """Two weights that are used as one, and a counter, which is not a float."""
 
     def loss(params: Any) -> jax.Array:
         joined = jnp.concatenate([params["w"], params["v"]], axis=1)
@@ -74,7 +74,7 @@ def member_of_another_type(found: Found, deferral: Deferral) -> Iterator[Corrupt
 
 
 def member_aside(found: Found, deferral: Deferral) -> Iterator[Corrupted]:
-    """A value of the graph that no contribution leads to."""
+    """A value of the graph that no summand leads to."""
     inputs = [given.value for given in found.graph.inputs]
     value = next(v for v in inputs if found.graph.values[v].floating)
     wrong = dataclasses.replace(deferral, members=deferral.members | {value})

@@ -1,4 +1,4 @@
-"""Sums that are written collective by collective: results, and what is sent."""
+"""Tests sums that are stated as collectives: results, and bytes sent."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_rows_scattered_into_zeros_add_up(name: str) -> None:
 def stated(
     sums: tuple[Sum, ...], platform: str, mesh: Mesh | AbstractMesh
 ) -> list[str]:
-    """The collectives of a sum, and the slices that are kept of them, in order."""
+    """The collectives of a sum, and the slices of them that are kept, in order."""
 
     def summed(left: jax.Array, right: jax.Array) -> jax.Array:
         return run_and_sum(product, (left, right), (BOTH, BOTH), sums, mesh)

@@ -1,4 +1,4 @@
-"""Paths of partial sums that have values in common belong together."""
+"""Tests that paths of partial sums with common values belong together."""
 
 from __future__ import annotations
 

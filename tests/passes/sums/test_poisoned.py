@@ -1,4 +1,4 @@
-"""What a gradient that is not finite spoils, and what a step only decides by it."""
+"""Tests what a non-finite gradient spoils, and what it only decides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def gradient(w: jax.Array, batch: jax.Array) -> jax.Array:
 
 
 def found(body: Callable[[jax.Array, dict[str, Any]], dict[str, Any]]) -> Poisoned:
-    """Of a step whose state is ``w``, a scale and a counter, in this order."""
+    """The findings for a step with ``w``, a scale and a counter as state, in this
+    order.
+    """
 
     def step(state: dict[str, Any], batch: jax.Array) -> Any:
         return body(gradient(state["a_w"], batch), state)
@@ -55,7 +57,7 @@ def scaled(g: jax.Array, s: Any) -> Any:
 
 
 def by_norm(g: jax.Array, s: Any) -> Any:
-    """Carries a norm, and counts in a branch."""
+    """A step that carries a norm, and counts in a branch."""
     norm = jnp.linalg.norm(g)
     count = jax.lax.cond(norm < 1, lambda c: c, lambda c: c + 1, s["c_count"])
     return {"a_w": s["a_w"] - g, "b_scale": norm, "c_count": count}
@@ -71,7 +73,7 @@ def in_branches(g: jax.Array, s: Any) -> Any:
 
 
 def in_a_loop(g: jax.Array, s: Any) -> Any:
-    """The gradient reaches the parameters in the second iteration only."""
+    """A step whose gradient reaches the parameters only in the second iteration."""
 
     def body(carry: Any, _: Any) -> Any:
         w, late, count = carry
@@ -83,7 +85,7 @@ def in_a_loop(g: jax.Array, s: Any) -> Any:
 
 
 def until_small(g: jax.Array, s: Any) -> Any:
-    """How long a loop runs depends on the gradient, what it makes does not."""
+    """A loop whose length depends on the gradient, but whose result does not."""
 
     def small(carry: Any) -> Any:
         return jnp.linalg.norm(carry[0]) < 1

@@ -1,4 +1,4 @@
-"""Additions of sums over devices that compilers take as one sum."""
+"""Tests additions of sums over devices that compilers merge into one sum."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def built(tree: Any, x: jax.Array, w: jax.Array, count: list[int]) -> jax.Array:
 
 
 def sums_left(tree: Any) -> tuple[int, bool]:
-    """Sums that are left below a tree but for its own, and whether it is one."""
+    """The number of other sums below a tree of additions, and whether it is one sum."""
     if not isinstance(tree, tuple):
         return (int(tree == "bent"), tree in ("product", "shaped"))
     (one, first), (other, second) = (sums_left(t) for t in tree)

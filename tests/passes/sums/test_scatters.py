@@ -1,4 +1,4 @@
-"""Reduce-scatters in the form that TPUs keep: the same sums, in whole tiles."""
+"""Tests reduce-scatters in the form that TPUs keep: equal sums, in whole tiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESH = Mesh(
 
 
 def by_devices(function: object, dim: int, names: tuple[str, ...]) -> object:
-    """A function of the shards of an array of two devices and four."""
+    """A function of the shards of an array on a mesh of 2x4 devices."""
     run = functools.partial(function, names=names, dim=dim)  # type: ignore[arg-type]
     split: list[object] = [None] * 3
     split[dim] = names

@@ -1,4 +1,4 @@
-"""Partial values as arrays: lifting, linear operators, and the sum in the end."""
+"""Tests partial values as stacked arrays: lifting, linear operators, and the sum."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def equation(function: Callable[..., Any], *args: Any) -> Equation:
 
 
 def partial(axes: tuple[int, ...] = (0,)) -> Stacked:
-    """Parts of A, all of them different, that sum to it."""
+    """Parts of A, all different, whose sum is A."""
     n = group_size(MESH, axes)
     noise = random(2, n - 1, *A.shape)
     parts = jnp.concatenate([noise, (A - noise.sum(0))[None]])

@@ -1,4 +1,4 @@
-"""Codecs that save time wait until they pay for the compilation of their program."""
+"""Tests that changes which only save time wait until they pay for the compilation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOW = dataclasses.replace(case_of(NAME), cluster="4x1:cpu,network=10Mb/s")
 
 
 class Asking:
-    """A policy that asks for these codecs, one answer after each step."""
+    """A policy that requests these codecs, one request after each step."""
 
     every = 1
 
@@ -34,7 +34,7 @@ class Asking:
 
 
 def ticking(seconds: float) -> Iterator[float]:
-    """A clock that is so much later whenever it is read."""
+    """A clock that advances by a constant at each reading."""
     now = 0.0
     while True:
         now += seconds
@@ -42,7 +42,7 @@ def ticking(seconds: float) -> Iterator[float]:
 
 
 class Run:
-    """Steps whose programs take as long to compile as a test says."""
+    """Steps whose programs take a given time to compile."""
 
     def __init__(
         self,

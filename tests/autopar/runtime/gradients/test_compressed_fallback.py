@@ -1,4 +1,4 @@
-"""Steps that fall back to other codecs where those of the plan send too little."""
+"""Tests steps that fall back to other codecs if the plan's codecs send too little."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 4
 
 
 class Watching:
-    """A policy that changes what it is told to."""
+    """A policy that makes the changes that a test sets."""
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
@@ -77,7 +77,7 @@ def test_replicas_stay_the_same_where_other_axes_split_gradients() -> None:
 
 
 def gains(step: Any) -> float:
-    """Gain of the last step over all gradients."""
+    """The gain of the last step over all gradients."""
     reports = step.telemetry.values()
     squares = [r.norm**2 for r in reports]
     sent = [s * r.gain for s, r in zip(squares, reports, strict=True)]
@@ -112,7 +112,7 @@ def test_the_level_follows_the_gain() -> None:
 
 
 def _of_level(state: Any, level: int) -> Any:
-    """What a step without fall-back would have in place of a state."""
+    """The state that a step without fallback would have."""
     if state is None:
         return None
     gradients = {

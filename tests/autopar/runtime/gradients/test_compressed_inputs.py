@@ -1,4 +1,4 @@
-"""Parameters of codecs that are inputs of the program: changing them compiles none."""
+"""Tests that changes of parameters that are inputs of the program compile nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Wishes = Sequence[Mapping[str, str] | None]
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """Names of the modules that XLA compiles, in their order."""
+    """The names of the modules that XLA compiles, in order."""
     found: list[str] = []
 
     def heard(event: str, duration_secs: float, **what: Any) -> None:
@@ -36,7 +36,7 @@ def compiled() -> Iterator[list[str]]:
 
 
 class Wishing:
-    """Asks for other codecs after every step."""
+    """A policy that requests other codecs after every step."""
 
     every = 1
 
@@ -49,7 +49,7 @@ class Wishing:
 
 
 def trained(codec: str, wishes: Wishes, often: bool = True, **options: Any) -> Any:
-    """A step after one step more than there are wishes, and the losses."""
+    """Runs one step more than there are requests; returns the step and the losses."""
     case = case_of(NAME)
     policy = Wishing(wishes, often=often)
     step = case.parallel(codec, policy=policy, **options)

@@ -1,4 +1,4 @@
-"""Steps that look at their gradients themselves decide as they do on one device."""
+"""Tests that steps which check their gradients decide as on one device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scaled(params: Any, batch: Any, scale: Any) -> Any:
 
 
 def by_hand(params: Any, batch: Any, state: Any, dtype: Any = jnp.float32) -> Any:
-    """Halves its scale on overflow, and counts what it has skipped."""
+    """A loss scale that is halved on overflow, and a count of skipped steps."""
     scale, tx = state["scale"], cases.ADAM
     read = jax.tree.map(lambda p: p.astype(dtype), params)
     loss, grads = scaled(read, batch, scale)
@@ -58,7 +58,7 @@ def by_hand(params: Any, batch: Any, state: Any, dtype: Any = jnp.float32) -> An
 
 
 def by_flax(params: Any, batch: Any, state: Any) -> Any:
-    """As in flax's example wmt."""
+    """A loss scale as in flax's example wmt."""
     scaler = state["scaler"]
     scaler, finite, loss, grads = scaler.value_and_grad(lambda p: mlp_loss(p, batch))(
         params
@@ -125,12 +125,12 @@ STEPS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
 
 
 def split(function: Callable[..., Any]) -> Any:
-    """The step of a function, in the order that the case has."""
+    """The step of a function, with its results in the order of the case."""
     return lambda params, state, batch: function(params, batch, state)
 
 
 def decisions(state: Any) -> list[Any]:
-    """What a step carries besides numbers made of gradients: scales and counters."""
+    """The scales and counters that a step carries."""
     found = jax.tree_util.tree_leaves_with_path(jax.tree.map(np.asarray, state))
     return [
         (jax.tree_util.keystr(path), leaf.tolist())

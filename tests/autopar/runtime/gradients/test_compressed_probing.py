@@ -1,4 +1,4 @@
-"""What codecs would lose, found on the devices while a step trains."""
+"""Tests the errors of codecs that a step measures on the devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = "data_parallel"
 
 
 class Asking:
-    """A policy that wants errors and changes nothing, or what it is told to."""
+    """A policy that requests errors, and changes only what a test sets."""
 
     def __init__(self, probes: tuple[str, ...], every: int = 1) -> None:
         self.probes = probes

@@ -1,4 +1,4 @@
-"""Codecs that change while training, and runs that go on with them."""
+"""Tests changes of codecs during training, and runs that continue with them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class TestResumedCodecs:
     """A saved state goes on with the codecs that were in use, residuals included."""
 
     def resumed(self, step: Any, again: Any) -> Any:
-        """Goes on in ``again`` after two steps; returns the wanted losses, and its."""
+        """Continues in ``again`` after two steps; returns the expected and the actual
+        losses.
+        """
         case = case_of(NAME)
         state, _ = case.train(step, case.state(), case.batches(2))
         saved = on_host((state, step.compression_state))

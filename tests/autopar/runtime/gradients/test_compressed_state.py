@@ -1,4 +1,4 @@
-"""What codecs carry from step to step: kept, saved, moved, and never spoilt."""
+"""Tests the codecs' state between steps: it is kept, saved, moved, and stays finite."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def assert_same_bits(a: Any, b: Any) -> None:
 
 
 def residual_sums(state: Any) -> dict[str, np.ndarray]:
-    """What has not been applied yet of each gradient."""
+    """The part of each gradient that has not been applied yet."""
     return {
         name: np.asarray(kept["residual"], np.float64).sum(0)
         for name, kept in state["gradients"].items()

@@ -1,4 +1,4 @@
-"""Steps whose gradients are sent by codecs: they train, and send what is planned."""
+"""Tests steps with codecs: they train, and send the planned bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def poisoned(leaf: Any) -> Any:
 
 
 def bits(state: Any) -> list[bytes]:
-    """The arrays of a state, of NNX objects too."""
+    """The arrays of a state, also of NNX objects."""
     if isinstance(state[0], nnx.Module):
         state = nnx.state(state)
     return [
@@ -72,10 +72,10 @@ def sent(name: str, codec: str) -> tuple[AuditedCollective, ...]:
 
 
 def of_codecs(name: str, codec: str) -> list[AuditedCollective]:
-    """Those that the codecs ask for, without a few numbers of telemetry.
+    """The collectives of the codecs, without those of telemetry.
 
-    Sums of the forward pass over several axes, such as that of the loss, are written
-    down too (``jvp``).
+    Some sums of the forward pass over several axes, such as that of the loss, are also
+    stated in the program (``jvp``).
     """
     return [
         c

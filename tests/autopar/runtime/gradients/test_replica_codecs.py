@@ -1,4 +1,4 @@
-"""Codecs of plans with replicas: the sums over unequal shares of the microbatches."""
+"""Tests codecs of plans with replicas that have unequal shares of microbatches."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_layouts_are_kept_while_codecs_change() -> None:
 
 
 class Asking:
-    """A policy that asks for other codecs after the first step."""
+    """A policy that requests other codecs after the first step."""
 
     every = 1
 

@@ -1,4 +1,4 @@
-"""Telemetry of one step in several: what is not measured changes nothing else."""
+"""Tests telemetry that only every n-th step measures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = "data_parallel"
 
 
 def run(step: Any, steps: int) -> tuple[list[float], list[dict[str, GradientReport]]]:
-    """Losses, and the telemetry that is read after each step."""
+    """Runs steps; returns losses, and the telemetry after each step."""
     case, seen = case_of(NAME), []
     state, losses = case.state(), []
     for batch in case.batches(steps):
@@ -98,7 +98,7 @@ def test_the_errors_of_steps_that_measure_are_what_is_learned() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Failing(Dense):
-    """Makes a number that is not one in the second step."""
+    """Makes a NaN in the second step."""
 
     name: ClassVar[str] = "failing"
     sound: ClassVar[bool] = False

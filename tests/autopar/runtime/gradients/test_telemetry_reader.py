@@ -1,4 +1,4 @@
-"""What is learnt from rows of telemetry, and when it is warned of."""
+"""Tests what is read from rows of telemetry, and its warnings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ W, B = MeasuredGradient("w", "int4", 0.2), MeasuredGradient("b", "", 0.0)
 
 
 class Rows(np.ndarray):
-    """Telemetry that the devices may still compute."""
+    """Telemetry that the devices may still be computing."""
 
     ready = True
 
@@ -35,7 +35,7 @@ class Rows(np.ndarray):
 def telemetry(
     *squared: float, wanted: float = 2.0, bad: Sequence[int] = (), ready: bool = True
 ) -> Rows:
-    """A row for each squared relative error."""
+    """A row of telemetry for each squared relative error."""
     rows = np.zeros((len(squared), NON_FINITE + 1)).view(Rows)
     rows[:, WANTED], rows[:, ERROR] = wanted, wanted * np.array(squared)
     rows[list(bad), NON_FINITE] = 1.0
@@ -44,7 +44,7 @@ def telemetry(
 
 
 def learnt(*given: Rows) -> float | None:
-    """The error of W after some steps."""
+    """The error of the gradient W after some steps."""
     reader = TelemetryReader(warns=True)
     for step, rows in enumerate(given):
         reader.add(step, step, [W], rows)
@@ -109,7 +109,7 @@ def test_the_most_error_without_a_warning(expected: float, most: float) -> None:
 def warned(
     squared: Sequence[float], first_turn: int, *, warns: bool = True
 ) -> list[int]:
-    """The numbers of the steps that are warned of."""
+    """The numbers of the steps with a warning."""
     reader, found = TelemetryReader(warns=warns), list[int]()
     for step, one in enumerate(squared):
         reader.add(step, first_turn + step, [W], telemetry(one))

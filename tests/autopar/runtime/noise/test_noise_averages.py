@@ -1,4 +1,4 @@
-"""The averages of the noise scale, written out step by step."""
+"""Tests the averages of the noise scale against their definition."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def norms_of(seed: int) -> np.ndarray:
 
 
 def by_definition(norms: np.ndarray) -> tuple[float, float]:
-    """One group of 4 parts, and one gradient against that of the step before."""
+    """The averages by definition: one group of 4 parts, and one gradient compared with
+    that of the step before.
+    """
     sqr = var = 0.0
     for (parts, whole, _), n, rows in zip(norms, (4, 2), (24, 48), strict=True):
         local = n * parts

@@ -1,4 +1,4 @@
-"""The noise scale under plans, against the gradients of single rows."""
+"""Tests the noise scale under plans against the gradients of single rows."""
 
 from __future__ import annotations
 

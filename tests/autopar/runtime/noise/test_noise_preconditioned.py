@@ -1,4 +1,4 @@
-"""Noise in the metric of optimizers that keep second moments."""
+"""Tests noise in the metric of optimizers with second moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured where codecs sum gradients."""
+"""Tests the measured noise if codecs sum the gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RATE = 0.1  # of `noise_cases.step`
 
 
 def excess_of(before: Any, after: Any, batch: Any) -> float:
-    """By how much a step's gradient is larger than that of one device."""
+    """The excess of a step's gradient over that of one device."""
     exact = jax.grad(cases.loss_of)(before, batch)
     return sum(
         float(np.square((w - np.asarray(after[name], np.float64)) / RATE).sum())

@@ -1,4 +1,4 @@
-"""The noise scale of steps in pipeline stages, against the gradients of single rows."""
+"""Tests the noise scale in pipeline stages against the gradients of single rows."""
 
 from __future__ import annotations
 
@@ -142,7 +142,9 @@ def test_what_codecs_of_stages_send_is_measured_before_and_after(every: int) -> 
 
 
 def tied(w: Any, x: Any) -> Any:
-    """The first weights are the last ones, too: two stages make parts of a gradient."""
+    """The first weights are also the last weights, so two stages compute parts of a
+    gradient.
+    """
 
     def loss_of(w: Any) -> Any:
         h = jnp.tanh(x @ w["tied"])

@@ -1,4 +1,4 @@
-"""The averages of the noise scale: kept, saved, moved, and never spoilt."""
+"""Tests the state of the noise scale: it is kept, saved, moved, and stays finite."""
 
 from __future__ import annotations
 

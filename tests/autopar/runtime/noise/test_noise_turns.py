@@ -1,4 +1,4 @@
-"""Sums of gradients that are transposed before the update reads them."""
+"""Tests sums of gradients that are transposed before the update reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small steps in stages, and what one device makes of them."""
+"""Small steps in pipeline stages, and their results on one device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mean_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def masked_loss(params: Any, batch: Any) -> jax.Array:
-    """A mean over the rows that count, with a regularisation."""
+    """A mean over the rows that a mask selects, plus a regularisation."""
     rows = jnp.mean((chain(params, batch["x"]) - batch["y"]) ** 2, axis=-1)
     mean = jnp.sum(rows * batch["mask"]) / jnp.maximum(
         jnp.sum(batch["mask"]), np.float32(1.0)
@@ -71,7 +71,9 @@ def skip_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def adam(loss: Callable[..., Any]) -> Case:
-    """``step(state, batch) -> (state, loss)``, the state with weights and moments."""
+    """``step(state, batch) -> (state, loss)``, with weights and Adam's moments as
+    state.
+    """
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 
     def step(state: Any, batch: Any) -> Any:
@@ -91,7 +93,7 @@ ORDER = np.arange(WIDTH)[::-1].copy()
 
 
 def mixed_step(state: Any, batch: Any, scale: Any) -> Any:
-    """State of every kind, constants, and results of every kind beside the loss."""
+    """A step with state, constants and results of every kind."""
     params, (key, new) = state["params"], jax.random.split(state["key"])
 
     def loss(params: Any) -> Any:
@@ -127,7 +129,7 @@ def mixed_state() -> Any:
 def mixed_distance(
     step: Callable[..., Any], rows_of: Callable[[int], Any] = lambda k: batch(seed=k)
 ) -> float:
-    """How far what steps tell is from what one device finds."""
+    """The difference between the results of steps and those of one device."""
     state, same, most = mixed_state(), mixed_state(), 0.0
     for k in range(2):
         scale = np.float32(0.5 + k)
@@ -161,7 +163,9 @@ def copied(state: Any) -> Any:
 
 
 def distance(one: Any, other: Any) -> float:
-    """The largest difference of two states, relative to the largest of each array."""
+    """The largest difference of two states, relative to the largest element of each
+    array.
+    """
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return max(
         float(np.abs(1.0 * np.asarray(a) - b).max() / (np.abs(a).max() + 1e-3))
@@ -170,7 +174,7 @@ def distance(one: Any, other: Any) -> float:
 
 
 class Asking:
-    """A policy that wants errors of codecs, and changes nothing."""
+    """A policy that requests errors of codecs, and changes nothing."""
 
     probes, every = ("int8", "topk:ratio=0.25"), 2
 
@@ -204,11 +208,12 @@ def looped_layers(count: int) -> Any:
 
 
 def all_beside_the_step(devices: Any, mine: Callable[[int], slice]) -> dict[str, Any]:
-    """What hangs on a step: codecs, a policy that tries some, noise and evaluation.
+    """Everything besides the step: codecs, a policy that probes some, noise and
+    evaluation.
 
     Args:
       devices: four, of two stages.
-      mine: of a number of rows, those of this process.
+      mine: selects the rows of this process from all rows.
     """
     asked: dict[str, Any] = {"stages": 2, "microbatches": 2, "devices": devices}
 

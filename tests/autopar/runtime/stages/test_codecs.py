@@ -1,4 +1,4 @@
-"""Stages sum their gradients by codecs as one stage does."""
+"""Tests that stages sum their gradients by codecs as one stage does."""
 
 import warnings
 
@@ -33,7 +33,7 @@ def batch(seed, bad=False):
 
 
 def descended(loss):
-    """``step(state, batch)``: momentum, so that there is state beside parameters."""
+    """``step(state, batch)`` with momentum, which is state beside the parameters."""
 
     def step(state, batch):
         value, grads = jax.value_and_grad(loss)(state["params"], batch)
@@ -86,7 +86,7 @@ def staged(loss=chain_loss, codec=TOPK, **options):
 
 
 def whole(loss=chain_loss, codec=TOPK, **options):
-    """One stage that splits the batch over as many devices as each stage does."""
+    """One stage that splits the batch over as many devices as each stage has."""
     asked = {"cluster": "1x2:cpu", "microbatches": 2, "telemetry_every": 1, **SPLIT}
     asked |= options
     step = autopar.parallelize(descended(loss), compression=codec, **asked)
@@ -102,7 +102,7 @@ def train(step, state, seeds):
 
 
 def unsent(step):
-    """What is left of each gradient, summed over the workers."""
+    """The residual of each gradient, summed over the workers."""
     kept = step.compression_state["gradients"]
     return {k: np.asarray(x["residual"]).sum(0) for k, x in kept.items()}
 
@@ -264,7 +264,7 @@ def test_a_fallback_is_taken_by_each_stage():
 
 
 class Asking:
-    """A policy that wants errors and signals, and changes nothing."""
+    """A policy that requests errors and signals, and changes nothing."""
 
     signals, probes, every = True, ("int8", TOPK), 2
 

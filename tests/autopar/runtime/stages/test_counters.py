@@ -1,4 +1,4 @@
-"""An optimizer that counts steps, and metrics of its counters, in stages."""
+"""Tests an optimizer with a step counter, and metrics of its counters, in stages."""
 
 from __future__ import annotations
 

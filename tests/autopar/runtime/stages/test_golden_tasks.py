@@ -1,7 +1,7 @@
-"""The tasks of stages as they run: their order, code, messages, sums and memory.
+"""Golden tasks of stages: their order, code, messages, sums and memory.
 
-What stages compute is tested against one device; here nothing may be sent, kept or
-computed without intent.
+Other tests compare the results of stages with one device. These files show every
+unintended message, copy or computation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.runtime.stages.pipeline import StagePipeline
 
 
 def reread_loss(params: Any, batch: Any) -> jax.Array:
-    """Both stages read the rows of the batch."""
+    """A loss for which both stages read the rows of the batch."""
     out = cases.chain(params, batch["x"]) - 0.5 * batch["x"]
     return jnp.mean((out - batch["y"]) ** 2)
 

@@ -1,4 +1,4 @@
-"""Updates that read rows of the batch, in stages."""
+"""Tests updates that read rows of the batch, in stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads issue the tasks of all stages in an order that the schedule allows."""
+"""Tests that threads issue the tasks of all stages in an order of the schedule."""
 
 import threading
 
@@ -17,7 +17,7 @@ SCHEDULES = [
 
 
 def ordered(schedule, stages, microbatches, here=None):
-    """The turns of some stages, the order of all, and what each task reads of."""
+    """Each stage's tasks in order, the order of all, and the inputs of each task."""
     table = make_table(schedule, stages, microbatches)
     order = issue_order(table)
     keys = dict.fromkeys(issue.key for issue in order)
@@ -28,7 +28,7 @@ def ordered(schedule, stages, microbatches, here=None):
 
 
 def makers(key, keys, parts):
-    """The tasks of other stages that a task reads of: of the part beside it."""
+    """The tasks of adjacent parts on other stages whose results a task reads."""
     beside = key.number - 1 if key.phase is Phase.FORWARD else key.number + 1
     if key.phase is Phase.BACKWARD_WEIGHT or not 0 <= beside < parts:
         return []

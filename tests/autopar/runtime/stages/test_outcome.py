@@ -1,4 +1,4 @@
-"""Functions of the host that fail in a stage are an error, and change nothing."""
+"""Tests that a failing host function in a stage is an error, and changes no state."""
 
 import functools
 import types
@@ -23,7 +23,7 @@ def noted(_):
 
 
 def told(kind, x):
-    """``x``, which a function of the host is told."""
+    """Returns ``x`` after a call of a function on the host."""
     seen = jax.lax.stop_gradient(x)
     if kind == "debug":
         jax.debug.callback(noted, jnp.sum(seen))
@@ -58,7 +58,7 @@ def test_a_function_of_the_host_that_fails_is_an_error_of_its_stage(kind):
 
 
 class Made:
-    """A result that says when it is waited for."""
+    """A result that records when it is waited for."""
 
     nbytes = 4
 

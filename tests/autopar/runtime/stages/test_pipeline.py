@@ -1,4 +1,4 @@
-"""Steps in stages train as on one device, under every schedule."""
+"""Tests that steps in stages train as on one device, under every schedule."""
 
 import dataclasses
 import math
@@ -52,7 +52,9 @@ def staged(name="mean", **options):
 
 @pytest.fixture(scope="module")
 def mean_step():
-    """Two stages that donate, planned and compiled once, and their first state."""
+    """Two stages that donate their state, planned and compiled once, and the first
+    state.
+    """
     step, state = staged()
     step.prepare(state, batch())
     return step, state
@@ -151,7 +153,7 @@ def test_without_donation_the_state_stays_valid(kept_step):
 
 
 class Issued:
-    """Keeps the tasks that are issued, in order."""
+    """Records the issued tasks, in order."""
 
     def __init__(self):
         self.keys = []
@@ -349,7 +351,7 @@ def test_a_transformed_step_of_stages_runs_as_it_is_written(one_device, kept_ste
 
 
 def dropout_step(state, batch):
-    """Masks drawn for rows; each microbatch draws those of its rows."""
+    """A step with dropout masks that are drawn for rows."""
     key, now = jax.random.split(state["key"])
 
     def loss_of(params):
@@ -366,7 +368,7 @@ def dropout_step(state, batch):
 
 
 def statistics_step(state, batch):
-    """Batch normalisation, whose averages are carried."""
+    """A step with batch normalisation whose averages are carried."""
 
     def loss_of(params):
         x, means = batch["x"], []

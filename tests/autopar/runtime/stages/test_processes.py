@@ -1,4 +1,6 @@
-"""Steps in stages over two processes train as on one device, and fail together."""
+"""Tests steps in stages over two processes: they train as on one device, and fail
+together.
+"""
 
 import json
 import signal
@@ -92,7 +94,7 @@ def test_a_failure_of_an_update_reaches_all(found):
 
 @pytest.fixture(scope="module")
 def beside():
-    """What one process finds of all that hangs on a step of two stages."""
+    """The results of one process, for everything besides a step of two stages."""
     return all_beside_the_step(jax.devices()[:4], lambda rows: slice(rows))
 
 

@@ -1,4 +1,4 @@
-"""Values go to other devices as they are, whichever way they are copied."""
+"""Tests that values arrive unchanged on other devices, however they are copied."""
 
 import jax
 import jax.numpy as jnp

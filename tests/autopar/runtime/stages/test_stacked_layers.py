@@ -1,4 +1,4 @@
-"""Loops over layers train in stages as on one device."""
+"""Tests that loops over layers train in stages as on one device."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def layer(x, own):
 
 
 def loop_loss(params, batch, layer=layer):
-    """Layers one after the other, in a loop, and a head that is none of them."""
+    """A loss with a loop over layers, and a head outside of the loop."""
     x, _ = jax.lax.scan(layer, batch["x"], params["layers"])
     return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
 
@@ -187,7 +187,7 @@ def test_the_state_moves_to_a_plan_of_one_stage_and_back(one_device, schedule):
 
 
 def one(step, number, state):
-    """One step on the rows of that number."""
+    """Runs one step on the rows with this number."""
     state, loss = step(state, batch(seed=number))
     return state, float(loss)
 

@@ -1,4 +1,4 @@
-"""Plans of several stages are explained and audited stage by stage."""
+"""Tests explanations and audits of plans of several stages."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 @functools.cache
 def planned(name="mean", **options):
-    """A step, its arguments and a plan of two stages of two devices; made once."""
+    """A step, its arguments, and a plan of two stages of two devices; made once."""
     step, state, example = adam(LOSSES[name])
     asked = {"stages": 2, "microbatches": 4, "cluster": "4:cpu", **options}
     asked = {"pins": PINS, "axis_names": ("data",), **asked}
@@ -94,7 +94,7 @@ def test_links_are_those_of_the_schedule():
 
 
 def sent_by_the_runtime(step, args, plan, monkeypatch):
-    """Bytes that land on one device of another stage in a step, by way."""
+    """Bytes that one device of another stage receives in a step, by direction."""
     run = autopar.parallelize(step, plan=plan, donate=False)
     run(*args)
     owner = {
@@ -211,7 +211,7 @@ def test_a_stage_holds_the_bytes_that_are_counted(monkeypatch, name, schedule):
 
 
 def normed_loss(params, batch):
-    """Layers behind a normalisation, whose scale is as large as no operand."""
+    """Layers after a normalisation whose scale has another size than every operand."""
     x = batch["x"]
     for p in params:
         scale = jax.lax.rsqrt(jax.numpy.mean(x**2, -1, keepdims=True) + 1e-6) * p["b"]
@@ -221,7 +221,7 @@ def normed_loss(params, batch):
 
 @functools.cache
 def normed():
-    """A plan whose forward passes keep values that have no home."""
+    """A plan whose forward passes keep values without a home layout."""
 
     step, args = sgd(normed_loss), (weights(), batch(rows=256))
     plan = autopar.plan(
@@ -264,7 +264,7 @@ def test_kept_layouts_split_what_they_can():
 
 
 def stated(trials):
-    """The layouts of a plan as a search finds them."""
+    """A plan whose layouts are those of a search."""
     names = trials.pricer.mesh.names
     found = search_of_one(
         trials.analysis, trials.pricer.cluster, trials.assignment, names

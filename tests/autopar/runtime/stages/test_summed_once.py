@@ -1,4 +1,4 @@
-"""A gradient that several updates of a stage read is summed over devices once."""
+"""Tests that a gradient which several updates of a stage read is summed once."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def test_an_audit_finds_one_sum(name):
 
 
 def rows(number, broken):
-    """A batch; of the second one a row is not finite, if so asked."""
+    """A batch; on request, a row of the second batch is not finite."""
     out = batch(seed=number)
     if broken and number == 1:
         out["x"][3, 5] = jnp.nan

@@ -1,4 +1,4 @@
-"""Sums over devices that a stage hands on, or reads, before its microbatches end."""
+"""Tests sums that a stage sends or reads before its microbatches end."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ LAYERS, ROWS, TIME, WIDTH = 2, 16, 4, 8
 
 
 def recurrent_loss(params, batch):
-    """Layers in a loop, each with a loop over time whose weights it reads each time."""
+    """Layers in a loop, each with a loop over time that reads weights each time."""
 
     def layer(x, own):
         def tick(state, x):
@@ -30,7 +30,7 @@ def recurrent_loss(params, batch):
 
 
 def case():
-    """An update within a branch: one stage computes it, on the gradients of all."""
+    """A step with an update in a branch, which one stage computes for all gradients."""
     optimizer = optax.MultiSteps(optax.adam(1e-2), 2)
 
     def step(state, batch):

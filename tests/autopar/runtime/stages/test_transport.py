@@ -1,4 +1,4 @@
-"""Arrays arrive as they were sent, whatever their layouts on both sides."""
+"""Tests that arrays arrive unchanged, for all layouts on both sides."""
 
 import queue
 import threading
@@ -23,7 +23,7 @@ from autopar.runtime.world import World
 
 
 class Servers:
-    """Takes the place of the transfer servers; a fetched array is moved here."""
+    """Replaces the transfer servers: a fetched array is copied in this process."""
 
     def __init__(self):
         self.offered = {}
@@ -47,7 +47,7 @@ class Servers:
 
 
 class Gathered:
-    """A channel on which all processes say the same."""
+    """A channel on which all processes send the same data."""
 
     def __init__(self, count):
         self.count = count
@@ -66,7 +66,7 @@ def servers():
 
 @pytest.fixture
 def links(servers):
-    """Of two processes with four devices each, which are simulated in this one."""
+    """The links of two processes with four devices each, simulated in this process."""
     devices = tuple(jax.devices())
     return [
         Links(World(devices, k, 2, Gathered(2)), lambda: servers, lambda d: d.id // 4)
@@ -75,7 +75,7 @@ def links(servers):
 
 
 def moved(links, array, target, tag=("a",)):
-    """The array where it is wanted, of the blocks that each process has."""
+    """The array at its target, assembled from the blocks of each process."""
     way = links[0].route(array.shape, array.dtype, array.sharding, target)
     for link in links:
         link.offer(tag, [array], [way])
@@ -178,7 +178,7 @@ def test_transfers_of_two_steps_are_not_mistaken_for_each_other(links):
 
 
 class Store:
-    """A store of the coordination service, in which nothing is at first."""
+    """A store of the coordination service, empty at first."""
 
     def __init__(self):
         self.values = {}
@@ -207,7 +207,7 @@ def test_a_process_that_says_why_it_fails_and_ends_at_once_is_heard():
 
 
 class Watched:
-    """A watch of process 0 over processes 1 and 2, by a clock that the test sets."""
+    """Process 0 watches processes 1 and 2, with a clock that the test sets."""
 
     def __init__(self, monkeypatch):
         self.now = 100.0
@@ -218,7 +218,7 @@ class Watched:
         self.watch = ProgressWatch(self.store, 0, 3, silence_s=7.0)
 
     def at(self, now, **counts):
-        """The lost processes after a look at a time, with these new counters."""
+        """The lost processes at a given time, after these new counters."""
         self.now = now
         for name, count in counts.items():
             self.store.values[f"autopar/beats/{name[1:]}"] = count
@@ -327,7 +327,7 @@ def test_a_watch_is_closed_at_the_end_of_the_program(monkeypatch):
 
 @pytest.fixture
 def lost(links, monkeypatch):
-    """Whether the process was told to end without the others, and its links."""
+    """Whether the process was told to end alone, and its links."""
     left = []
     monkeypatch.setattr(transport.agreement, "leave_at_end", lambda: left.append(1))
     return left, links[0]
@@ -399,7 +399,7 @@ def test_a_connection_that_breaks_is_a_lost_process(lost):
 
 
 class Said:
-    """A channel on which the other process says what a test gives."""
+    """A channel on which the other process sends what a test sets."""
 
     def __init__(self, *said):
         self.said = list(said)

@@ -1,4 +1,4 @@
-"""Updates with loops of their own, such as Muon's, run once after all microbatches."""
+"""Tests that updates with loops, such as Muon's, run once after all microbatches."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ CLOSE = 2e-5
 
 
 def orthogonal(x):
-    """Newton and Schulz's iteration, which brings a matrix near an orthogonal one."""
+    """Newton-Schulz iteration, which approximates an orthogonal matrix."""
 
     def better(_, x):
         return 1.5 * x - 0.5 * (x @ x.T) @ x
