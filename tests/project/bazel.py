@@ -19,7 +19,7 @@ _PYTHON_RULES = "@rules_python//python:defs.bzl"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One call of a rule; sources and dependencies are absolute labels."""
+    """One call of a rule. Its sources and dependencies are absolute labels."""
 
     label: str
     rule: str
@@ -32,19 +32,19 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workspace:
-    """All targets by label, and the files that are exported by name."""
+    """All targets by label, and the files that BUILD files export by name."""
 
     root: Path
     targets: Mapping[str, Target]
     exported: frozenset[str]
 
     def path(self, label: str) -> Path:
-        """The file that a label would name."""
+        """The path of the file that a label names."""
         package, name = label.removeprefix("//").split(":")
         return self.root / package / name
 
     def sources(self, label: str) -> Iterator[Path]:
-        """The files of a target."""
+        """The source files of a target."""
         return (self.path(source) for source in self.targets[label].srcs)
 
     def visible(self, label: str, package: str) -> bool:
@@ -90,7 +90,7 @@ def execute_module(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _builtin(name: str, function: Callable[..., Any]) -> starlark.BuiltinFunction:
-    """A function on Python values, for Starlark to call with its own."""
+    """A Python function that Starlark code can call with its own values."""
 
     def convert(*args: Any, **kwargs: Any) -> Any:
         plain = {key: starlark.from_value(value) for key, value in kwargs.items()}
@@ -164,7 +164,7 @@ def _target(
 
 
 def _absolute(label: str, package: str) -> str:
-    """``//a`` is ``//a:a``, ``:b`` and ``b`` are in the package."""
+    """The absolute label: ``//a`` is ``//a:a``, ``:b`` and ``b`` are in the package."""
     if label.startswith("@"):
         return label
     if not label.startswith("//"):
@@ -186,7 +186,7 @@ def _admits(rule: str, package: str) -> bool:
 
 
 def _glob(folder: Path, include: list[str], exclude: Iterable[str]) -> list[str]:
-    """The files of one package: a glob does not enter another package."""
+    """The files of a package that match: a glob does not enter another package."""
     excluded = [_pattern(pattern) for pattern in exclude]
     found: set[str] = set()
     for pattern in map(_pattern, include):
@@ -200,7 +200,7 @@ def _glob(folder: Path, include: list[str], exclude: Iterable[str]) -> list[str]
 
 @functools.cache
 def _files(folder: Path) -> tuple[str, ...]:
-    """The files below a folder that no package in it has."""
+    """The files below a folder that belong to no package in a subfolder."""
     found: list[str] = []
     for place, folders, names in os.walk(folder):
         if place != str(folder) and "BUILD" in names:
@@ -212,6 +212,6 @@ def _files(folder: Path) -> tuple[str, ...]:
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
-    """``**`` stands for any number of folders, ``*`` for a part of a name."""
+    """A glob's regular expression: ``**`` matches folders, ``*`` part of a name."""
     text = re.escape(glob).replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*")
     return re.compile(text.replace(r"\*", "[^/]*"))

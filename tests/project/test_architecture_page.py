@@ -1,4 +1,4 @@
-"""What docs/architecture.md says of the code is true: names, calls and hand-overs."""
+"""Tests that the functions and calls that docs/architecture.md names exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CARRIED = re.compile(r"^\s*The \w+ carries `(\w+)`\.$", re.M)
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """One numbered hop: its functions, and what is handed on behind it."""
+    """One numbered step of a list: its functions, and the data that it passes on."""
 
     number: int
     names: tuple[str, ...]
@@ -32,7 +32,7 @@ class Hop:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A function or class of the code, and the module that defines it."""
+    """A function or class that the page names, and the module that defines it."""
 
     target: Any
     module: Any
@@ -69,7 +69,7 @@ CASES = [
 
 @functools.cache
 def find(name: str) -> Found:
-    """Resolves a dotted name: as long a module as there is, then attributes."""
+    """Resolves a dotted name: the longest prefix that is a module, then attributes."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         try:
@@ -78,7 +78,7 @@ def find(name: str) -> Found:
             continue
         target: Any = module
         for part in parts[end:]:
-            # A module may import a name when it is asked for.
+            # Some modules import a name only when it is first read.
             look = getattr if inspect.ismodule(target) else inspect.getattr_static
             target = look(target, part)
         return Found(getattr(target, "__func__", target), module)
@@ -86,9 +86,10 @@ def find(name: str) -> Found:
 
 
 def mentions(caller: str, called: str) -> bool:
-    """Whether a function's body calls another one, or hands it on.
+    """Whether a function's body calls another function, or passes it on.
 
-    A plain name must be that very object; of an attribute only the name is known.
+    A plain name must refer to the same object. Of an attribute only the name is
+    compared.
     """
     last = called.rpartition(".")[2]
     here, there = find(caller), find(called).target
@@ -133,7 +134,7 @@ def test_a_hop_calls_what_it_names(title: str, k: int) -> None:
 
 @pytest.mark.parametrize(("title", "k"), CASES)
 def test_a_hop_calls_the_next(title: str, k: int) -> None:
-    """Where a line of data stands between them, hops above and below share it."""
+    """If the page has a line of data between two hops, both hops mention the data."""
     here, below = WAYS[title][k], WAYS[title][k + 1 :]
     if here.carried is not None:
         above = stretch(WAYS[title][k::-1], skip=1)
@@ -144,7 +145,7 @@ def test_a_hop_calls_the_next(title: str, k: int) -> None:
 
 
 def stretch(found: Sequence[Hop], skip: int = 0) -> list[str]:
-    """The functions of hops up to the next line of data."""
+    """The functions of the hops up to the next line of data."""
     ends = (k for k, hop in enumerate(found) if hop.carried and k >= skip)
     end = next(ends, len(found))
     return [n for hop in found[: end + 1 - skip] for n in hop.names]

@@ -1,4 +1,4 @@
-"""The BUILD files name every module, only what exists, and what is imported."""
+"""Tests that the BUILD files name every module and every import, and nothing else."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OURS = {
 
 @pytest.fixture(scope="module")
 def workspace() -> bazel.Workspace:
-    """Executed once, and not by each process that collects tests."""
+    """The BUILD files, executed once and not by each process that collects tests."""
     return bazel.load_workspace(checkout.ROOT)
 
 
 def normalised(distribution: str) -> str:
-    """The spelling that rules_python uses in labels."""
+    """The spelling of a distribution that rules_python uses in labels."""
     return re.sub(r"[-_.]+", "_", distribution).lower()
 
 
@@ -56,7 +56,7 @@ def imported(path: Path) -> set[str]:
 
 
 def providers(name: str) -> set[str]:
-    """The labels that may provide an import name."""
+    """The labels of the targets that may provide an import name."""
     if name in OURS:
         return {OURS[name]}
     found = DISTRIBUTIONS.get(name, [])
@@ -102,13 +102,13 @@ def test_imports_are_dependencies(workspace: bazel.Workspace) -> None:
 
 
 def imported_by_file_name(labels: set[str], workspace: bazel.Workspace) -> set[str]:
-    """Tests and examples import what lies beside them, as scripts do."""
+    """The names of the targets' files, which scripts in the same folder can import."""
     internal = labels & workspace.targets.keys()
     return {path.stem for label in internal for path in workspace.sources(label)}
 
 
 def test_layers_depend_as_drawn(workspace: bazel.Workspace) -> None:
-    """Bazel would refuse what import-linter refuses."""
+    """Bazel would refuse the same imports as import-linter."""
     internal = {
         label: {d for d in workspace.targets[label].deps if d.startswith("//")}
         for label in OURS.values()
@@ -124,9 +124,10 @@ def test_layers_depend_as_drawn(workspace: bazel.Workspace) -> None:
 
 
 def test_runtime_dependencies_are_declared(workspace: bazel.Workspace) -> None:
-    """What the libraries depend on is what an installation brings.
+    """The libraries depend only on distributions that are installed with autopar.
 
-    The compilers of accelerators are looked for at run time and are no dependency.
+    The compilers of accelerators are looked for at run time, so they are no
+    dependencies.
     """
     project = checkout.pyproject()["project"]
     optional = project["optional-dependencies"].items()
@@ -153,7 +154,7 @@ def test_binaries_have_their_module(workspace: bazel.Workspace) -> None:
 
 
 def test_every_test_runs_under_bazel(workspace: bazel.Workspace) -> None:
-    """All but these: they look at the checkout, which the sandbox hides."""
+    """All tests but those that read the checkout, which Bazel's sandbox hides."""
     tests = {
         path
         for path in checkout.files(".py")

@@ -1,4 +1,4 @@
-"""What docs/compression.md says is true, and its examples run."""
+"""Tests that the statements of docs/compression.md are true and its examples run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGE = (checkout.ROOT / "docs" / "compression.md").read_text()
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the table below a heading row."""
+    """The cells of the table below a heading."""
     table = PAGE[PAGE.index(heading) :].split("\n\n", 1)[0]
     lines = table.splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -101,7 +101,7 @@ def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
 
 
 def test_the_examples_run() -> None:
-    """In turn, with what the one before has left."""
+    """The examples run in the order of the page, in one namespace."""
     from autopar.cluster import Cluster
 
     names: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""The Python blocks of the README and of docs/ run, and print what the pages say.
+"""Tests that the Python blocks of README and docs/ run and print what pages show.
 
-The blocks of a page run in turn, in one namespace and an empty folder, as a reader
-would paste them. A block of ``output`` is what the block before it prints. A comment
-``<!-- not run: reason -->`` before a block leaves it out.
+The blocks of a page run in order, in one namespace and in an empty folder, as if a
+reader pasted them. A block of ``output`` shows what the block before it prints. A
+comment ``<!-- not run: reason -->`` before a block excludes the block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 
 from autopar.compression.codecs import registry
 
-# Pages whose blocks stand on names that their own tests give them.
+# Pages whose blocks need names that the tests of these pages define.
 ELSEWHERE = {"docs/compression.md": "tests/project/test_compression_page.py"}
 PAGES = [
     page
@@ -36,7 +36,7 @@ FENCE = re.compile(
     r"^```(?P<language>\w+)\n(?P<text>.*?)^```$",
     re.M | re.S,
 )
-# Times, sizes and the name differ between machines; how much is proved, between runs.
+# Times, sizes and device names differ between machines, and proved gaps between runs.
 FIGURE = re.compile(
     r"\b\d[\d.]* (?:s|ms|us|B|kB|MB|GB)\b|\(custom \w+\)|"
     r"(?<=proved )(?:optimal|within [\d.]+% of the optimum)"
@@ -47,7 +47,7 @@ MOST_LEFT_OUT = 5
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block of Python, what it prints, and the reason why it is not run."""
+    """A block of Python, what it prints, and the reason if it is not run."""
 
     line: int
     source: str
@@ -67,12 +67,12 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def masked(text: str) -> str:
-    """The text without figures that a machine decides, and without alignment."""
+    """The text without alignment, and without figures that depend on the machine."""
     return re.sub(r"[ \t]+", " ", FIGURE.sub("", text)).strip()
 
 
 def run(text: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs the blocks of a page, and compares what they print."""
+    """Runs the blocks of a page and compares what they print with the page."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(text):
         if block.reason is None:
@@ -85,9 +85,9 @@ def run(text: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def beginning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty folder, two cores, and a JAX that takes the devices that it has already.
+    """An empty folder, two cores, and a JAX whose number of devices stays as it is.
 
-    The number of cores and a saved profile decide what `Cluster.local` says.
+    The result of `Cluster.local` depends on the number of cores and on a saved profile.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -100,7 +100,7 @@ def beginning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             update(name, value)
 
     monkeypatch.setattr(jax.config, "update", tolerant)
-    # What a page registers is known in that page alone.
+    # A codec or policy that one page registers is removed before the next page.
     registry.codec_names()
     monkeypatch.setattr(registry, "_CODECS", dict(registry._CODECS))
 

@@ -1,4 +1,4 @@
-"""Docstrings document what is there: arguments, and attributes of classes."""
+"""Tests that docstrings document the arguments and attributes that exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def section(docstring: str, title: str) -> list[str] | None:
-    """The names that a Google section documents; None without the section.
+    """The names that a section of a Google docstring documents; None if there is none.
 
     >>> section("It.\\n\\nArgs:\\n  a, b: two.\\n    more: text.\\n  *c: rest.", "Args")
     ['a', 'b', 'c']
@@ -55,7 +55,7 @@ def definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]
 def wrong_arguments(tree: ast.AST) -> Iterator[str]:
     """Yields functions whose ``Args:`` are not their parameters.
 
-    Of a class, ``Args:`` are those of its ``__init__``.
+    The ``Args:`` of a class are those of its ``__init__``.
     """
     for name, node in definitions(tree):
         if not isinstance(node, FunctionDef):
@@ -66,7 +66,7 @@ def wrong_arguments(tree: ast.AST) -> Iterator[str]:
 
 
 def assigned(node: ast.ClassDef) -> set[str]:
-    """The attributes that methods give to ``self``."""
+    """The attributes of ``self`` that methods assign."""
     return {
         inner.attr
         for inner in ast.walk(node)
@@ -78,7 +78,7 @@ def assigned(node: ast.ClassDef) -> set[str]:
 
 
 def attributes(owner: type, node: ast.ClassDef) -> set[str]:
-    """All names that an instance has."""
+    """The names of all attributes of an instance."""
     notes = [vars(base).get("__annotations__", ()) for base in owner.__mro__]
     return {*dir(owner), *assigned(node)}.union(*notes)
 
@@ -98,7 +98,7 @@ def _field(node: ast.stmt) -> str:
 
 
 def wrong_attributes(tree: ast.AST, names: Mapping[str, object]) -> Iterator[str]:
-    """Yields classes whose ``Attributes:`` lack a field or name what is not there."""
+    """Yields classes whose ``Attributes:`` are not the fields that exist."""
     for name, node in definitions(tree):
         if not isinstance(node, ast.ClassDef) or name not in names:
             continue
@@ -150,11 +150,11 @@ def test_wrong_arguments_are_seen(source: str, expected: list[str]) -> None:
 
 @dataclasses.dataclass
 class Documented:
-    """For the test below.
+    """A class for the test below.
 
     Attributes:
       a: a field.
-      gone: what is no more.
+      gone: an attribute that does not exist any more.
     """
 
     a: int

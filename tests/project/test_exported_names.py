@@ -1,4 +1,4 @@
-"""``from autopar import ...`` shows exactly ``__all__``."""
+"""Tests that ``from autopar import ...`` offers exactly ``__all__``."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ import autopar_passes
 import autopar_solver
 
 PACKAGES = [autopar, autopar_errors, autopar_passes, autopar_solver]
-# What a user of the README needs.
+# The names that the README uses.
 PROMISED = {"Cluster", "Plan", "PlanError", "parallelize", "plan", "register_rule"}
 
 
@@ -27,7 +27,7 @@ def test_all_is_sorted_and_resolves(package: ModuleType) -> None:
 
 
 def is_plain_module(found: object) -> bool:
-    """Whether something is a module, and not a package that can be called."""
+    """Whether an object is a module, and not a package that can be called."""
     return inspect.ismodule(found) and not callable(found)
 
 

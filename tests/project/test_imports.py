@@ -1,4 +1,4 @@
-"""Imports: at the top of a module, for all readers, and without cycles."""
+"""Tests that imports are at the top of modules, or say why not, and form no cycles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 Graph = Mapping[str, Set[str]]
 
 MODULES = checkout.modules()
-# What must be imported late, and says why in the line above.
+# The modules that must be imported late. A comment above each import says why.
 LATE = {
     'autopar/backends/ray.py: return importlib.import_module("ray")',
     "autopar/cli/app.py: from autopar.errors import TargetError",
@@ -32,12 +32,12 @@ LATE = {
 }
 
 
-@functools.cache  # two tests look at each module
+@functools.cache  # two tests read each module
 def unusual(source: str) -> list[tuple[int, bool]]:
-    """The line of each import below the top level, and whether it says why.
+    """The line of each import below the top level, and whether a comment explains it.
 
-    The top level is what every importer runs: not a function, and not a block of
-    ``if TYPE_CHECKING``. A reason is a comment on the line or in the line above.
+    Every importer runs the top level: it is outside functions and outside blocks of
+    ``if TYPE_CHECKING``. The explanation is a comment on the line or in the line above.
     """
     lines = source.splitlines()
     found = {
@@ -61,7 +61,7 @@ def _is_late(node: ast.AST) -> bool:
 
 
 def _is_import(node: ast.AST) -> bool:
-    """Whether it is an import, or a call that imports a module by a fixed name."""
+    """Whether a node is an import, or a call that imports a constant name."""
     if isinstance(node, ast.Call) and node.args:
         if not isinstance(node.args[0], ast.Constant):
             return False
@@ -71,7 +71,7 @@ def _is_import(node: ast.AST) -> bool:
 
 
 def imports(name: str, source: str, known: Set[str], is_package: bool) -> set[str]:
-    """The known modules that a module imports, wherever the import stands."""
+    """The modules out of `known` that a module imports at any place."""
     home = name if is_package else name.rpartition(".")[0]
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -86,7 +86,7 @@ def imports(name: str, source: str, known: Set[str], is_package: bool) -> set[st
 
 
 def components(graph: Graph) -> list[list[str]]:
-    """The strongly connected components with more than one module, sorted."""
+    """The strongly connected components of more than one module, sorted."""
     reached = {name: _reached(graph, name) for name in graph}
     found = {
         frozenset(b for b in reached[a] if a in reached[b])
@@ -133,7 +133,7 @@ def test_late_imports_are_the_known_ones() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Also not for a type checker alone, and not late."""
+    """This holds also for late imports, and for imports for type checkers."""
     graph = {
         name: imports(name, text(path), MODULES.keys(), path.stem == "__init__")
         for name, path in MODULES.items()
@@ -184,7 +184,7 @@ def test_cycles_are_named() -> None:
 
 
 def test_importing_starts_no_backend() -> None:
-    """A script must be able to say how many devices JAX has after it."""
+    """After the import, a script can still set how many devices JAX has."""
     modules = (
         "autopar, autopar.elastic, autopar.goodput, autopar.checkpoint.checkpoints, "
         "autopar.runtime.parallel_step, autopar.cli.app, autopar.elastic.train"
@@ -197,14 +197,14 @@ def test_importing_starts_no_backend() -> None:
 
 
 def test_what_must_begin_at_once_imports_no_jax() -> None:
-    """A supervisor that is started again has to be there before workers give up."""
+    """A restarted supervisor must respond before its workers give up waiting."""
     modules = "autopar.elastic.processes.runner, autopar.cli.ledgering"
     program = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert not subprocess.run([sys.executable, "-c", program], check=False).returncode
 
 
 def test_scripts_have_names_of_their_own() -> None:
-    """Tests import scripts by name: of two with one name, the first import wins."""
+    """Tests import scripts by file name, so two equal names would be mixed up."""
     folders = ("examples", "benchmarks", "scripts", "tests/support")
     found = [
         path.stem for name in folders for path in (checkout.ROOT / name).glob("*.py")

@@ -1,4 +1,4 @@
-"""The layers: autopar above two lower ones that do not know each other."""
+"""Tests the import layers: autopar above two packages that do not import each other."""
 
 import os
 import re
@@ -14,7 +14,7 @@ LINT = "from importlinter.cli import lint_imports_command as main; main()"
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
-    """Runs import-linter on a tree in a process of its own, which keeps no cache."""
+    """Runs import-linter on a tree, in a process without a cache."""
     folders = [str(root / folder) for folder in (".", "solver", "passes")]
     return subprocess.run(
         [sys.executable, "-c", LINT, "--no-cache", "--no-logo"],
@@ -47,7 +47,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What is said of each broken contract where all wrong imports are made at once."""
+    """What import-linter prints of each contract in a tree that breaks all of them."""
     root = tmp_path_factory.mktemp("tree")
     shutil.copy(checkout.ROOT / "pyproject.toml", root)
     for source in checkout.SOURCES.values():
@@ -62,7 +62,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (root / "autopar" / "unplaced.py").write_text('"""Of no layer."""\n')
     result = lint_imports(root)
     assert result.returncode == 1, result.stdout + result.stderr
-    # Each contract's part begins with its name, underlined.
+    # The part of each contract in the output begins with its underlined name.
     parts = re.split(r"^(.+)\n-+\n", result.stdout, flags=re.M)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -71,7 +71,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_wrong_import_is_seen(
     broken: dict[str, str], module: str, imported: str, contract: str
 ) -> None:
-    """The contracts are not empty: each forbidden import breaks one."""
+    """No contract is vacuous: each forbidden import breaks one."""
     importer = module.removesuffix(".py").replace("/", ".")
     for folder in ("solver.", "passes."):
         importer = importer.removeprefix(folder)
@@ -87,7 +87,7 @@ def test_a_module_without_a_layer_is_seen(broken: dict[str, str]) -> None:
 
 
 def test_private_jax_is_in_four_modules() -> None:
-    """Whatever touches ``jax._src`` is in one of these modules."""
+    """Every module that uses ``jax._src`` is in this list."""
     private = ("jax" + "._src", "jaxlib" + "._jax")
     users = {
         checkout.relative(path)

@@ -1,4 +1,4 @@
-"""Names in backticks lead somewhere: in docstrings, in the docs and the changelog."""
+"""Tests that dotted names in docstrings, pages and the changelog exist."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import checkout
 import pytest
 
 MODULES = checkout.modules()
-# What holds the annotations of a class.
+# The attribute that contains the annotations of a class.
 NOTES = "__annotations__"
 ROOTS = tuple(checkout.SOURCES)
 QUOTED = re.compile(r"``([^`]+)``|`([^`]+)`")
-# A dotted name, and the arguments of a call of it.
+# A dotted name, with the arguments if it is called.
 DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+)(?:\((.*)\))?")
 PAGES = [
     checkout.ROOT / "README.md",
@@ -38,10 +38,10 @@ def dotted(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def follow(found: object, parts: list[str]) -> object:
-    """What the parts lead to; None where a type on the way is not known.
+    """The object that the parts of a name denote; None if a type on the way is unknown.
 
     Raises:
-      AttributeError: one of them leads nowhere.
+      AttributeError: one of the parts does not exist.
     """
     for part in parts:
         if isinstance(found, ModuleType):
@@ -61,7 +61,7 @@ def _of_module(module: ModuleType, name: str) -> object:
 
 
 def _of_class(owner: type, name: str) -> object:
-    """The method, or the class of the field, that an instance has by that name."""
+    """The method of that name, or the class of the field of that name."""
     found = inspect.getattr_static(owner, name, None)
     if isinstance(found, property | functools.cached_property):
         getter = found.fget if isinstance(found, property) else found.func
@@ -70,7 +70,7 @@ def _of_class(owner: type, name: str) -> object:
     if notes:
         try:
             return _class_of(typing.get_type_hints(notes[0])[name])
-        except NameError:  # a type that is imported for type checkers alone
+        except NameError:  # a type that is imported only for type checkers
             return None
     if hasattr(owner, name):
         return getattr(owner, name)
@@ -83,7 +83,7 @@ def _class_of(hint: object) -> object:
 
 
 def _require_given(owner: type, name: str) -> None:
-    """Raises where no method gives `self` the name."""
+    """Raises AttributeError unless a method assigns that attribute of `self`."""
     if not any(
         re.search(rf"\bself\.{name}\b[^=\n]* = ", _source(base))
         for base in owner.__mro__
@@ -94,12 +94,12 @@ def _require_given(owner: type, name: str) -> None:
 def _source(owner: type) -> str:
     try:
         return inspect.getsource(owner)
-    except (OSError, TypeError):  # of a class that is not written in Python
+    except (OSError, TypeError):  # a class that is not written in Python
         return ""
 
 
 def stale(text: str, names: dict[str, object]) -> Iterator[str]:
-    """Yields the dotted names that begin with one of `names` and lead nowhere."""
+    """Yields the dotted names that begin with one of `names` and do not exist."""
     for name, keywords in dotted(text):
         first, *rest = name.split(".")
         if first not in names:
@@ -118,14 +118,14 @@ def packages() -> dict[str, object]:
 
 
 def known_in(module: str) -> dict[str, object]:
-    """The packages, and the classes that the module defines or imports."""
+    """The packages, and the classes that a module defines or imports."""
     names = vars(importlib.import_module(module))
     own = {name: value for name, value in names.items() if inspect.isclass(value)}
     return packages() | own
 
 
 def docstrings(source: str) -> str:
-    """All texts that stand for themselves: of modules, classes, functions, values."""
+    """All string statements of a source: docstrings of modules, classes and values."""
     return "\n\n".join(
         node.value.value
         for node in ast.walk(ast.parse(source))
@@ -136,7 +136,7 @@ def docstrings(source: str) -> str:
 
 
 def page_text(path: Path) -> str:
-    """A page without its blocks of code; of the changelog, what is not yet released."""
+    """A page without its code blocks; of the changelog only the unreleased part."""
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
     if path.name == "CHANGELOG.md":
         return text.split("\n## [")[1]
@@ -147,7 +147,7 @@ def test_docstrings_name_what_is_there() -> None:
     found = [
         f"{module}: {line}"
         for module, path in MODULES.items()
-        if not module.endswith("__main__")  # importing one runs it
+        if not module.endswith("__main__")  # importing such a module runs it
         for line in stale(docstrings(path.read_text()), known_in(module))
     ]
 
@@ -160,7 +160,7 @@ def test_pages_name_what_is_there(path: Path) -> None:
 
 
 class Example:
-    """For the test below."""
+    """A class for the test below."""
 
     field: int
 

@@ -1,4 +1,4 @@
-"""Notebooks are kept without results; `make docs` runs them."""
+"""Tests that notebooks are committed without results; `make docs` runs them."""
 
 from __future__ import annotations
 

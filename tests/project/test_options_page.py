@@ -1,4 +1,4 @@
-"""What is said of options stands once, in `OPTIONS`: all else equals it."""
+"""Tests that all texts about an option equal the text of the option in `OPTIONS`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FUNCTIONS = [
 def test_functions_spell_every_option_out(
     function: Callable[..., Any], groups: tuple[str, ...]
 ) -> None:
-    """With the same names, defaults, types and texts."""
+    """The parameters have the names, defaults, types and texts of `OPTIONS`."""
     signature = inspect.signature(function).parameters
     text = " ".join((function.__doc__ or "").split())
     for name, option in OPTIONS.items():
@@ -51,7 +51,7 @@ def test_functions_spell_every_option_out(
 
 
 def test_overloads_take_the_same_options() -> None:
-    """What a type checker reads of the decorator."""
+    """Type checkers read the overloads of the decorator."""
     text = (ROOT / "autopar" / "runtime" / "parallelize.py").read_text("utf-8")
     overloads = re.findall(r"@overload\ndef parallelize\((.*?)\) ->", text, re.S)
     signature = inspect.signature(autopar.parallelize).parameters

@@ -1,4 +1,4 @@
-"""The version, the lock and the typed packages agree with one another."""
+"""Tests that the version, the lock file and the typed packages agree."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ PROJECT = checkout.pyproject()["project"]
 
 
 def locked() -> dict[str, Version]:
-    """The versions of requirements.lock by distribution."""
+    """The version of each distribution in requirements.lock."""
     lock = (checkout.ROOT / "requirements.lock").read_text()
     pins = re.findall(r"^([\w.-]+)==([^\s;]+)", lock, re.M)
     return {canonicalize_name(name): Version(version) for name, version in pins}
 
 
 def declared() -> Iterator[Requirement]:
-    """Everything that pyproject.toml asks for, but the compilers of accelerators.
+    """All requirements of pyproject.toml except the compilers of accelerators.
 
-    These are large, the suite does without, and with one of them beside it JAX looks
-    for devices: the environment of the lock has none.
+    The compilers are large and the suite does not need them. If one is installed, JAX
+    looks for devices. So the environment of the lock file has none.
     """
     extras = PROJECT["optional-dependencies"]
     yield from map(Requirement, PROJECT["dependencies"])
@@ -56,7 +56,7 @@ def test_every_pin_has_hashes() -> None:
 
 
 def test_the_tested_versions_are_the_locked_ones() -> None:
-    """The suite runs in the environment that the lock describes."""
+    """The suite runs in the environment that requirements.lock describes."""
     runtime = {
         canonicalize_name(requirement.name)
         for requirement in map(Requirement, PROJECT["dependencies"])
@@ -83,7 +83,7 @@ def test_packages_are_typed(package: str) -> None:
 
 
 def test_the_wheel_holds_the_layers() -> None:
-    """All of them, and nothing else."""
+    """The wheel contains all layers and nothing else."""
     wheel = checkout.pyproject()["tool"]["hatch"]["build"]["targets"]["wheel"]
 
     assert {checkout.ROOT / package for package in wheel["packages"]} == set(

@@ -1,4 +1,4 @@
-"""What the README and the other pages say is true."""
+"""Tests that links, commands and names in the README and the other pages exist."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_readme_shows_commands() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=checkout.relative)
 def test_modules_that_pages_name_are_there(page: Path) -> None:
-    """Paths from the root of the checkout, or from a package."""
+    """A path is relative to the root of the checkout, or to a package."""
     named = re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text())
     roots = [checkout.ROOT, *checkout.SOURCES.values()]
     roots += [checkout.SOURCES["autopar_solver"] / "sharding"]

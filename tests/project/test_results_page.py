@@ -1,4 +1,4 @@
-"""The pages a reader meets first: short, true to the data, and without dead ends."""
+"""Tests the first pages of the site: they are short, and equal the recorded data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the site's builder does with pages and docstrings; `make docs` builds it."""
+"""Tests how the site's builder rewrites pages and docstrings; `make docs` builds it."""
 
 from __future__ import annotations
 

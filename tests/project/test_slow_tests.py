@@ -1,4 +1,4 @@
-"""Which of the slowest tests a whole run takes."""
+"""Tests which of the slowest tests a run of the whole suite includes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_whoever_names_tests_runs_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_slow_tests_are_there() -> None:
-    """A test that was renamed would be run as any other, and slowly."""
+    """A renamed test would no longer count as slow, and every run would include it."""
     missing: list[str] = []
     for name in slow_tests.names():
         path, *places = name.split("::")

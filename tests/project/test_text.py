@@ -1,4 +1,4 @@
-"""The project's text: no machine paths, nothing unfinished, no giant modules."""
+"""Tests the project's files: no machine paths, nothing unfinished, no long modules."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ MACHINE_PATH = re.compile(r"/(?:hom[e]|roo[t]|wor[k]|User[s])/|fil[e]:///|\b[C]:
 UNFINISHED = re.compile(r"\b(?:TOD[O]|FIXM[E]|XX[X])\b|raise NotImplemented[E]rror")
 LONGEST_MODULE = 800
 SOURCES = list(checkout.files(".py"))
-# Text of others, which is kept as it came.
+# Files by others, which are kept unchanged.
 FOREIGN = {"LICENSE", "requirements.lock"}
 
 

@@ -1,1 +1,1 @@
-"""Puts this folder on the path, so that the rooms below find the helpers here."""
+"""Puts this folder on the import path, so that tests in subfolders find its helpers."""

@@ -1,4 +1,4 @@
-"""The contest's toy example and files made from it."""
+"""Writes the toy example of the contest, and files derived from it."""
 
 import json
 

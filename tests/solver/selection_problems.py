@@ -1,4 +1,4 @@
-"""Codec selections that are small enough to try every choice, and what is best."""
+"""Codec selections small enough for brute force, and their optimum."""
 
 import itertools
 import math
@@ -15,9 +15,10 @@ from autopar_solver.selection.problem import check_selection, fits_budgets
 
 
 def random_problem(seed: int) -> CodecSelection:
-    """Small whole numbers: ties in time, readiness and error; every feature at times.
+    """A problem of small integers, with ties and with all features in some seeds.
 
-    At most five gradients of at most four options; some share their options.
+    There are at most five gradients with at most four options each. Some gradients have
+    equal options.
     """
     random = np.random.default_rng(seed)
     widths = random.integers(1, 5, random.integers(1, 6))
@@ -51,7 +52,7 @@ def _columns(random, widths):
 
 
 def realistic(seed: int, gradients: int, **options) -> CodecSelection:
-    """Dense, bytes, nibbles, signs: times of a link of 25 MB/s."""
+    """Codecs of 32, 8, 4 and 1 bits, with times of a link of 25 MB/s."""
     random = np.random.default_rng(seed)
     sizes = np.exp(random.uniform(np.log(1e4), np.log(4e6), gradients)).round()
     bits, lost = np.array([32.0, 8, 4, 1]), np.array([0.0, 1e-4, 0.02, 0.4])
@@ -73,7 +74,7 @@ problems = st.integers(0, 10**6).map(random_problem)
 
 
 def all_costs(problem):
-    """Every combination that is possible and within the budgets, with its cost."""
+    """Yields every feasible choice of codecs within the budgets, with its cost."""
     for choices in itertools.product(*map(range, problem.num_options)):
         cost = recompute(problem, choices)
         total = cost.cost_s + cost.error + cost.memory_bytes
@@ -86,7 +87,7 @@ def best(problem):
 
 
 def exposed_by_definition(problem, choices):
-    """The largest of ``ready_l`` plus the wire of everything from ``l`` on."""
+    """The largest of ``ready_l`` plus the time to send all gradients from ``l`` on."""
     order = sorted(range(len(choices)), key=lambda i: (problem.ready_s[i], i))
     wire = [float(problem.wire_s[i][choices[i]]) for i in order]
     ends = [problem.ready_s[i] + sum(wire[at:]) for at, i in enumerate(order)]

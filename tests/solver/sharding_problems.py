@@ -1,4 +1,4 @@
-"""Random problems and the brute force they are checked against."""
+"""Random sharding problems, and brute force that gives their optimum."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ def random_problem(
     forbidden: float = 0.2,
     scale: float = 1.0,
 ) -> ShardingProblem:
-    """Small whole-number costs times ``scale``; loops and parallel edges included."""
+    """A problem of integer costs times ``scale``, with loops and parallel edges."""
     random = np.random.default_rng(seed)
     nodes = int(random.integers(1, max_nodes + 1))
     sizes = random.integers(1, max_strategies + 1, nodes)
@@ -61,14 +61,14 @@ def _terms(random, sizes):
 
 @st.composite
 def problems(draw, **options) -> ShardingProblem:
-    """A strategy of hypothesis: seeds shrink badly but cover everything."""
+    """A hypothesis strategy of seeds: they shrink badly but reach all features."""
     seed = draw(st.integers(0, 10**6))
     forbidden = draw(st.sampled_from([0.0, 0.2, 0.6]))
     return random_problem(seed, forbidden=forbidden, **options)
 
 
 def brute_force(problem: ShardingProblem) -> float:
-    """The least cost of all valid choices; infinite if there are none."""
+    """The least cost of all feasible choices; infinite if there are none."""
     best = math.inf
     for choices in itertools.product(*map(range, problem.num_strategies)):
         found = evaluate_choices(problem, choices)
@@ -79,7 +79,7 @@ def brute_force(problem: ShardingProblem) -> float:
 
 
 def ladder(seed: int, *, length: int, strategies: int, tightness: float | None):
-    """A ladder of dense random tables with two memory terms per node."""
+    """A ladder-shaped graph of random tables, with two memory terms per node."""
     random = np.random.default_rng(seed)
     nodes = 2 * length
     edges = [(i, i + 2) for i in range(nodes - 2)]

@@ -1,4 +1,4 @@
-"""Fields of random problems, and what is least in them by trying everything."""
+"""Fields of random problems, and their optima by brute force."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ UNLIMITED = 10**9
 
 
 def graph_of_problem(problem):
-    """The problem as it is: nothing reduced but infinite node costs."""
+    """The graph of a problem, without reductions except for infinite node costs."""
     graph = build_graph(problem)
     try:
         drop_infinite(graph)
@@ -35,7 +35,7 @@ def field_of(problem):
 
 
 def solvable_field(problem):
-    """What reductions leave at least: no strategy or row that is hopeless alone."""
+    """The field without strategies and rows that can never fit; not reduced further."""
     graph = graph_of_problem(problem)
     try:
         drop_unsupported(graph)
@@ -46,7 +46,7 @@ def solvable_field(problem):
 
 
 def binding_field(seed, *, length=3, strategies=3):
-    """A ladder whose limit a fifth of all choices respect."""
+    """A ladder with a memory limit that a fifth of all choices respect."""
     free = ladder(seed, length=length, strategies=strategies, tightness=1.0)
     random = np.random.default_rng(seed)
     peaks = [
@@ -63,7 +63,7 @@ def random_choices(field, seed):
 
 
 def minima(field, costs):
-    """The least cost, and the least of each flat strategy, by trying everything."""
+    """For each strategy, the least cost of choices that contain it, by brute force."""
     best = np.full(field.num_strategies, np.inf)
     for choices in np.ndindex(*field.sizes.tolist()):
         flat = field.offsets[:-1] + np.array(choices)

@@ -1,4 +1,4 @@
-"""Small graphs and memories written out by hand."""
+"""Small graphs and memory terms for tests."""
 
 import numpy as np
 

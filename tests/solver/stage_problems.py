@@ -1,4 +1,4 @@
-"""Stage problems that are small enough to try every pipeline."""
+"""Stage problems small enough for brute force over all pipelines."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ PLAIN = (
 def random_costs(
     random, microbatches: int, layers: int, options: int, links: int, base
 ) -> LayerCosts:
-    """Whole numbers over the number of microbatches, so that work is about shared."""
+    """Random costs, scaled to about equal work for every number of microbatches."""
     table = (layers, options)
 
     def numbers(low: int, high: int, shape=table) -> np.ndarray:
@@ -69,7 +69,7 @@ def random_costs(
 def random_problem(
     seed: int, *, most_layers: int = 3, schedules=PLAIN, most_counts: int = 2
 ) -> StageProblem:
-    """Small whole numbers; every feature at times; memory that often matters."""
+    """A problem of small integers, with all features in some seeds and tight memory."""
     random = np.random.default_rng(seed)
     layers = int(random.integers(1, most_layers + 1))
     groups = tuple(
@@ -124,7 +124,7 @@ problems = st.integers(0, 10**6).map(random_problem)
 
 
 def all_pipelines(problem: StageProblem):
-    """Every pipeline of schedules with one chunk that devices and links allow."""
+    """Every pipeline that devices and links allow, for schedules of one chunk."""
     layers = problem.num_layers
     most = min(layers, problem.max_stages or layers)
     for costs, schedule in itertools.product(problem.costs, problem.schedules):
@@ -170,7 +170,7 @@ def subsets(costs, options, cuts):
 
 
 def brute_force(problem: StageProblem) -> float:
-    """The shortest step of all pipelines that fit."""
+    """The shortest step time of all pipelines that fit."""
     best = math.inf
     for pipeline in all_pipelines(problem):
         seconds = task_seconds(problem, pipeline)

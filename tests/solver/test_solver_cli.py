@@ -1,4 +1,4 @@
-"""The console script: what it prints, writes, and how it fails."""
+"""Tests the console script: its output, its files and its errors."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Clocks read the time, or count work so that results do not depend on it."""
+"""Tests clocks that read the time, and clocks that count work to be reproducible."""
 
 import math
 import time
@@ -10,7 +10,7 @@ from autopar_solver.clock import Clock
 
 @pytest.fixture
 def at(monkeypatch):
-    """Sets the time that ``time.monotonic`` tells."""
+    """Sets the time that ``time.monotonic`` returns."""
     told = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: told[0])
 

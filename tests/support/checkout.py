@@ -1,4 +1,4 @@
-"""What the tests of the project read: its files."""
+"""Lists the files of the checkout for the tests of the project."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SOURCES = {
     "autopar_passes": ROOT / "passes" / "autopar_passes",
     "autopar_solver": ROOT / "solver" / "autopar_solver",
 }
-# Folders that are made, not written.
+# Folders that tools create, and nobody writes.
 _MADE = {"build", "dist", "node_modules"}
 
 
 def files(*suffixes: str) -> Iterator[Path]:
-    """Every written file, or those with one of the suffixes, in order."""
+    """Every hand-written file, or those with one of the suffixes, in sorted order."""
     for folder, subfolders, names in os.walk(ROOT):
         subfolders[:] = sorted(name for name in subfolders if not _made(name))
         for name in sorted(names):
@@ -30,7 +30,7 @@ def files(*suffixes: str) -> Iterator[Path]:
 
 
 def modules() -> dict[str, Path]:
-    """The files of the packages by the name that imports them."""
+    """The files of the packages by the names under which they are imported."""
     found = {}
     for package, source in SOURCES.items():
         for path in sorted(source.rglob("*.py")):

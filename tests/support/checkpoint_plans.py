@@ -1,4 +1,4 @@
-"""A small step under eight kinds of plans, and its state under each."""
+"""A small step under several kinds of plans, and its state under each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from planner_steps import mlp_loss, mlp_params, trained
 import autopar
 from autopar import Cluster, Plan
 
-# In eight microbatches the rows are odd: stages must split their weights.
+# Each of eight microbatches has 65 rows, so stages must weight uneven shares.
 ROWS, WIDTH, HIDDEN, LAYERS = 8 * 65, 64, 256, 2
 TX = optax.adamw(1e-2, eps=1e-3)
 WHOLE, ROW, COLUMN = PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "t")
 BATCH = {"batch/*": PartitionSpec("data")}
 STAGED: dict[str, Any] = {"stages": 2, "microbatches": 2}
-# What is sharded by the moments' and the parameters' names.
+# The parameters and moments that tensor parallelism shards, by their names.
 TENSOR = {"*/up": COLUMN, "*/bias": PartitionSpec("t"), "*/down": PartitionSpec("t")}
 
 step = trained(mlp_loss, TX)
@@ -40,7 +40,7 @@ def batch(seed: int = 0) -> Any:
 
 
 def options(name: str) -> dict[str, Any]:
-    """What `autopar.plan` is asked for."""
+    """The arguments of `autopar.plan` for the plan of a name."""
     slow = "network=1Gb/s"
     return {
         "data": _one("8:cpu", {"params/*": WHOLE, "state/*": WHOLE}),
@@ -87,7 +87,7 @@ NAMES = (
 
 @functools.cache
 def plan(name: str) -> Plan:
-    """The plan of a name; in that of remat every layer is computed again."""
+    """The plan of a name. The plan "remat" recomputes every layer."""
     asked = dict(options(name))
     cluster = Cluster.parse(asked.pop("cluster"))
     structs = jax.eval_shape(lambda: (*create(), jax.tree.map(jnp.asarray, batch())))
@@ -101,7 +101,7 @@ def plan(name: str) -> Plan:
 
 
 def parallel(name: str) -> Any:
-    """The step under a plan, prepared and not compiled."""
+    """The step under the plan of a name, prepared but not compiled."""
     made = autopar.parallelize(step, plan=plan(name))
     made.prepare(*jax.eval_shape(create), batch())
     return made

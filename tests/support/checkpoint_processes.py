@@ -1,11 +1,12 @@
-"""One process of several that save and restore; run by test_checkpoint_processes.py.
+"""A process that saves and restores with others; test_checkpoint_processes.py runs it.
 
 Usage: python checkpoint_processes.py PROCESS COUNT PORT DIRECTORY
 
-Saves a sharded state and one in pipeline stages, and restores each under other plans.
-No step runs, so nothing but the creation of the state is compiled. Then saves the state
-of codecs and of the noise scale in pipeline stages, after a step. The plans are read
-from DIRECTORY: a search that ends by its time can find another plan in each process.
+Saves a sharded state and a state in pipeline stages, and restores each under other
+plans. No step runs, so JAX compiles only the creation of the state. Then the script
+saves codec states and the state of the noise scale in pipeline stages, after a step.
+All processes read the plans from DIRECTORY. If each process planned for itself, a
+search that ends by time could give different plans.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main(process: int, count: int, port: str, directory: pathlib.Path) -> None:
 def beside_the_state(
     directory: pathlib.Path, batch: dict[str, Any], plan: Plan
 ) -> None:
-    """Restores what two stages with codecs have beside the state, and trains on."""
+    """Restores the states of codecs and noise scale of two stages, and trains on."""
 
     def step() -> Any:
         return autopar.parallelize(plans.step, plan=plan, noise_scale=True)
@@ -79,7 +80,7 @@ def beside_the_state(
 
 
 def shards(tree: Any) -> list[list[tuple[Any, bytes]]]:
-    """Of each array the bounds and the bits of each shard of this process."""
+    """For each array, the index and the bytes of each of its shards in this process."""
     return [
         [(x.index, np.asarray(x.data).tobytes()) for x in leaf.addressable_shards]
         for leaf in jax.tree.leaves(tree)

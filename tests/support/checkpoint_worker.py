@@ -1,4 +1,4 @@
-"""Saves one checkpoint after another until it is killed, or one and ends.
+"""Saves checkpoints in child processes that it kills, and then a complete one.
 
 python checkpoint_worker.py DIRECTORY FOREVER|ONCE
 """
@@ -25,13 +25,13 @@ NAMES, SHAPE = ("a", "b", "c", "d"), (256, 256)
 
 
 def numbers(step: int) -> dict[str, jax.Array]:
-    """The state after a step."""
+    """The arrays of the state after a step."""
     draw = np.random.default_rng(step)
     return {x: jnp.asarray(draw.standard_normal(SHAPE, np.float32)) for x in NAMES}
 
 
 def save_of(directory: pathlib.Path, step: int) -> checkpoints.Save:
-    """A save that was begun."""
+    """A save of a step's state, which has begun."""
     arrays = store.copy_arrays(numbers(step))
     files = store.file_names(arrays)
     entries = {
@@ -64,7 +64,7 @@ def save_of(directory: pathlib.Path, step: int) -> checkpoints.Save:
 
 
 class _Plan:
-    """In the place of a plan."""
+    """A plan whose saved file is empty."""
 
     def save(self, path: pathlib.Path) -> None:
         path.write_text("{}")
@@ -81,7 +81,7 @@ def save_once(directory: pathlib.Path) -> None:
 
 
 def killed(directory: pathlib.Path, after_s: float) -> bool:
-    """Whether a process that saves was killed after its second checkpoint."""
+    """Kills a saving child after two checkpoints; returns whether the kill ended it."""
     child = os.fork()
     if child == 0:
         save_for_ever(directory)

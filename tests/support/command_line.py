@@ -1,4 +1,4 @@
-"""Runs the command line in this process, and reads what it says."""
+"""Runs the command line in this process and collects its output."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from checkout import GOLDEN
 from autopar.cli import main
 
 TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
-# Words that make the target quick to plan.
+# Arguments that make the target quick to plan.
 SMALL = ("width=64", "batch=64", "layers=1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """The end of a command: its exit code, and both of its streams as text."""
+    """The exit code of a command, and what it wrote to stdout and stderr."""
 
     code: int
     out: str
@@ -35,7 +35,7 @@ Run = Callable[..., Result]
 
 
 def exit_code(*words: object) -> int:
-    """Runs a command line; returns its exit code."""
+    """Runs a command line and returns its exit code."""
     with pytest.raises(SystemExit) as stop:
         main([str(word) for word in words])
     assert isinstance(stop.value.code, int)
@@ -43,13 +43,13 @@ def exit_code(*words: object) -> int:
 
 
 def save_plan(path: pathlib.Path, *words: object) -> pathlib.Path:
-    """Plans the target and saves the plan."""
+    """Runs the command that plans the target and saves the plan."""
     assert exit_code("plan", TARGET, *words, "--out", path) == 0
     return path
 
 
 def assert_fails(result: Result, *parts: str, code: int = 2) -> None:
-    """One line on stderr, nothing on stdout, and an exit code."""
+    """Checks that a command failed with one line on stderr and nothing on stdout."""
     assert (result.code, result.out) == (code, "")
     assert len(result.err.splitlines()) == 1
     assert result.err.startswith("autopar: ")

@@ -1,4 +1,4 @@
-"""Fixtures of the command line: it runs in this process, on a plan that it saved."""
+"""Fixtures that run the command line in this process, and a plan saved by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small steps whose gradients are large enough to be compressed, and their plans."""
+"""Small steps whose gradients are large enough for codecs, and their plans."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from autopar import Cluster
 from autopar_passes.audit.compiled import hlo_collectives
 from autopar_passes.audit.partitioned import AuditedCollective
 
-# The least batch for which splitting it beats gathering it, with weights of these
-# sizes; no weight is smaller than what a codec is used for.
+# With weights of these sizes, this is the smallest batch for which sharding the batch
+# is faster than gathering it. No weight is smaller than the least size for codecs.
 ROWS, WIDTH, HIDDEN, LAYERS, TIMES = 512, 32, 64, 2, 3
 WORKERS = 4
 NETWORK = "network=1Gb/s"
@@ -32,9 +32,10 @@ ADAM = optax.adamw(1e-2, eps=1e-3)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step, its first state, its batches, and the hints that split it.
+    """A step, its first state, its batches, and the hints by which plans shard it.
 
-    ``state`` makes the leading arguments; a step returns them and the loss.
+    ``state`` creates the leading arguments. A step returns their new values and the
+    loss.
     """
 
     step: Callable[..., Any]
@@ -45,7 +46,7 @@ class Case:
     axes: tuple[str, ...] = ("data",)
 
     def parallel(self, compression: str, **options: Any) -> Any:
-        """The step under a plan that splits the batch."""
+        """The step under a plan that shards the batch."""
         return autopar.parallelize(
             self.step,
             cluster=Cluster.parse(self.cluster),
@@ -60,7 +61,7 @@ class Case:
         return map(self.batch, range(start, start + count))
 
     def train(self, step: Any, state: Any, batches: Any) -> tuple[Any, list[float]]:
-        """Runs steps; returns the state and the losses."""
+        """Runs a step on some batches; returns the state and the losses."""
         losses: list[float] = []
         for batch in batches:
             out = step(*state, batch)
@@ -71,14 +72,14 @@ class Case:
 
 
 def rows(seed: int, *front: int) -> Any:
-    """A batch of inputs and of targets that can be learnt."""
+    """A batch of inputs, and of targets that a model can learn."""
     x = 0.5 * np.random.default_rng(seed).standard_normal((*front, WIDTH))
     x = x.astype(np.float32)
     return {"x": x, "y": np.sin(x)}
 
 
 def plain(loss: Any, params: Any, tx: Any, pins: Any = None, **options: Any) -> Case:
-    """A step of parameters, optimizer state and batch."""
+    """A case whose step takes parameters, optimizer state and batch."""
     return Case(
         trained(loss, tx),
         lambda: jax.tree.map(jnp.array, (params, tx.init(params))),
@@ -97,7 +98,7 @@ def data_parallel() -> Case:
 
 
 def sharded_state() -> Case:
-    """ZeRO: each device updates its part of the parameters."""
+    """ZeRO: each device updates its shard of the parameters."""
     part = PartitionSpec("data")
     pins = {f"state/*/{m}/*/{w}": part for m in ("mu", "nu") for w in ("up", "down")}
     return plain(mlp_loss, MLP, ADAM, pins)
@@ -114,14 +115,14 @@ def tensor_parallel() -> Case:
 
 
 def two_levels() -> Case:
-    """Data parallel within hosts and between them."""
+    """Data parallelism within hosts and between hosts."""
     pins = {"batch/*": PartitionSpec(("data", "tensor")), "params/*": PartitionSpec()}
     cluster, axes = f"2x2:cpu,{NETWORK}", ("data", "tensor")
     return plain(mlp_loss, MLP, CLIPPED, pins, cluster=cluster, axes=axes)
 
 
 def split_over_levels() -> Case:
-    """The same; each device of all hosts keeps its part of the parameters."""
+    """As `two_levels`, but each device of all hosts keeps a shard of the parameters."""
     part = PartitionSpec(("data", "tensor"))
     pins = {"batch/*": part, "params/*/up": part, "params/*/down": part}
     cluster, axes = f"2x2:cpu,{NETWORK}", ("data", "tensor")
@@ -139,7 +140,7 @@ def scanned_layers() -> Case:
 
 
 def recurrent() -> Case:
-    """Sequences, (time, batch, features)."""
+    """A recurrent step on sequences of shape (time, batch, features)."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -164,7 +165,7 @@ def recurrent() -> Case:
 
 
 def tied_embedding() -> Case:
-    """A table that is looked up and multiplied; the state carries a random key."""
+    """An embedding table that is also the output matrix; the state has a random key."""
     words = 64
 
     def step(state: Any, batch: Any) -> Any:
@@ -270,7 +271,7 @@ def case_of(name: str) -> Case:
 
 @functools.cache
 def plain_losses(name: str, count: int) -> tuple[float, ...]:
-    """The losses of the step as it was written, on one device."""
+    """The losses of the unplanned step on one device."""
     case = case_of(name)
     jitted = nnx.jit(case.step) if name == "nnx" else jax.jit(case.step)
     return tuple(case.train(jitted, case.state(), case.batches(count))[1])
@@ -278,7 +279,7 @@ def plain_losses(name: str, count: int) -> tuple[float, ...]:
 
 @functools.cache
 def plan_of(codec: str, name: str = "data_parallel") -> autopar.Plan:
-    """The plan of a case by one codec; made once."""
+    """The plan of a case with one codec, computed once."""
     case = case_of(name)
     step = case.parallel(codec)
     step.prepare(*case.state(), case.batch(0))
@@ -286,36 +287,36 @@ def plan_of(codec: str, name: str = "data_parallel") -> autopar.Plan:
 
 
 def fresh(codec: str, name: str = "data_parallel", **options: Any) -> Any:
-    """A new step of a case under that plan."""
+    """A new step of a case under the plan of `plan_of`."""
     plan = plan_of(codec, name)
     return autopar.parallelize(case_of(name).step, plan=plan, **options)
 
 
 def spoilt(batch: Any) -> Any:
-    """The batch with one number that is none."""
+    """The batch with one element replaced by NaN."""
     x = batch["x"].copy()
     x[3, 5] = np.nan
     return {**batch, "x": x}
 
 
 def on_host(tree: Any) -> Any:
-    """The arrays of a tree as numpy has them; they outlive a donated step."""
+    """The arrays of a tree as numpy arrays, which stay valid after donation."""
     return jax.tree.map(np.asarray, tree)
 
 
 def compiled(step: Any, *args: Any) -> Any:
-    """A planned step, compiled without optimising machine code: only to be read."""
+    """A planned step, compiled without optimised machine code, only to be read."""
     return step.lower(*args).compile({"xla_backend_optimization_level": 0})
 
 
 def collectives(program: Any, plan: autopar.Plan) -> tuple[AuditedCollective, ...]:
-    """The collectives of a compiled program."""
+    """The collectives in a compiled program."""
     mesh = list(zip(plan.axis_names, plan.axis_sizes, strict=True))
     return hlo_collectives(program.as_text(), mesh)
 
 
 def payloads(program: Any) -> list[tuple[str, str]]:
-    """Kind and element type of each gather and exchange that codecs ask for."""
+    """Kind and element type of each collective that sends a codec's payload."""
     lines = [x for x in program.as_text().splitlines() if "shard_map" in x]
     found = [m for x in lines if (m := _PAYLOAD.search(x))]
     return sorted((m["kind"], m["dtype"]) for m in found)

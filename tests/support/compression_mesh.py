@@ -1,4 +1,4 @@
-"""Synchronises gradients over four simulated workers of a mesh."""
+"""Runs the synchronisation of gradients on a mesh of four simulated workers."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ def program(
     measured=None,
     summed=False,
 ):
-    """One step of all workers: arrays have a leading dim over them."""
+    """One step of all workers; the first dim of each array counts the workers."""
     devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
     mesh = jax.sharding.Mesh(devices, axes)
     links = MeshLinks(axes, devices.size)
@@ -41,7 +41,7 @@ def program(
             worker,
             step,
             signals=signals,
-            # Not a constant, which would leave only one branch.
+            # A traced value: with a constant, XLA would keep only one branch.
             measured=None if measured is None else (step >= 0) == measured,
             summed=summed,
         )
@@ -66,7 +66,7 @@ def begin(gradients):
 
 
 def run(gradients, partials, states=None, step=0, **options):
-    """Totals, states and sums of all workers as numpy arrays."""
+    """The totals, states and sums of all workers after a step, as numpy arrays."""
     gradients = tuple(gradients)
     partials = [jnp.asarray(p) for p in partials]
     states = begin(gradients) if states is None else states

@@ -1,4 +1,4 @@
-"""What tests ask of a codec on simulated workers."""
+"""Runs codecs on simulated workers and checks their results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ EPSILON = float(np.finfo(np.float32).eps)
 
 
 def wire_cost(codec: Codec, shape, workers, *, scatter=False) -> tuple[float, int]:
-    """Bytes that one worker sends for a gradient, and in how many rounds."""
+    """The bytes that one worker sends for a gradient, and the number of messages."""
     found = codec.messages(shape, workers, scatter=scatter)
     return sum(message.sent for message in found), len(found)
 
 
 class Result(NamedTuple):
-    """What n workers know after a step, on the leading axis."""
+    """Results of n workers after a step; the first dim of arrays counts the workers."""
 
     total: np.ndarray
     sent: np.ndarray
@@ -31,17 +31,18 @@ class Result(NamedTuple):
 def simulate(
     codec: Codec, gradients, states=None, *, step=0, seed=7, scatter=False, chunks=None
 ) -> Result:
-    """One step of all workers, compiled as a whole.
+    """Runs one step of all workers, compiled as one program.
 
     Args:
       codec: the codec.
       gradients: float32 (n, *shape).
-      states: of `initial_states` or of the step before; default: those of the
-        first step.
+      states: from `initial_states` or from the step before. The default is the states
+        of the first step.
       step: number of the step.
       seed: the gradient's.
-      scatter: whether each worker gets its own chunk of the sum.
-      chunks: (n, n, c), instead of the gradients' own, as error feedback makes.
+      scatter: whether each worker receives only its own chunk of the sum.
+      chunks: (n, n, c) arrays to send in place of the gradients', as with error
+        feedback.
     """
     gradients = np.asarray(gradients, np.float32)
     n, *shape = gradients.shape
@@ -57,17 +58,17 @@ def simulate(
 
 
 def assert_same_everywhere(result: Result) -> None:
-    """All workers hold the same total, bit for bit."""
+    """Checks that all workers have the same total, bit for bit."""
     first = result.total[0]
     for other in result.total[1:]:
         np.testing.assert_array_equal(first.view(np.uint32), other.view(np.uint32))
 
 
 def assert_conserved(result: Result, *, exact: bool = True) -> None:
-    """What is sent and what is left make what there was.
+    """Checks that the sent part and the remaining error add up to the original.
 
-    Exactly where elements are picked, for x - bf16(x) is exact; otherwise to the
-    rounding of the two operations.
+    For codecs that pick elements the sum is exact, since x - bf16(x) is exact.
+    Otherwise the rounding of the two operations is allowed.
     """
     error = result.chunks - result.sent
     again = result.sent + error
@@ -79,13 +80,13 @@ def assert_conserved(result: Result, *, exact: bool = True) -> None:
 
 
 def flat_total(result: Result, size: int, *, scatter=False) -> np.ndarray:
-    """The sum as one vector of the gradient's elements."""
+    """The sum as a vector of the gradient's elements, without padding."""
     whole = result.total if scatter else result.total[0]
     return whole.reshape(-1)[:size]
 
 
 def relative_error(result: Result, gradients, *, scatter=False) -> float:
-    """The sum's relative L2 error."""
+    """The relative L2 error of the sum."""
     exact = np.asarray(gradients, np.float64).sum(axis=0).reshape(-1)
     got = flat_total(result, exact.size, scatter=scatter)
     return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))

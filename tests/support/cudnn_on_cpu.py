@@ -1,4 +1,4 @@
-"""cuDNN's attention on CPUs, by plain operations, so that tests run planned kernels."""
+"""cuDNN's attention on CPUs, from plain operations, for tests of planned kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOWERINGS = mlir._platform_specific_lowerings  # pyright: ignore[reportPrivateU
 
 
 def attention(q: Any, k: Any, v: Any, params: dict[str, Any]) -> tuple[Any, Any]:
-    """The output in float32, and the logarithms of rows (batch, heads, sequence)."""
+    """The output in float32, and the log-sum-exp of scores (batch, heads, sequence)."""
     if params["layout"]:
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -42,7 +42,7 @@ def _forward(q: Any, k: Any, v: Any, *_: Any, **params: Any) -> Any:
 def block_gradients(
     q: Any, k: Any, v: Any, rows: Any, out: Any, gradient: Any, params: dict[str, Any]
 ) -> Any:
-    """The part of a block in the gradients, by output and logarithms of whole rows."""
+    """A block's part of the gradients, from output and log-sum-exp over all blocks."""
 
     def share(q: Any, k: Any, v: Any) -> Any:
         own, logs = attention(q, k, v, params)
@@ -62,7 +62,7 @@ def _backward(q: Any, k: Any, v: Any, *rest: Any, **params: Any) -> Any:
 
 @contextlib.contextmanager
 def cudnn_on_cpu() -> Generator[None]:
-    """Lets steps with cuDNN's attention run on CPUs, and in float32, too."""
+    """Lets steps with cuDNN's attention run on CPUs, also in float32."""
     functions = {
         fused._dot_product_attention_fwd_p_wrapper: _forward,  # pyright: ignore[reportPrivateUsage]
         fused._dot_product_attention_bwd_p_wrapper: _backward,  # pyright: ignore[reportPrivateUsage]

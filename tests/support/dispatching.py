@@ -1,4 +1,4 @@
-"""Jobs whose processes are imitated: they train by a clock that a test moves."""
+"""Simulated jobs for a scheduler; they train by a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = 8
 
 
 def curve(*goodputs: float) -> CurveTable:
-    """A goodput for each number of nodes of one device."""
+    """A goodput for each number of nodes with one device each."""
     made = [
         CurvePoint(
             cluster=f"{n}x1:cpu", kind="cpu", nodes=n, devices=n, batch=BATCH,
@@ -42,7 +42,7 @@ def handed(name: str, *, table: CurveTable | None = HALVES, **fields: Any) -> Ha
 
 @dataclasses.dataclass
 class Training:
-    """The processes of a job."""
+    """The simulated processes of a job."""
 
     attempt: int
     places: Mapping[str, int]
@@ -52,14 +52,14 @@ class Training:
 
 
 class Trainings:
-    """The processes of jobs; what `ProcessRuns` has in folders is here."""
+    """The simulated processes of all jobs, in place of those of `ProcessRuns`."""
 
     def __init__(self, clock: Clock, steps: Mapping[str, int]) -> None:
-        """Has started none.
+        """Starts with no running job.
 
         Args:
-          clock: by which they train.
-          steps: job -> how many steps it has.
+          clock: the clock by which the jobs train.
+          steps: the number of steps of each job.
         """
         self.clock, self.steps = clock, dict(steps)
         self.of: dict[str, Training] = {}
@@ -120,7 +120,7 @@ class Trainings:
         self.of[job.name].ending = Ending(code=130, reason="interrupted.")
 
     def lose(self, name: str) -> None:
-        """All workers of a job die."""
+        """Simulates that all workers of a job die."""
         reason = "0 of at least 1 workers are left"
         self.of[name].ending = Ending(code=1, reason=reason, lost=True)
 
@@ -150,7 +150,7 @@ class Trainings:
 
 
 class Clock:
-    """Seconds, which pass when somebody sleeps."""
+    """A clock in seconds that advances only when somebody sleeps."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -163,7 +163,7 @@ class Clock:
 
 
 class Cluster:
-    """Nodes of one device each."""
+    """A cluster of nodes with one device each."""
 
     def __init__(self, count: int) -> None:
         self.found = [ClusterNode(f"n{k}", 1) for k in range(count)]
@@ -177,7 +177,7 @@ class Cluster:
 
 
 class World:
-    """A scheduler over imitated jobs, which may be killed and started again."""
+    """A scheduler of simulated jobs, which tests can stop and start again."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class World:
         self.scheduler = self.again()
 
     def again(self) -> Scheduler:
-        """Starts the scheduler; one that was there is forgotten, as by a kill."""
+        """Starts a new scheduler and drops the old one, as if it had been killed."""
         self.scheduler = Scheduler(
             Store(self.path),
             self.cluster,

@@ -1,7 +1,7 @@
-"""`elastic_script.py`; the first process of a world may be killed as it forms.
+"""Runs `elastic_script.py`, but the first process of a world may die as it forms.
 
-Where the folder of the run has a file "die", the process removes it, connects to the
-coordination service, and is gone before it has said anything.
+If the run's folder contains a file "die", the first process removes the file and
+connects to the coordination service. Then it kills itself before it has sent anything.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ plain_client = jax_processes.coordination_client
 
 
 def coordination_client(address: str, index: int, connect_s: int) -> Any:
-    """A client that is the end of the first process."""
+    """Creates a client of the coordination service; the first process may die in it."""
     client = plain_client(address, index, connect_s)
     order = pathlib.Path(os.environ[FOLDER_VARIABLE]) / "die"
     if index == 0 and order.exists():
         order.unlink()
         client.connect()
-        time.sleep(0.3)  # until the others wait for what this one would say
+        time.sleep(0.3)  # until the other processes wait for a message from this one
         os.kill(os.getpid(), signal.SIGKILL)
     return client
 

@@ -1,4 +1,4 @@
-"""Runs of several processes that tests start, disturb and look at."""
+"""Starts elastic runs of several processes, disturbs them and reads their files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_S = 120.0
 
 
 class Run:
-    """A run of `elastic_script.py`, or of another script."""
+    """A run of `elastic_script.py` or of another script."""
 
     def __init__(self, folder: pathlib.Path, *words: Any, **options: Any) -> None:
         self.folder, self.words, self.options = folder, words, options
@@ -31,7 +31,7 @@ class Run:
         self.process = self.started()
 
     def started(self) -> subprocess.Popen[str]:
-        """Starts `autopar run`; once more where its supervisor was killed."""
+        """Starts `autopar run`, or starts it again after its supervisor was killed."""
         self.folder.mkdir(exist_ok=True)
         with open(self.folder / "output", "a") as output:
             return subprocess.Popen(
@@ -43,7 +43,7 @@ class Run:
             )
 
     def command_line(self) -> list[str]:
-        """The command that starts it."""
+        """The command line of `autopar run`."""
         given = {"folder": self.folder, "no-ahead": None, **self.options}
         script = given.pop("script", SCRIPT)
         given.pop("flags", None)
@@ -52,7 +52,7 @@ class Run:
         return [sys.executable, "-m", "autopar", "run", *options, *words]
 
     def environment(self) -> dict[str, str]:
-        """Of its processes."""
+        """The environment of the run's processes."""
         places = (ROOT, ROOT / "solver", ROOT / "passes", ROOT / "tests" / "support")
         return {
             **os.environ,
@@ -73,7 +73,7 @@ class Run:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def worlds(self) -> list[list[int]]:
-        """The worlds that formed and have the state, by their workers."""
+        """The worlds that formed and have the state, each as its list of workers."""
         found: list[list[int]] = []
         for line in self.log():
             if line["event"] == "form":
@@ -88,15 +88,15 @@ class Run:
         ]
 
     def supervisor(self) -> int:
-        """The process id that the last supervisor wrote down."""
+        """The process id of the last supervisor, from the file run.json."""
         return int(self.state().get("pid", 0))
 
     def state(self) -> dict[str, Any]:
-        """What the supervisor wrote down for the one after it."""
+        """The state in run.json, which a supervisor writes for its successor."""
         return json.loads((self.folder / "run.json").read_text())
 
     def service(self) -> int:
-        """The process id of the coordination service, once it is written down."""
+        """The process id of the coordination service; 0 until run.json contains it."""
         return int((self.state().get("service") or {}).get("pid", 0))
 
     def kill_service(self) -> None:
@@ -112,7 +112,7 @@ class Run:
         os.kill(self.pid(worker), how)
 
     def kill_all(self, workers: list[int]) -> None:
-        """Kills workers at once."""
+        """Kills several workers at the same time."""
         for pid in [self.pid(worker) for worker in workers]:
             os.kill(pid, signal.SIGKILL)
 
@@ -127,31 +127,31 @@ class Run:
             time.sleep(0.02)
 
     def count(self, event: str) -> int:
-        """How often something has happened."""
+        """The number of times that the log has an event."""
         return sum(x["event"] == event for x in self.log())
 
     def wait_for_words(self, words: str) -> None:
-        """Waits until some process has printed them; the supervisor may be gone."""
+        """Waits until a process has printed words; the supervisor may have ended."""
         end = time.monotonic() + LIMIT_S
         while words not in self.output():
             assert time.monotonic() < end, self.output()
             time.sleep(0.02)
 
     def wait_for_world(self, workers: list[int], steps: int = 3) -> None:
-        """Waits until these train together, and have done some steps."""
+        """Waits until these workers form the last world and have done some steps."""
         self.wait_for(lambda: bool(self.worlds()) and self.worlds()[-1] == workers)
         there = self.last_step()
         self.wait_for(lambda: self.last_step() >= there + steps)
 
     def reached(self) -> int:
-        """The last step that the supervisor has heard of; -1: none."""
+        """The last step that workers have reported to the supervisor; -1 if none."""
         try:
             return self.ask(command="status")["status"]["reached"]
         except OSError:
-            return -1  # it has not started yet
+            return -1  # the supervisor has not started yet
 
     def steps(self) -> list[tuple[int, float]]:
-        """Every step and loss that any process wrote."""
+        """The steps and losses in the files of all processes."""
         found: list[tuple[int, float]] = []
         for path in self.results.glob("losses.*"):
             if path.is_file() and path.suffix != ".ledger":
@@ -164,12 +164,12 @@ class Run:
         return max((k for k, _ in self.steps()), default=-1)
 
     def wait(self) -> int:
-        """Waits for the end; nothing more is done to the run."""
+        """Lets the run end, and waits for its exit code."""
         (self.results / "go").touch()
         return self.process.wait(LIMIT_S)
 
     def clean(self) -> None:
-        """Ends all that is left."""
+        """Kills all processes of the run that are still alive."""
         pids = [x["pid"] for x in self.log() if x["event"] == "start"]
         with contextlib.suppress(OSError, ValueError):
             pids.append(self.service())

@@ -1,4 +1,4 @@
-"""Elastic runs of the small steps, and what they must give."""
+"""Elastic runs of the small steps in one process, and their losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.elastic.loop import ElasticRun
 
 
 def source(position: int, rows: int) -> Any:
-    """Samples by their number, whoever asks for how many."""
+    """Samples that depend only on their position, not on how many are requested."""
     draws = [np.random.default_rng(position + k) for k in range(rows)]
     x = np.stack([d.standard_normal(forms.WIDTH) for d in draws]).astype(np.float32)
     return {"x": x, "y": np.sin(x)}
@@ -22,7 +22,7 @@ def source(position: int, rows: int) -> Any:
 def started(
     form: forms.Form, steps: int, batch: int = forms.BATCH, **options: Any
 ) -> ElasticRun:
-    """A run on eight devices whose links cost nothing, so that plans split."""
+    """A run on eight devices with links so cheap that plans shard the step."""
     planned = {k: options.pop(k) for k in ("compression", "programs") if k in options}
     step = autopar.parallelize(form.step, cluster=forms.cheap("8:cpu"), **planned)
     options.setdefault("ahead", False)
@@ -38,7 +38,7 @@ def started(
 
 
 def losses(run: ElasticRun, changes: dict[int, Any] | None = None) -> list[float]:
-    """Runs to the end; changes come before the steps of these numbers."""
+    """The losses of a run until its end; `changes` maps steps to changes before."""
     waiting = dict(changes or {})
     found: list[float] = []
     for done in run:

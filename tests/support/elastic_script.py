@@ -1,10 +1,10 @@
-"""A training script of the tests of several processes.
+"""A training script for tests of elastic runs with several processes.
 
 Usage: autopar run ... elastic_script.py OUT STEPS SURVIVE PACE_S [CHECKPOINTS [CODEC
 [STAGES]]]
 
-Unless PACE_S is 0, the last steps take a second each until there is a file `go`
-beside OUT. Events are read from the file `events` beside OUT.
+Unless PACE_S is 0, each of the last steps takes a second until a file `go` exists
+beside OUT. The script reads events from the file `events` beside OUT.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAST = int(os.environ.get("ELASTIC_LAST", "40"))
 
 
 def main() -> None:
-    """Trains, and writes each step and its loss to OUT.PID."""
+    """Trains, and writes each step and its loss to the file OUT.PID."""
     out, steps, survive, pace_s, *more = sys.argv[1:]
     folder = f"{out}.{more[0]}" if more and more[0] else None
     codec = more[1] if len(more) > 1 else "none"
@@ -55,7 +55,8 @@ def main() -> None:
     with open(f"{out}.{os.getpid()}", "a") as file:
         for done in run:
             print(json.dumps([done.step, float(done.result)]), file=file, flush=True)
-            # The last steps wait for all that shall happen, also on a busy machine.
+            # The last steps are slow until all events of the test have happened, even
+            # if the machine is busy.
             last = done.step > int(steps) - LAST and not go.exists()
             time.sleep(1.0 if last and float(pace_s) else float(pace_s))
     print(f"finished {run.step} steps", flush=True)

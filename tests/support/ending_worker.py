@@ -1,4 +1,4 @@
-"""One process of a program in which the last one fails; run by test_multiprocess.py.
+"""A process of a program whose last process fails; test_multiprocess.py runs it.
 
 Usage: python ending_worker.py PROCESS COUNT PORT STEPS
 """

@@ -1,4 +1,4 @@
-"""All that the judge says of a plan, as lines of a golden file."""
+"""The cost model's estimates for a plan, as lines of golden files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autopar.planner.scheme import axis_uses, name_of, split_of, worth_of
 from autopar.planner.weights import HIDDEN, plane_of
 from autopar.steps.analysis import Analysis
 
-# Rows of the batch and microbatches, beside those that were planned.
+# Factors of the batch and numbers of microbatches other than the planned ones.
 _OTHERS = ((1.0, 1), (2.0, 1), (1.0, 2), (4.0, 8))
 
 
@@ -65,7 +65,7 @@ def estimate_lines(assignment: Assignment, pricer: Pricer) -> Iterator[str]:
 
 
 def fields_of(record: object) -> dict[str, object]:
-    """The plain fields of a record by name."""
+    """The plain fields of a struct, by name."""
     fields = getattr(record, "__struct_fields__", ())
     return {name: getattr(record, name) for name in fields if name != "axes"}
 
@@ -87,7 +87,7 @@ def cost_lines(cost: CostBreakdown, pricer: Pricer) -> Iterator[str]:
 
 
 def message_lines(found: StepEstimate) -> Iterator[str]:
-    """A line for each kind of collective over the same axes."""
+    """A line for each kind of collective and its mesh axes."""
     sent, pricer = found.messages, found.pricer
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = collections.defaultdict(list)
     for number, c in enumerate(sent.collectives):
@@ -165,7 +165,7 @@ CODECS = ("int8", "powersgd:rank=4", "topk")
 
 
 def problem_lines(analysis: Analysis, pricer: Pricer, *, coded: bool) -> Iterator[str]:
-    """Sums of all prices of the planner's problem on a mesh; also with codecs."""
+    """Digests of the planner's problem on a mesh, also of problems with codecs."""
     memory = float(pricer.cluster.memory_bytes)
     small = small_state(analysis.graph, analysis.contraction, memory)
     made = formulate(analysis, pricer, None, memory, None, HIDDEN, small)

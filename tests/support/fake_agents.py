@@ -1,4 +1,4 @@
-"""Agents of hosts that are only written down."""
+"""Simulated agents of hosts, which record the orders that they receive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Agent:
-    """A supervisor's or a scheduler's end of the connection to an agent."""
+    """The supervisor's or scheduler's end of a connection to a simulated agent."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, dict[str, Any]]] = []
@@ -23,7 +23,7 @@ class Agent:
         pass
 
     def say(self, kind: str, **data: Any) -> None:
-        """What the agent says next."""
+        """Adds a message that the supervisor will receive from the agent."""
         self._says.append({"kind": kind, **data})
         self._told.release()
 

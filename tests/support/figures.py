@@ -1,4 +1,4 @@
-"""Figures of golden files: six digits, by name, and sums of whole arrays."""
+"""Formats figures of golden files with six digits, and digests of arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def figure(value: Any) -> str:
-    """A number at six digits; anything else as it is."""
+    """A number with six digits; any other value as text."""
     if isinstance(value, (bool, np.bool_, str)) or value is None:
         return str(value)
     if isinstance(value, (tuple, list)):
@@ -19,13 +19,13 @@ def figure(value: Any) -> str:
 
 
 def row(title: str, figures: Mapping[str, Any] | None = None, /, **more: Any) -> str:
-    """A line of names with their figures."""
+    """A line with a title and figures by name."""
     named = {**(figures or {}), **more}
     return f"{title:12} " + "  ".join(f"{k} {figure(v)}" for k, v in named.items())
 
 
 def digest(values: Any) -> str:
-    """The number of finite entries of an array, their sum, and the sum by position."""
+    """The number, sum and position-weighted sum of an array's finite elements."""
     flat = np.asarray(values, dtype=float).ravel()
     finite = np.isfinite(flat)
     kept = np.where(finite, flat, 0.0)
@@ -34,13 +34,13 @@ def digest(values: Any) -> str:
 
 
 def digest_all(arrays: Any) -> str:
-    """`digest` of several arrays, one behind the other."""
+    """The `digest` of several arrays that are joined."""
     parts = [np.asarray(a, dtype=float).ravel() for a in arrays]
     return digest(np.concatenate(parts) if parts else np.zeros(0))
 
 
 def arrays_of(record: Any) -> dict[str, str]:
-    """`digest` of each array and each number of a record, by field."""
+    """The `digest` of each array and number of a record, by field."""
     named = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
     kinds = (float, int, np.ndarray, np.generic)
     return {k: digest(v) for k, v in named.items() if isinstance(v, kinds)}

@@ -1,4 +1,4 @@
-"""A small step whose gradients are noisy, and runs whose batch follows that."""
+"""A small step with noisy gradients, and runs whose batch size follows the noise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loss_of(w: jax.Array, batch: Any) -> jax.Array:
 
 
 def parallel(tx: Any = None, **options: Any) -> Any:
-    """The step on four devices; its batch is split over them, its state is not."""
+    """The step on four devices, with a sharded batch and a replicated state."""
     made = tx or optimizer()
 
     def step(state: Any, batch: Any) -> Any:
@@ -50,7 +50,7 @@ def create(tx: Any = None) -> Any:
 
 
 def source(position: int, rows: int) -> Any:
-    """Samples by their number, whoever asks for how many; much of them is noise."""
+    """Noisy samples that depend on their positions, not on how many are requested."""
     draws = [np.random.default_rng(position + k) for k in range(rows)]
     x = np.stack([d.standard_normal(2 * WIDTH) for d in draws]).astype(np.float32)
     return {"x": x[:, :WIDTH], "y": x[:, :WIDTH] + 20 * x[:, WIDTH:]}

@@ -1,7 +1,7 @@
-"""Compares a text with a golden file, or writes the file anew.
+"""Compares a text with a golden file, or rewrites the file.
 
-``make golden`` writes: it sets ``AUTOPAR_UPDATE_GOLDEN=1``. Review the difference like
-code.
+``make golden`` sets ``AUTOPAR_UPDATE_GOLDEN=1``, with which tests rewrite the files.
+Review the difference like code.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 from checkout import GOLDEN
 
 UPDATE = "AUTOPAR_UPDATE_GOLDEN"
-# More lines of a difference say no more.
+# A longer difference would not help the reader.
 MOST_LINES = 80
 
 
 def assert_golden(text: str, name: str) -> None:
-    """Checks that a file in ``tests/golden`` holds a text and a newline."""
+    """Checks that a file in ``tests/golden`` contains a text and a final newline."""
     path = GOLDEN / name
     if os.environ.get(UPDATE):
         _write(path, text + "\n")

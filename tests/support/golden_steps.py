@@ -1,6 +1,6 @@
-"""Train steps of many kinds, at sizes where every term of the cost model counts.
+"""Train steps of many kinds, so large that every term of the cost model matters.
 
-Nothing is allocated: arguments are ``ShapeDtypeStruct``s.
+The arguments are ``ShapeDtypeStruct``s, so nothing is allocated.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def names() -> tuple[str, ...]:
     return (*_STEPS, "mlp_adam_in_4", "blocks_in_2")
 
 
-@functools.lru_cache(maxsize=2)  # the tests of a step follow one another
+@functools.lru_cache(maxsize=2)  # tests of the same step follow one another
 def analysis_of(name: str) -> Analysis:
-    """The step; ``_in_4`` behind its name: over four microbatches."""
+    """The analysis of a step; with ``_in_4`` after the name, over four microbatches."""
     name, _, count = name.partition("_in_")
     found = analyse(*_STEPS[name]())
     return in_microbatches(found, int(count)) if count else found
@@ -104,7 +104,7 @@ def _attend(p: Any, x: jax.Array, heads: int) -> jax.Array:
 
 @golden_step
 def blocks() -> Workload:
-    """A GPT in bfloat16, whose blocks are scanned and rematerialised."""
+    """A GPT in bfloat16 whose blocks are scanned and rematerialised."""
     width, layers, vocabulary = 256, 4, 1024
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -138,7 +138,7 @@ def blocks() -> Workload:
 
 @golden_step
 def experts() -> Workload:
-    """Experts whose rows are grouped, for ``ragged_dot``."""
+    """A mixture of experts that groups rows by expert for ``ragged_dot``."""
     count = 8
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -162,7 +162,7 @@ def experts() -> Workload:
 
 @golden_step
 def convolutions() -> Workload:
-    """Convolutions in bfloat16 with batch normalisation and momentum."""
+    """Convolutions in bfloat16, with batch normalisation and momentum."""
 
     def convolve(x: jax.Array, w: jax.Array, stride: int = 1) -> jax.Array:
         return jax.lax.conv_general_dilated(
@@ -219,7 +219,7 @@ def recurrent() -> Workload:
 
 @golden_step
 def tables() -> Workload:
-    """A recommendation model: large tables, few rows of each, an MLP on top."""
+    """A recommendation model with large tables, of which a batch reads a few rows."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         rows = [t[batch["ids"][:, k]] for k, t in enumerate(params["tables"])]
@@ -243,7 +243,7 @@ def tables() -> Workload:
 
 @golden_step
 def fused_attention() -> Workload:
-    """cuDNN's kernel, whose shards may pass keys and values around a ring."""
+    """Attention by cuDNN's kernel; plans may use ring attention."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = batch["x"].astype(jnp.bfloat16)
@@ -260,7 +260,7 @@ def fused_attention() -> Workload:
 
 @golden_step
 def branches() -> Workload:
-    """A branch, a loop of unknown length, a sort, a Fourier transform and a solve."""
+    """A step with a branch, a while loop, a sort, a Fourier transform and a solve."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = batch["x"] @ params["a"]

@@ -1,11 +1,11 @@
-"""A training script whose source of samples hangs where a test asks for it.
+"""A training script whose data source blocks when a test requests it.
 
 Usage: autopar run ... hanging_script.py FOLDER STEPS PACE_S FIRST_S [STAGES]
 
-The source of worker K waits while there is a file `hang.K` in FOLDER, and takes FIRST_S
-in the first step of worker 1. A step of stages calls the host in its last stage, and
-waits there while there is a file `task`. The last steps take a second each until there
-is a file `go`.
+The data source of worker K blocks while a file `hang.K` exists in FOLDER. In the first
+step, the source of worker 1 takes FIRST_S seconds. A step with stages calls a host
+function in its last stage, which blocks while a file `task` exists. Each of the last
+steps takes a second until a file `go` exists.
 """
 
 from __future__ import annotations

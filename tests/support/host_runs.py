@@ -1,4 +1,4 @@
-"""Runs on hosts that are network namespaces of this machine."""
+"""Starts runs on several hosts, which are network namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PORT = 7000
 
 
 def why_not() -> str:
-    """Why there can be no hosts here; '': there can."""
+    """The reason why network namespaces are not available; '' if they are."""
     try:
         with Bed(1):
             return ""
@@ -34,7 +34,7 @@ def why_not() -> str:
 
 
 class HostRun(Run):
-    """A run on hosts; the supervisor is on ``home``, by default without an agent."""
+    """A run on several hosts; by default the supervisor's ``home`` has no agent."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class HostRun(Run):
         super().__init__(folder, *words, **given)
 
     def started(self) -> subprocess.Popen[str]:
-        """Starts `autopar run` on its host."""
+        """Starts `autopar run` on the supervisor's host."""
         return self.popen(self.command_line(), self.home)
 
     def address(self, host: int) -> str:
-        """Where a supervisor on a host listens."""
+        """The address of a supervisor on a host."""
         return f"{self.hosts.hosts[host].address}:{PORT}"
 
     def start_standby(self, host: int) -> None:
-        """Starts a standby on a host, with a folder of its own, and looks at it."""
+        """Starts a standby supervisor with its own folder, and reads that folder."""
         self.lost.append(self.process)
         self.folder = self.folder.with_name(f"standby{len(self.lost)}")
         self.options |= {"listen": self.address(host), "standby": None}
@@ -82,7 +82,7 @@ class HostRun(Run):
             )
 
     def start_agent(self, host: int, **options: Any) -> None:
-        """Starts the agent of a host, where it has none or its last one has ended."""
+        """Starts the agent of a host, after the host's last agent has ended."""
         if host in self.agents:
             self.agents[host].wait()
         folder = self.folder.parent / f"host{host}"
@@ -100,7 +100,7 @@ class HostRun(Run):
         return netns.inside(self.hosts.hosts[self.home].namespace, lambda: ask(**words))
 
     def link(self, host: int, *, up: bool) -> None:
-        """Takes the link of a host up or down."""
+        """Sets the network link of a host up or down."""
         words = ["ip", "-n", self.hosts.hosts[host].namespace, "link", "set", "eth0"]
         netns.command([*words, "up" if up else "down"], "set a link")
 
@@ -108,33 +108,33 @@ class HostRun(Run):
         return int(self.ask(command="status")["status"]["workers"][str(worker)]["pid"])
 
     def host_of(self, worker: int) -> int:
-        """Where a worker runs."""
+        """The host on which a worker runs."""
         space = netns.output("ip", "netns", "identify", str(self.pid(worker))).strip()
         return next(h for h in self.agents if self.hosts.hosts[h].namespace == space)
 
     def programs(self) -> list[set[str]]:
-        """The names of the programs that each host keeps."""
+        """The names of the compiled programs that each host stores."""
         folders = [self.folder.parent / f"host{host}" for host in sorted(self.agents)]
         return [{x.name for x in folder.glob("programs/*")} for folder in folders]
 
     def world(self) -> list[int]:
-        """The workers that train."""
+        """The workers of the last world."""
         return self.worlds()[-1] if self.worlds() else []
 
     def wait_for_size(self, size: int, steps: int = 3) -> None:
-        """Waits until so many train together, and have done some steps."""
+        """Waits until that many workers train together and have done some steps."""
         self.wait_for(lambda: len(self.world()) == size)
         there = self.last_step()
         self.wait_for(lambda: self.last_step() >= there + steps)
 
     def wait_for_worlds(self, count: int, steps: int = 3) -> None:
-        """Waits until so many worlds have formed in all, and trains on."""
+        """Waits until that many worlds have formed and the last has done some steps."""
         self.wait_for(lambda: len(self.worlds()) >= count)
         there = self.last_step()
         self.wait_for(lambda: self.last_step() >= there + steps)
 
     def clean(self) -> None:
-        """Ends all that is left, agents too."""
+        """Kills all processes of the run that are still alive, also agents."""
         for process in [*self.agents.values(), *self.lost]:
             process.kill()
             process.wait()

@@ -1,8 +1,8 @@
-"""Pods of a manifest as processes of this machine (Linux, root).
+"""Runs the pods of a manifest as processes of this machine (Linux, root).
 
-A pod has process and mount namespaces of its own, so that its command is process 1, and
-the name of the Service resolves to an address of the supervisor's pod on loopback.
-Folders stand for volumes: their paths replace mount paths in commands and variables.
+A pod has its own process and mount namespaces. So its command is process 1, and the
+Service's name resolves to an address on loopback. Folders replace volumes: in commands
+and variables, their paths replace mount paths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLACES = (ROOT, ROOT / "solver", ROOT / "passes", ROOT / "tests" / "support")
 
 
 def why_not() -> str:
-    """Why there can be no pods here; '': there can."""
+    """The reason why such pods are not available; '' if they are."""
     if os.geteuid() != 0:
         return "namespaces of processes need root"
     for program in ("unshare", "nsenter", "mount"):
@@ -45,7 +45,7 @@ _NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount
 
 
 def wait_for(done: Callable[[], Any], what: Callable[[], str]) -> None:
-    """Waits until something is so."""
+    """Waits until a condition holds."""
     end = time.monotonic() + LIMIT_S
     while not done():
         assert time.monotonic() < end, what()
@@ -53,7 +53,7 @@ def wait_for(done: Callable[[], Any], what: Callable[[], str]) -> None:
 
 
 def pod_templates(documents: list[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The Jobs' specs of a manifest, by component."""
+    """The pod templates of a manifest's Jobs, by component."""
     found: dict[str, dict[str, Any]] = {}
     for document in documents:
         if document["kind"] == "JobSet":
@@ -66,7 +66,7 @@ def pod_templates(documents: list[Mapping[str, Any]]) -> dict[str, dict[str, Any
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
-    """Replaces ``$(NAME)`` as Kubernetes does; ``$$`` is a dollar."""
+    """Replaces ``$(NAME)`` as Kubernetes does; ``$$`` becomes a dollar."""
 
     def value(match: re.Match[str]) -> str:
         if match[0] == "$$":
@@ -77,7 +77,7 @@ def expand(text: str, values: Mapping[str, str]) -> str:
 
 
 class Cluster:
-    """Runs pods of a manifest."""
+    """Runs the pods of a manifest."""
 
     def __init__(self, manifest: str, folder: pathlib.Path) -> None:
         self.documents = list(yaml.safe_load_all(manifest))
@@ -100,14 +100,14 @@ class Cluster:
         self.resolve("127.0.0.1")
 
     def resolve(self, address: str) -> None:
-        """Gives the name of the Service an address."""
+        """Sets the address to which the Service's name resolves."""
         name = next(d for d in self.documents if d["kind"] == "Service")["metadata"]
         with open(self.hosts, "r+" if self.hosts.exists() else "w") as file:
-            file.truncate()  # the same file: pods have it mounted
+            file.truncate()  # The file stays the same, because pods have it mounted.
             file.write(f"127.0.0.1 localhost\n{address} {name['name']}\n")
 
     def start(self, component: str) -> Pod:
-        """Starts a pod of a Job; a supervisor's pod gets the name of the Service."""
+        """Starts a pod of a Job. The Service's name resolves to a supervisor's pod."""
         number = len(self.pods)
         address = f"127.{1 + os.getpid() % 250}.{1 + number}.1"
         if component == "supervisor":
@@ -127,7 +127,7 @@ class Cluster:
 
 
 class Pod:
-    """A pod of one container."""
+    """A running pod with one container."""
 
     def __init__(
         self, cluster: Cluster, component: str, name: str, address: str
@@ -168,7 +168,7 @@ class Pod:
         return self.cluster.secrets[reference["name"], reference["key"]]
 
     def _on_disk(self, text: str) -> str:
-        """A path of a volume as a folder of this machine."""
+        """Replaces the mount path of a volume by the path of its folder."""
         volumes = {v["name"]: v for v in self.spec["volumes"]}
         for mount in self.container["volumeMounts"]:
             if not text.startswith(mount["mountPath"] + "/"):
@@ -184,14 +184,14 @@ class Pod:
 
     @property
     def first(self) -> int:
-        """The container's process 1, as this machine numbers it."""
+        """The id of the container's process 1 on this machine; 0 if it has ended."""
         children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
         with contextlib.suppress(OSError, ValueError, IndexError):
             return int(pathlib.Path(children).read_text().split()[0])
         return 0
 
     def terminate(self) -> int:
-        """Ends it as a node does; returns the status of the container."""
+        """Ends the pod as a node does; returns the exit status of the container."""
         end = time.monotonic() + self.spec["terminationGracePeriodSeconds"]
         hook = self.container.get("lifecycle", {}).get("preStop")
         if hook is not None:
@@ -201,7 +201,7 @@ class Pod:
             while self.process.poll() is None and hooked.poll() is None:
                 assert time.monotonic() < end, self.cluster.output()
                 time.sleep(0.05)
-            hooked.kill()  # as the container has ended
+            hooked.kill()  # the container has ended
             hooked.wait()
         with contextlib.suppress(OSError):
             if (first := self.first) and self.process.poll() is None:
@@ -209,7 +209,7 @@ class Pod:
         return self.process.wait(max(0.1, end - time.monotonic()))
 
     def wait(self) -> int:
-        """The status of the container, once it has ended."""
+        """Waits until the container has ended; returns its exit status."""
         wait_for(lambda: self.process.poll() is not None, self.cluster.output)
         return self.process.wait()
 

@@ -1,4 +1,4 @@
-"""Threads of one process as the processes of a world."""
+"""Simulates the processes of a world by threads of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.runtime.world import World
 
 
 class Store:
-    """The key-value store of a coordination service, in memory."""
+    """A key-value store like that of a coordination service, in memory."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -57,7 +57,7 @@ class Store:
 
 
 class Memory:
-    """What the channels of the processes of one world share."""
+    """The memory that all channels of a world share."""
 
     def __init__(self, count: int) -> None:
         self.store = Store()
@@ -74,7 +74,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryChannel:
-    """Gathers meet at a barrier, exchanges go through the store."""
+    """A channel between threads: gathers use a barrier, exchanges use the store."""
 
     memory: Memory
     process: int
@@ -100,7 +100,7 @@ class MemoryChannel:
 def everywhere(
     run: Callable[[World], Any], devices: Sequence[Any], count: int
 ) -> list[Any]:
-    """What each process returns, or the user's error that it raises."""
+    """The result of each simulated process, or the error that it raised."""
     memory = Memory(count)
 
     def one(process: int) -> Any:
@@ -115,7 +115,7 @@ def everywhere(
 
 
 def seconds_of(run: Callable[[], Any]) -> tuple[float, Any]:
-    """How long something takes, and what it returns."""
+    """The duration and the result of a function."""
     began = time.monotonic()
     found = run()
     return time.monotonic() - began, found

@@ -1,4 +1,4 @@
-"""Runs a step over microbatches as it is split, without any plan."""
+"""Runs a step split into microbatches, without a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def split(step: Step, args: Sequence[Any], count: int, **options: Any) -> Analys
 
 
 def run(step: Step, args: Sequence[Any], count: int, **options: Any) -> Any:
-    """What a step returns that goes through so many microbatches."""
+    """The results of a step that runs in `count` microbatches."""
     found = split(step, args, count, **options)
     flat = [jax.numpy.asarray(x) for x in open_arguments(step, args).arrays]
     out = jax.jit(lambda *arrays: evaluated(found.program, arrays))(*flat)
@@ -32,13 +32,13 @@ def run(step: Step, args: Sequence[Any], count: int, **options: Any) -> Any:
 
 
 def rows_of(array: Any, count: int, number: int, unit: int = 1) -> Any:
-    """The rows of one microbatch, written down as the documentation says it."""
+    """The rows of one microbatch, by the rule in the documentation."""
     groups = np.asarray(array).reshape(-1, unit, *np.shape(array)[1:])
     return groups[number::count].reshape(-1, *np.shape(array)[1:])
 
 
 def each(step: Step, state: Any, batch: Any, count: int) -> list[Any]:
-    """What the step returns for each microbatch by itself."""
+    """The results of the step on each microbatch alone."""
 
     def one(number: int) -> Any:
         return jax.tree.map(lambda x: rows_of(x, count, number), batch)
@@ -58,7 +58,7 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
 
 
 def evaluated(program: Program, arrays: Sequence[Any]) -> list[Any]:
-    """Runs a flat program equation by equation."""
+    """Evaluates a flat program one equation after another."""
     env = dict(zip(program.body.inputs, (*arrays, *program.constants), strict=True))
     return _region(program.body, env)
 

@@ -1,4 +1,4 @@
-"""One process of a training program; run by test_multiprocess.py.
+"""A process of a training program; test_multiprocess.py runs it.
 
 Usage: python multiprocess_worker.py PROCESS COUNT PORT OUT
 """
@@ -25,12 +25,12 @@ from autopar.compression.policies import LGreCo
 
 
 def rows() -> int:
-    """Of this process."""
+    """The number of rows of this process."""
     return forms.BATCH // jax.process_count()
 
 
 def local_batches(count: int, process: int) -> list[Any]:
-    """This process's rows of the batches that one process would see."""
+    """This process's rows of the global batches."""
     mine = slice(process * rows(), (process + 1) * rows())
     return [{k: v[mine] for k, v in b.items()} for b in forms.batches(count)]
 
@@ -47,7 +47,7 @@ def train(form: forms.Form, create_outside: bool) -> tuple[list[float], Any]:
 
 
 def errors(process: int) -> dict[str, str]:
-    """What each process says where the plan fails, or theirs differ."""
+    """The errors of each process if no plan fits, or if the processes' plans differ."""
     out: dict[str, str] = {}
     form = forms.FORMS["plain"]
     small = forms.with_memory(forms.cheap("2x2:cpu"), 1_000)
@@ -84,7 +84,7 @@ def _other(w: Any, batch: Any) -> Any:
 
 
 def failures(process: int) -> dict[str, tuple[str, float]]:
-    """What each process says, and how soon, where process 1 alone fails."""
+    """Each process's errors, and after how many seconds, if only process 1 fails."""
     batch = local_batches(1, process)[0]
     fewer = {k: v[: len(v) - process] for k, v in batch.items()}
     w = np.eye(forms.WIDTH, dtype=np.float32)
@@ -120,14 +120,14 @@ def failures(process: int) -> dict[str, tuple[str, float]]:
         except (autopar.PlanError, ZeroDivisionError) as error:
             text = f"{type(error).__name__}: {error}"
             found[name] = (text, time.monotonic() - began)
-    call()  # the processes are still in step
+    call()  # After all failures, the processes still run the same collectives.
     return found
 
 
 def keyed(process: int) -> float:
-    """A key and a scalar are the same on every process, not parts of a batch.
+    """Runs steps whose key and scalar are equal on all processes, and not sharded.
 
-    A state may hold a key, too, and be made before there is a plan.
+    In one of the steps the key is part of the state, which exists before the plan.
     """
 
     def create() -> Any:
@@ -157,8 +157,8 @@ def keyed(process: int) -> float:
 
 
 def adapted(process: int) -> dict[str, Any]:
-    """Codecs chosen by what they would lose, and steps that fall back from them."""
-    # It makes arrays, for which JAX must be set up before.
+    """Runs a step with codecs by error, and with a fallback to another codec."""
+    # The import creates arrays, so JAX must be initialised before.
     import compressed_cases
 
     case = compressed_cases.data_parallel()
@@ -190,7 +190,7 @@ def _own_rows(batch: Any, process: int) -> Any:
 
 
 def replicated(process: int) -> dict[str, Any]:
-    """Replicas of unequal shares, with codecs and the noise of their gradients."""
+    """Runs replicas of unequal shares, with codecs and measured gradient noise."""
     import compressed_cases
 
     case = dataclasses.replace(
@@ -207,7 +207,7 @@ def replicated(process: int) -> dict[str, Any]:
 
 
 def results(process: int) -> dict[str, Any]:
-    """The losses and plans of the three forms, on four devices."""
+    """The losses and plans of the three forms of a step on four devices."""
     found: dict[str, Any] = {}
     for name, outside in (("linen", False), ("plain", True), ("nnx", False)):
         losses, plan = train(forms.FORMS[name], outside)

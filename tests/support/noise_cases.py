@@ -1,4 +1,4 @@
-"""Steps whose gradient noise is known, and the norms by which it is judged."""
+"""Steps with known gradient noise, and the exact norms that tests compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import autopar
 
 WIDTH = 32
-# So many that a plan which gathers weights is faster than one that gathers rows.
+# With so many rows, plans that gather weights are faster than plans that gather rows.
 ROWS = 1024
 REPLICATED = {"batch": PartitionSpec("data"), "w/*": PartitionSpec()}
 SPLIT = {"batch": PartitionSpec("data"), "w/*": PartitionSpec("data")}
@@ -49,14 +49,14 @@ def batch(rows: int = ROWS, seed: int = 1) -> np.ndarray:
 
 
 def groups(rows: int, replicas: int, microbatches: int) -> list[np.ndarray]:
-    """The rows of each group: replicas take neighbours, microbatches deal them out."""
+    """The rows of each group: contiguous per replica, alternating per microbatch."""
     parts = np.arange(rows).reshape(replicas, -1)
     return [part[m::microbatches] for part in parts for m in range(microbatches)]
 
 
 @functools.cache
 def _row_gradients(rows: int, seed: int) -> np.ndarray:
-    """The gradient of each row alone, float64 (rows, elements)."""
+    """The gradient of each single row, float64 (rows, elements)."""
     one = jax.grad(lambda w, row: loss_of(w, row[None]))
     found = jax.jit(jax.vmap(one, in_axes=(None, 0)))(state(), batch(rows, seed))
     leaves = jax.tree.leaves(found)
@@ -67,7 +67,7 @@ def _row_gradients(rows: int, seed: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Norms:
-    """What one device finds that computes the gradient of every row."""
+    """The squared norms of gradients, computed from the gradient of every row."""
 
     local: float
     total: float
@@ -76,7 +76,7 @@ class Norms:
 def expected(
     parts: Sequence[np.ndarray], rows: int = ROWS, seed: int = 1, scale: Any = 1.0
 ) -> Norms:
-    """Norms of the gradients of groups, each element divided by its scale."""
+    """The norms of the groups' gradients, with each element divided by its scale."""
     by_row = _row_gradients(rows, seed) / scale
     means = np.stack([by_row[part].mean(0) for part in parts])
     local = float(np.square(means).sum(1).mean())
@@ -84,7 +84,7 @@ def expected(
 
 
 def parallel(**options: Any) -> Any:
-    """The step under a plan for 8 devices, its noise measured."""
+    """The step under a plan for 8 devices that measures the gradient noise."""
     kept: dict[str, Any] = {
         "cluster": "8:cpu",
         "noise_scale": True,

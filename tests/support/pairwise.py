@@ -1,15 +1,16 @@
-"""What a sum over pairs of decisions holds of a plan's cost, and what it does not.
+"""Splits a plan's cost into a sum over pairs of decisions and corrections.
 
-The planner's problem has a cost for each node and each edge between two nodes. Four
-things belong to no pair:
+The planner's problem has a cost for each node and for each edge between two nodes. Four
+parts of a plan's cost belong to no pair:
 
-* latency of messages that several collectives share (`Collective.shared_s`);
-* copies that turn out alike, which the program makes once although each reader is
-  charged for its own, and sums of which every reader keeps only a slice;
-* sums in loops whose layouts do not let them wait, which are charged as if they did;
-* communication that runs beside work (`autopar.cost.overlap`).
+* the latency of messages that several collectives share (`Collective.shared_s`);
+* equal copies, which the program makes once although the problem charges each reader,
+  and sums of which every reader keeps only a slice;
+* sums in loops that cannot be deferred with their layouts, but are charged as if they
+  were;
+* communication that overlaps computation (`autopar.cost.overlap`).
 
-`pairwise_s` adds up the pairs from an assignment alone, and `Corrections` names the
+`pairwise_s` adds up the pairs from an assignment alone. `Corrections` contains the
 difference to the whole cost.
 """
 
@@ -35,13 +36,14 @@ from autopar.steps.uses import HomeValue, Use, times_made
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Corrections:
-    """Seconds that lead from the sum over pairs to the cost of a step.
+    """The seconds by which the cost of a step differs from the sum over pairs.
 
     Attributes:
       messages_s: latency of messages that several collectives share.
-      merged_s: what readers are charged for alike and the program does once, less
-        what is charged too little where sums in loops cannot wait.
-      hidden_s: communication that runs beside work, less what it costs there.
+      merged_s: the charges for equal copies that the program makes once, less the
+        missing charges for sums in loops that cannot be deferred.
+      hidden_s: communication that overlaps computation, less the slowdown that it
+        causes.
     """
 
     messages_s: float
@@ -55,10 +57,10 @@ class Corrections:
 
 
 def corrections(assignment: Assignment, pricer: Pricer) -> Corrections:
-    """Returns what the sum over pairs lacks of the cost of a step.
+    """Returns the difference between the cost of a step and the sum over pairs.
 
     ``pairwise_s(...) + corrections(...).total_s`` is the time of a step. Without
-    combined messages and without merged copies the two are equal.
+    combined messages, merged copies and overlap, the two are equal.
     """
     found = estimate(assignment, pricer)
     shared_s = sum(c.shared_s(pricer) for c in found.messages.collectives)
@@ -70,7 +72,7 @@ def corrections(assignment: Assignment, pricer: Pricer) -> Corrections:
 
 
 def pairwise_s(assignment: Assignment, pricer: Pricer) -> float:
-    """Seconds of all nodes and pairs of nodes: the objective of the problem."""
+    """The seconds of all nodes and pairs of nodes: the planner's objective."""
     analysis = assignment.analysis
     work = paired_work_s(assignment, pricer)
     results = sum(
@@ -81,7 +83,7 @@ def pairwise_s(assignment: Assignment, pricer: Pricer) -> float:
 
 
 def paired_work_s(assignment: Assignment, pricer: Pricer) -> float:
-    """Seconds of all operators, as if every sum in a loop could wait."""
+    """The seconds of all operators, as if every sum in a loop could be deferred."""
     analysis, contraction = assignment.analysis, assignment.contraction
     device = pricer.cluster.device
     works = analysis.works(streamed=device.streams)
@@ -102,7 +104,7 @@ def paired_work_s(assignment: Assignment, pricer: Pricer) -> float:
 
 
 def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
-    """Seconds of the sums that finish the results of a node's operators."""
+    """The seconds of the collectives that complete the results of a node's sums."""
     analysis = assignment.analysis
     works = analysis.works(streamed=pricer.cluster.device.streams)
     out = 0.0
@@ -142,7 +144,7 @@ def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
 
 
 def _source_s(assignment: Assignment, pricer: Pricer, source: HomeValue) -> float:
-    """Seconds of bringing a value to its readers, by its copies if it has any."""
+    """The seconds of resharding a value for its readers, through copies if any."""
     known = assignment.analysis.independent.gathered
     together = GATHERS if source.value_class[0] in known else ALONE
     rounds = pricer.cluster.device.rounds_operands

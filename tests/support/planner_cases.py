@@ -1,4 +1,4 @@
-"""Small train steps that between them use every construct of JAX and Flax we plan."""
+"""Small train steps that together use all constructs of JAX and Flax that we plan."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def embedding() -> Workload:
 class _ConvNet(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        # A bias before the normalisation has a zero gradient: rounding noise only.
+        # A bias before the normalisation has a zero gradient, which would be rounding
+        # noise.
         x = linen.Conv(8, (3, 3), use_bias=False)(x)
         x = linen.BatchNorm(use_running_average=not train)(x)
         x = linen.max_pool(jax.nn.relu(x), (2, 2), (2, 2))
@@ -130,7 +131,7 @@ class BatchNormState(train_state.TrainState):
 
 @case
 def conv_batchnorm() -> Workload:
-    """Linen's `TrainState` with batch statistics."""
+    """A Linen `TrainState` with batch statistics."""
     model = _ConvNet()
     x = normal(1, 8, 8, 8, 4)
     variables = model.init(jax.random.key(0), x, train=True)
@@ -204,7 +205,7 @@ def scan_time() -> Workload:
 
 @case
 def fori_loop() -> Workload:
-    """A loop with a Python bound is a scan, one with an array bound a while."""
+    """A loop with a Python bound becomes a scan, one with an array bound a while."""
 
     def step(params: Any, batch: Any) -> Any:
         def power(i: Any, x: jax.Array) -> jax.Array:
@@ -276,7 +277,7 @@ def _soft_jvp(primals: Any, tangents: Any) -> Any:
 
 @case
 def custom_rules() -> Workload:
-    """custom_vjp, custom_jvp, and jit within jit."""
+    """A step with custom_vjp, custom_jvp, and jit within jit."""
 
     @jax.jit
     def inner(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -332,7 +333,7 @@ def nnx_mutated() -> Workload:
 
 @case
 def data_movement() -> Workload:
-    """sort, top_k, cumsum, concatenate, slice, pad, argmax, reverse, roll."""
+    """With sort, top_k, cumsum, concatenate, slice, pad, argmax, reverse and roll."""
 
     def loss(params: Any, batch: Any) -> Any:
         x = batch["x"] @ params["w"]
@@ -378,7 +379,7 @@ def mixture_of_experts() -> Workload:
 
 @case
 def complex_spectrum() -> Workload:
-    """A primitive that the compiler partitions only partly (fft), and a solve."""
+    """A step with fft, which the compiler only partly partitions, and a solve."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = batch["x"] @ params["w"]
@@ -392,7 +393,7 @@ def complex_spectrum() -> Workload:
 
 @case
 def microbatches() -> Workload:
-    """Gradients accumulated by a scan over reshaped micro-batches."""
+    """Gradients accumulated by a scan over the microbatches of a reshaped batch."""
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         split = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
@@ -413,7 +414,7 @@ def microbatches() -> Workload:
 
 @case
 def callbacks() -> Workload:
-    """Effects without results, and a host function that nothing can shard."""
+    """A step with callbacks without results, and one that cannot be sharded."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = batch["x"] @ params["w"]
@@ -435,7 +436,7 @@ def callbacks() -> Workload:
 
 @case
 def more_primitives() -> Workload:
-    """Scatter, pooling, transposed convolution, associative scan, search, QR."""
+    """Scatter, pooling, transposed convolution, associative scan, search and QR."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = batch["x"] @ params["w"]

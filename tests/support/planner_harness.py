@@ -1,4 +1,4 @@
-"""Runs small steps under randomly chosen plans; shared by the planner's tests."""
+"""Runs small steps under random plans, for the planner's tests."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from autopar_passes.sums.stacked import Deferral
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
 _NAMES = ("x", "y", "z")
-# (kind, mesh axes) -> bytes that one device sends in one step.
+# (kind, mesh axes) -> the bytes that one device sends in one step.
 Traffic = dict[tuple[str, tuple[str, ...]], float]
 
 
 def pricer_of(sizes: Sequence[int]) -> Pricer:
-    """A pricer for a mesh of these sizes; the prices themselves do not matter."""
+    """A pricer for a mesh of these sizes; tests do not depend on its prices."""
     link = LinkSpec(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
     axes = tuple(
         MeshAxis(name=n, size=s, link=link, level=0)
@@ -51,7 +51,7 @@ def pricer_of(sizes: Sequence[int]) -> Pricer:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step, ready to be planned."""
+    """A step that was traced and analysed for planning."""
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def traced(self) -> TracedStep:
-        """The step's pytrees."""
+        """The traced step, with its pytrees."""
         return self.analysis.pytrees
 
     @property
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def sources(self) -> dict[ValueClass, HomeValue]:
-        """Who reads what."""
+        """The values that nodes read, with their readers."""
         return self.analysis.sources
 
     @property
@@ -94,7 +94,7 @@ def prepare(
 
 
 def all_waiting(case: Case) -> Case:
-    """The case with every sum put off that may be, not only those in loops."""
+    """The case with every sum deferred that can be, also outside loops."""
     waiting = tuple(dataclasses.replace(d, hoisted=True) for d in case.deferrals)
     analysis = dataclasses.replace(case.analysis, deferrals=waiting)
     return dataclasses.replace(case, analysis=analysis)
@@ -108,10 +108,10 @@ def random_plan(
     density: float = 0.9,
     replicated: bool = False,
 ) -> Assignment:
-    """Chooses any strategy for every node and every copy.
+    """Chooses a random strategy for every node and every copy.
 
-    ``density`` is the chance that a node may not take its replicated strategy;
-    ``replicated`` takes that one everywhere instead.
+    ``density`` is the probability that a node must not take its replicated strategy.
+    With ``replicated``, every node takes that strategy.
     """
     pricer = pricer_of(sizes)
     strategies: list[Strategy] = []
@@ -137,7 +137,7 @@ def random_plan(
 
 
 def _allowed(copy: Copy, home: Layout, forward: tuple[Copy, int] | None) -> list[int]:
-    """The strategies of a copy that its value and the forward copy leave it."""
+    """The strategies of a copy that the value's layout and the forward copy allow."""
     out: list[int] = []
     for k, (strategy, mode) in enumerate(
         zip(copy.space.strategies, copy.modes, strict=True)
@@ -155,7 +155,7 @@ def _allowed(copy: Copy, home: Layout, forward: tuple[Copy, int] | None) -> list
 
 
 def product(sizes: Iterable[int]) -> int:
-    """Number of shards over axes of these sizes."""
+    """The number of shards over axes of these sizes."""
     return math.prod(sizes)
 
 
@@ -167,7 +167,7 @@ def mesh_of(sizes: Sequence[int]) -> Mesh:
 
 
 def lowered(case: Case, plan: Assignment) -> Any:
-    """Lowers the replayed step; nothing is compiled yet."""
+    """Lowers the replayed step without compiling it."""
     mesh = mesh_of(plan.sizes)
     run = replay(case.traced.program, case.graph, plan, mesh)
     inputs = [
@@ -187,12 +187,12 @@ def lowered(case: Case, plan: Assignment) -> Any:
 
 
 def compiled(low: Any) -> Callable[..., Any]:
-    """Compiles without optimising machine code: only sharding is tested here."""
+    """Compiles without optimising machine code, because tests only check sharding."""
     return low.compile({"xla_backend_optimization_level": 0})
 
 
 def predicted(plan: Assignment) -> Traffic:
-    """The bytes that the plan expects to send."""
+    """The bytes that the plan expects each collective to send."""
     pricer = pricer_of(plan.sizes)
     out: Traffic = collections.defaultdict(float)
     for c in traffic(plan):
@@ -202,7 +202,7 @@ def predicted(plan: Assignment) -> Traffic:
 
 
 def audited(low: Any) -> Traffic:
-    """The bytes that the compiler's partitioner will send."""
+    """The bytes that the collectives of the compiler's partitioner send."""
     out: Traffic = collections.defaultdict(float)
     for c in shardy_collectives(low):
         out[c.kind, tuple(sorted(c.axes))] += c.sent_bytes
@@ -210,7 +210,7 @@ def audited(low: Any) -> Traffic:
 
 
 def by_kind(found: Traffic) -> dict[str, float]:
-    """Sums over the mesh axes."""
+    """Sums the traffic over the mesh axes."""
     out: dict[str, float] = collections.defaultdict(float)
     for (kind, _), nbytes in found.items():
         out[kind] += nbytes
@@ -226,7 +226,7 @@ def plain(case: Case) -> tuple[list[Any], list[Any]]:
 
 
 def check_equal(got: Sequence[Any], want: Sequence[Any], rtol: float) -> None:
-    """Integers and keys exactly; floats relative to the largest element."""
+    """Checks integers and keys exactly, and floats relative to the largest element."""
     assert len(got) == len(want)
     for x, y in zip(got, want, strict=True):
         a, b = _host(x), _host(y)

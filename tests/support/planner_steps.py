@@ -1,4 +1,4 @@
-"""Losses, parameters and batches that the planner's test steps are built from."""
+"""Losses, parameters and batches of the planner's test steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def normal(seed: int, *shape: int, scale: float = 0.5) -> jax.Array:
 def trained(
     loss: Callable[..., Any], optimizer: optax.GradientTransformation
 ) -> Callable[..., Any]:
-    """``step(params, opt_state, batch)`` from a loss."""
+    """Makes ``step(params, opt_state, batch)`` from a loss."""
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -40,7 +40,8 @@ def training(
 
 
 def mlp_params(width: int = 16, hidden: int = 32, layers: int = 2) -> Any:
-    # Small weights: a saturated unit's gradient is rounding noise, which Adam scales.
+    # With large weights, units saturate. Their gradients are rounding noise, which Adam
+    # would scale up.
     return [
         {
             "up": normal(2 * i, width, hidden, scale=0.2),

@@ -1,4 +1,4 @@
-"""Policies of codecs on telemetry that is made up for them."""
+"""Runs codec policies on simulated telemetry."""
 
 import math
 
@@ -22,7 +22,7 @@ def report(
 
 
 class Training:
-    """Follows a policy's wishes; what is reported depends on the codec in use."""
+    """Gives a policy reports that depend on the codec in use, and adopts its codecs."""
 
     def __init__(self, policy, codecs, gains=None, seconds=None):
         self.policy = policy

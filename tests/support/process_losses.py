@@ -1,4 +1,4 @@
-"""The losses of a run of several processes, against one that trains alone."""
+"""Compares the losses of a run of several processes with those of one process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import autopar
 
 
 def check_losses(run: Run, steps: int) -> None:
-    """All steps were done, and each as in a run of one process without changes."""
+    """Checks that a run did all steps with the losses of one undisturbed process."""
     check_steps(run.steps(), steps)
 
 
 def check_steps(found: list[tuple[int, float]], steps: int) -> None:
-    """As `check_losses`, of the steps and losses that processes wrote."""
+    """As `check_losses`, for the steps and losses that processes wrote."""
     step = autopar.parallelize(forms.plain_step, cluster="1:cpu", split_batch=False)
     alone = autopar.elastic(
         step,

@@ -1,4 +1,4 @@
-"""Starts the scripts of this folder as the processes of one JAX program."""
+"""Starts scripts of this folder as the processes of one JAX program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from checkout import ROOT
 
 TIMEOUT_S = 240
-# As in conftest.py, without the number of devices that a shell may ask for.
+# The flags of conftest.py, without a number of devices from the shell's flags.
 FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -19,7 +19,7 @@ FLAGS = (
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """A port of this machine that is free now."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         return int(s.getsockname()[1])
@@ -28,11 +28,11 @@ def free_port() -> int:
 def start_processes(
     script: str, count: int, words: Sequence[str]
 ) -> list[subprocess.Popen[str]]:
-    """Starts a script so many times, as ``script NUMBER COUNT PORT WORDS...``."""
+    """Starts processes of a script, each as ``script NUMBER COUNT PORT WORDS...``."""
     port = free_port()
     path = os.pathsep.join(str(p) for p in (ROOT, ROOT / "solver", ROOT / "passes"))
-    # Collectives between processes need a thread for each device and its peer;
-    # XLA sizes its pool by NPROC.
+    # For collectives between processes, XLA needs a thread for each device and its
+    # peer. NPROC sets the size of its thread pool.
     env = {**os.environ, "PYTHONPATH": path, "NPROC": "4", "XLA_FLAGS": FLAGS}
     return [
         subprocess.Popen(
@@ -45,7 +45,7 @@ def start_processes(
 
 
 def run_processes(script: str, count: int, words: Sequence[str]) -> list[str]:
-    """What the processes printed; fails with it where one of them does."""
+    """Returns what the processes printed; fails with that output if a process fails."""
     processes = start_processes(script, count, words)
     try:
         logs = [p.communicate(timeout=TIMEOUT_S)[0] for p in processes]

@@ -1,4 +1,4 @@
-"""One process of a program that profiles its devices; run by test_profile.py.
+"""A process of a program that profiles its devices; test_profile.py runs it.
 
 Usage: python profile_worker.py PROCESS COUNT PORT FOLDER
 """

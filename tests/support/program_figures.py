@@ -1,4 +1,4 @@
-"""Programs as lines of a golden file: what they count, and sums of their text."""
+"""Counts and checksums of programs as lines of golden files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from figures import row
 from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.equations import Atom, Program, Region, Scalar, walk
 
-# Addresses of functions, which differ from run to run.
+# Addresses of functions differ from run to run.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 

@@ -1,4 +1,4 @@
-"""Train steps whose layers can be computed again, and their rewritten programs."""
+"""Train steps whose layers can be recomputed, and their rewritten programs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ROWS, WIDTH, DEPTH, WORDS = 8, 16, 3, 11
 
 
 def drawn(*shape: int, seed: int = 0) -> jax.Array:
-    """Numbers of about the size of weights, made without compiling a program."""
+    """Random numbers of the size of weights, made without compiling a program."""
     draw = np.random.default_rng(seed)
     return jnp.asarray(draw.standard_normal(shape) / 4, jnp.float32)
 
 
 def descent(loss: Step, *, aux: bool = False) -> Step:
-    """One step of gradient descent; returns the new state and what the loss does."""
+    """A step of gradient descent; returns the new state and the loss's results."""
 
     def step(params: Any, *batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss, has_aux=aux)(params, *batch)
@@ -40,7 +40,7 @@ def descent(loss: Step, *, aux: bool = False) -> Step:
 
 
 def blocks(depth: int = DEPTH) -> list[tuple[jax.Array, jax.Array]]:
-    """Weights of as many layers."""
+    """The weights of `depth` layers."""
     return [
         (drawn(WIDTH, 4 * WIDTH, seed=k), drawn(4 * WIDTH, WIDTH, seed=9 + k))
         for k in range(depth)
@@ -75,7 +75,7 @@ def tied(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def with_results(params: Any, x: jax.Array) -> Any:
-    """A loss that also returns numbers of its layers."""
+    """A loss that also returns the largest activation of each layer."""
     sizes: list[jax.Array] = []
     for w in params:
         x = block(w, x)
@@ -90,7 +90,7 @@ def checkpointed(params: Any, x: jax.Array) -> jax.Array:
 
 
 def looping(params: Any, x: jax.Array) -> jax.Array:
-    """Each layer has a loop in it, which is little of its work."""
+    """Layers with an inner loop, which is a small part of their work."""
 
     def halved(c: jax.Array, _: Any) -> Any:
         return jnp.sin(c) / 2, c.sum()
@@ -102,18 +102,18 @@ def looping(params: Any, x: jax.Array) -> jax.Array:
 
 
 def stacked(depth: int = DEPTH) -> Any:
-    """Weights of as many layers, in one array of each kind."""
+    """The weights of `depth` layers, stacked into one array per kind."""
     return jax.tree.map(lambda *w: jnp.stack(w), *blocks(depth))
 
 
 def in_loop(params: Any, x: jax.Array) -> jax.Array:
-    """Layers as the iterations of one loop."""
+    """Layers as the iterations of a scan."""
     out, _ = jax.lax.scan(lambda c, w: (block(w, c), None), x, params)
     return jnp.mean(out**2)
 
 
 def backwards(params: Any, x: jax.Array) -> jax.Array:
-    """A loop that begins with the last layer."""
+    """A scan over the layers in reverse order."""
     out, _ = jax.lax.scan(
         lambda c, w: (block(w, c), None), x, params, reverse=True, unroll=2
     )
@@ -126,7 +126,7 @@ def remembered(params: Any, x: jax.Array) -> jax.Array:
 
 
 def loop_with_results(params: Any, x: jax.Array, key: jax.Array) -> Any:
-    """Dropout from a key that is carried, a mask, a loop inside, and results."""
+    """A scan with dropout, whose key is carried, a mask, an inner loop and results."""
     mask = jnp.where(jnp.arange(WIDTH) % 2, 1.0, jnp.tanh(x[0]))
 
     def layer(carried: Any, w: Any) -> Any:
@@ -144,7 +144,7 @@ def loop_with_results(params: Any, x: jax.Array, key: jax.Array) -> Any:
 
 
 def encoder_decoder(params: Any, x: jax.Array) -> jax.Array:
-    """Two loops, each of layers of its own kind; the second reads all of the first."""
+    """Two loops over different layers; the second reads the result of the first."""
     first, second = params
     read, _ = jax.lax.scan(lambda c, w: (block(w, c), None), x, first)
 
@@ -156,7 +156,7 @@ def encoder_decoder(params: Any, x: jax.Array) -> jax.Array:
 
 
 def two_views(params: Any, x: jax.Array) -> jax.Array:
-    """The same layers, in a loop, on two views of the batch."""
+    """A loop over the same layers on two views of the batch."""
 
     def tower(c: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda c, w: (block(w, c), None), c, params)[0]
@@ -165,7 +165,7 @@ def two_views(params: Any, x: jax.Array) -> jax.Array:
 
 
 def taught(params: Any, x: jax.Array) -> jax.Array:
-    """Layers in a loop that learn what they say themselves of two other views."""
+    """A loss between a loop over layers and its own outputs on two other views."""
 
     def tower(c: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda c, w: (block(w, c), None), c, params)[0]
@@ -175,7 +175,7 @@ def taught(params: Any, x: jax.Array) -> jax.Array:
 
 
 def experts(params: Any, x: jax.Array) -> jax.Array:
-    """Each layer has a loop over experts, which all read what the layer was given."""
+    """Layers with an inner loop over experts, which all read the layer's input."""
     for w in params:
 
         def expert(c: jax.Array, v: Any, x: jax.Array = x) -> Any:
@@ -186,7 +186,7 @@ def experts(params: Any, x: jax.Array) -> jax.Array:
 
 
 def named_block(w: Any, x: jax.Array) -> jax.Array:
-    """A layer that names both products, and its activation."""
+    """A layer that gives checkpoint names to both products and to its activation."""
     up = checkpoint_name(x @ w[0], "up")
     act = checkpoint_name(jax.nn.gelu(up), "act")
     return x + jnp.tanh(checkpoint_name(act @ w[1], "down"))
@@ -204,7 +204,7 @@ def named_in_loop(params: Any, x: jax.Array) -> jax.Array:
 
 
 def two_losses(params: Any, x: jax.Array) -> Any:
-    """A second forward and backward pass after the first, of other weights."""
+    """A second forward and backward pass, with the weights that the first updated."""
     value, grads = jax.value_and_grad(mlp)(params, x)
     moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
     again, more = jax.value_and_grad(mlp)(moved, x)
@@ -212,11 +212,11 @@ def two_losses(params: Any, x: jax.Array) -> Any:
 
 
 class Normed(nn.Module):
-    """Layers with batch normalisation, whose statistics the forward pass makes."""
+    """Layers with batch normalisation, whose statistics the forward pass updates."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Rows to numbers."""
+        """Maps each row to one output."""
         for _ in range(DEPTH):
             x = nn.BatchNorm(use_running_average=False)(nn.Dense(WIDTH)(x))
             x = nn.relu(x)
@@ -243,7 +243,7 @@ def normed_state() -> Any:
 
 X = drawn(ROWS, WIDTH, seed=5)
 TOKENS = jnp.arange(ROWS * 2).reshape(ROWS, 2) % WORDS
-# Name -> a step and its arguments.
+# Each name maps to a step and its arguments.
 CASES: dict[str, tuple[Step, tuple[Any, ...]]] = {
     "mlp": (descent(mlp), (blocks(), X)),
     "dropout": (descent(dropout), (blocks(), X, jax.random.key(3))),
@@ -273,7 +273,7 @@ CASES: dict[str, tuple[Step, tuple[Any, ...]]] = {
 def again(
     analysis: Analysis, layers: int | None, level: str = "full", count: int = 1
 ) -> Analysis:
-    """The analysis of a step whose first layers, or all, are computed again."""
+    """The analysis of a step that recomputes its first `layers` layers, or all."""
     starts = layer_starts(analysis, count)
     number = len(starts) if layers is None else layers
     remat = Rematerialisation(layers=tuple(range(number)), starts=starts, level=level)
@@ -291,8 +291,8 @@ def flat(name: str) -> list[Any]:
 
 
 def results(analysis: Analysis, arrays: Sequence[Any]) -> list[np.ndarray]:
-    """What a program returns, equation by equation and without a compiler."""
-    with jax.disable_jit():  # iterations of loops, too
+    """The results of a program, evaluated equation by equation without compiling it."""
+    with jax.disable_jit():  # iterations of loops are not compiled either
         found = evaluated(analysis.program, arrays)
     return [
         np.asarray(jax.random.key_data(x) if jax_compat.is_extended(x.dtype) else x)

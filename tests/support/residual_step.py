@@ -1,4 +1,4 @@
-"""A step of residual layers under Adam, whose moments may lie on the hosts."""
+"""A step of residual layers under Adam, whose moments may be in host memory."""
 
 from __future__ import annotations
 

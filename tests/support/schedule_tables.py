@@ -1,4 +1,4 @@
-"""Small tables of programs and traces for the scheduler's tests."""
+"""Small tables of programs, and traces, for the scheduler's tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ HEAD = "name,time,application,num_replicas,batch_size"
 
 
 def write_tables(folder: pathlib.Path, name: str = "tiny") -> pathlib.Path:
-    """Tables of a program: 4 epochs of 100 steps of 8 samples, on 2 nodes of 2."""
+    """Writes a program's tables: 4 epochs of 100 steps of 8 samples, on 2x2 devices."""
     where = folder / name
     where.mkdir(parents=True)
     rows = ["placement,local_bsz,step_time,sync_time"]
@@ -30,7 +30,7 @@ def write_tables(folder: pathlib.Path, name: str = "tiny") -> pathlib.Path:
 
 
 def write_trace(folder: pathlib.Path, rows: list[str]) -> pathlib.Path:
-    """A trace beside its tables, as the published ones lie."""
+    """Writes a trace next to the tables, as in the published data."""
     (folder / "workloads").mkdir(exist_ok=True)
     write_tables(folder / "traces")
     path = folder / "workloads" / "trace.csv"

@@ -1,4 +1,4 @@
-"""Clusters of CPUs whose links carry all arrays of a message at once."""
+"""Clusters of CPUs whose links send all arrays of a message at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar import Cluster
 
 
 def sharing(cluster: Cluster) -> Cluster:
-    """The cluster, with links that carry the arrays of a message at once."""
+    """The cluster with links that send all arrays of a message at once."""
     known = dataclasses.replace(cluster.device.corrections, arrays_apart=False)
     device = dataclasses.replace(cluster.device, calibration=known)
     return dataclasses.replace(cluster, device=device)

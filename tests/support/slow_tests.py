@@ -1,9 +1,9 @@
-"""The slowest tests: a whole run takes a quarter of their cases.
+"""Selects a quarter of the cases of the slowest tests for a run of the whole suite.
 
-In CI the quarter follows the number of commits, so four runs take all cases. Elsewhere
-the quarter stays.
+In CI the quarter depends on the number of commits, so four runs cover all cases.
+Elsewhere the quarter is always the same.
 
-``slow_tests.txt`` beside this module has a name in each line. To write it anew:
+``slow_tests.txt`` in this folder has one name per line. To rewrite it:
 
     make test ALL=1 PYTEST_ARGS=--junitxml=build/tests.xml
     python tests/support/slow_tests.py build/tests.xml --seconds 3
@@ -25,12 +25,12 @@ PATH = pathlib.Path(__file__).with_name("slow_tests.txt")
 
 
 def names() -> frozenset[str]:
-    """The slow tests, as `name_of` names them."""
+    """The names of the slow tests, in the form of `name_of`."""
     return frozenset(PATH.read_text().split())
 
 
 def name_of(node: str) -> str:
-    """A test's name for all its parameters: that of its module, class and function.
+    """The name of a test for all its parameters: its module, class and function.
 
     >>> name_of("tests/solver/test_a.py::TestB::test_c[1-2]")
     'tests/solver/test_a.py::TestB::test_c'
@@ -39,10 +39,10 @@ def name_of(node: str) -> str:
 
 
 def kept(nodes: Sequence[str]) -> frozenset[str]:
-    """The tests of a whole run.
+    """The tests that a run of the whole suite keeps.
 
-    Every fourth case of a slow test is kept. The first one that is kept depends on the
-    name of the test, so that tests without parameters are divided alike.
+    Every fourth case of a slow test is kept. The first kept case depends on the name of
+    the test, so tests without parameters are spread over the quarters.
 
     Args:
       nodes: all tests.
@@ -59,7 +59,7 @@ def kept(nodes: Sequence[str]) -> frozenset[str]:
 
 
 def _turn() -> int:
-    """Which quarter is taken."""
+    """The number of the kept quarter."""
     if not os.environ.get("CI"):
         return 0
     count = subprocess.run(
@@ -73,18 +73,18 @@ def _turn() -> int:
 
 
 def leaves_out(given: Sequence[str], default: Sequence[str]) -> bool:
-    """Whether a run leaves slow tests out: nobody has asked for them.
+    """Whether a run omits slow tests, because the user has not selected tests.
 
     Args:
       given: the paths of the run.
-      default: the paths of a whole run.
+      default: the paths of a run of the whole suite.
     """
     asked = os.environ.get("AUTOPAR_ALL_TESTS")
     return not asked and list(given) == list(default)
 
 
 def seconds_of(path: pathlib.Path) -> dict[str, float]:
-    """The seconds of each test, over all its parameters, in a JUnit file of pytest."""
+    """The seconds of each test, summed over parameters, from pytest's JUnit file."""
     found: dict[str, float] = collections.defaultdict(float)
     for case in ET.parse(path).iter("testcase"):
         *places, last = case.attrib["classname"].split(".")
@@ -96,7 +96,7 @@ def seconds_of(path: pathlib.Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Writes the names of the slow tests, and says what they take."""
+    """Writes the names of the slow tests, and prints how long they take."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("junit", type=pathlib.Path)
     parser.add_argument("--seconds", type=float, default=3.0, help="from which on")

@@ -1,7 +1,7 @@
-"""A real Slurm of some nodes on this machine, for tests.
+"""A real Slurm cluster of several nodes on this machine, for tests.
 
-Each node is a slurmd of its own, with a port of its own. Authentication has a key and a
-munged of its own, so nothing of the machine's own Slurm is touched.
+Each node is a slurmd with its own port. The cluster has its own munged and key for
+authentication. So the Slurm of this machine, if any, is not touched.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PLACES = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 
 
 def missing_programs() -> list[str]:
-    """What a cluster needs and this machine lacks."""
+    """The programs that a cluster needs but this machine does not have."""
     return [name for name in PROGRAMS if shutil.which(name, path=_PLACES) is None]
 
 
 def wait_for(done: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
-    """Waits until something is so."""
+    """Waits until a condition holds."""
     end = time.monotonic() + limit_s
     while not done():
         assert time.monotonic() < end, what
@@ -36,13 +36,13 @@ def wait_for(done: Callable[[], object], what: str, limit_s: float = LIMIT_S) ->
 
 
 class SlurmCluster:
-    """Nodes n1, n2, ... of four CPUs each."""
+    """A cluster of nodes n1, n2, ... with four CPUs each."""
 
     def __init__(self, folder: pathlib.Path, nodes: int = 4) -> None:
-        """Starts the daemons.
+        """Starts the daemons of the cluster.
 
         Args:
-          folder: of all their files.
+          folder: the folder of all files of the daemons.
           nodes: how many.
         """
         self.folder = folder
@@ -115,7 +115,7 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
             )
 
     def start(self, node: str) -> None:
-        """Starts the daemon of a node."""
+        """Starts the slurmd of a node."""
         self._slurmd[node] = self._daemon("slurmd", "-D", "-N", node)
 
     def _up(self) -> bool:
@@ -123,26 +123,26 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         return states == ["idle"] * len(self.nodes)
 
     def do(self, *words: str) -> str:
-        """What a command of Slurm prints."""
+        """Runs a Slurm command and returns what it prints."""
         done = subprocess.run(
             words, env=self.env, capture_output=True, text=True, check=False
         )
         return done.stdout.strip()
 
     def state(self, job: int) -> str:
-        """The state of a job; '' where Slurm has forgotten it."""
+        """The state of a job; '' if Slurm does not know the job any more."""
         return self.do("squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T")
 
     def start_at_once(self, job: int, restarts: int = 1) -> None:
-        """Waits until a job that is requeued runs again.
+        """Makes a requeued job start at once, and waits until it runs.
 
         Args:
-          job: its number; Slurm would let it wait two minutes.
-          restarts: how often it has been requeued then.
+          job: the number of the job, which Slurm would start only after two minutes.
+          restarts: how often Slurm has requeued the job by then.
         """
 
-        # Slurm revokes the job's credential, and takes what begins within the same
-        # second for the job before.
+        # Slurm revokes the credential of the requeued job. A start within the same
+        # second would be taken for the old one.
         seen: list[float] = []
 
         def starts() -> bool:
@@ -156,7 +156,7 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         wait_for(starts, f"job {job} does not start again", 2 * LIMIT_S)
 
     def processes(self, node: str) -> list[int]:
-        """The processes of jobs on a node, their step daemons first."""
+        """The processes of jobs on a node, with their step daemons first."""
         wanted = f"SLURMD_NODENAME={node}".encode()
         found: list[int] = []
         for path in pathlib.Path("/proc").glob("[0-9]*"):
@@ -176,7 +176,7 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         return [*parents, *found]
 
     def kill(self, node: str) -> None:
-        """Kills all of a node at once, as a machine that loses its power."""
+        """Kills all processes of a node at once, as a power failure does."""
         pids = [self._slurmd[node].pid, *self.processes(node)]
         for how in (signal.SIGSTOP, signal.SIGKILL):
             for pid in pids:
@@ -185,13 +185,13 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         self._slurmd.pop(node).wait()
 
     def end_jobs(self) -> None:
-        """Ends all jobs; those that do not end within seconds are left."""
+        """Cancels all jobs, and waits some seconds for their end."""
         self.do("scancel", "--user", subprocess.getoutput("id -un"))
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not self.do("squeue", "-h"), "jobs are left", 15.0)
 
     def stop(self) -> None:
-        """Ends all jobs and daemons."""
+        """Cancels all jobs and ends all daemons."""
         self.end_jobs()
         for node in list(self._slurmd):
             for pid in self.processes(node):

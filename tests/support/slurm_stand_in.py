@@ -1,12 +1,12 @@
-"""Stands in for autopar in jobs of Slurm: a supervisor and agents that train nothing.
+"""Replaces autopar in Slurm jobs: a supervisor and agents that train nothing.
 
 Usage: slurm_stand_in.py secret FILE | run ... --folder DIR ... | worker ...
 | workers ...
 
-The supervisor counts a step a tenth of a second while an agent is there, up to as many
-as there are in the file ``most`` of the folder. It writes who comes and goes to
-``events``, and saves the number of steps in ``saved`` on SIGUSR1. Agents fail where
-there is a file ``fail``.
+While an agent is connected, the supervisor counts ten steps per second, up to the
+number in the file ``most`` of the folder. It writes to ``events`` when agents connect
+or leave. On SIGUSR1 it writes the number of steps to ``saved``. Agents fail if a file
+``fail`` exists.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def supervise(listen: str, folder: pathlib.Path, processes: str) -> int:
-    """Counts steps while agents are there."""
+    """Counts steps while agents are connected."""
     events, saved = folder / "events", folder / "saved"
 
     def note(text: str) -> None:
@@ -59,7 +59,7 @@ def supervise(listen: str, folder: pathlib.Path, processes: str) -> int:
     def receive(end: socket.socket) -> None:
         name = end.recv(100).decode()
         if not name:
-            return  # who only looks whether somebody listens
+            return  # The peer only checked whether somebody listens.
         agents[name] = end
         note(f"joined {name}")
         try:
@@ -81,7 +81,8 @@ def supervise(listen: str, folder: pathlib.Path, processes: str) -> int:
     while not asked.is_set() and step < int((folder / "most").read_text()):
         time.sleep(0.1)
         step += bool(agents)
-    # Python takes its handlers back as it ends, and another signal would kill it then.
+    # Python restores the default handlers at exit, so another signal would kill it
+    # then.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     new = folder / "saved.new"
     new.write_text(str(step))
@@ -93,7 +94,7 @@ def supervise(listen: str, folder: pathlib.Path, processes: str) -> int:
 
 
 def work(address: str, folder: pathlib.Path) -> int:
-    """Is there until the run ends, or it is asked to leave."""
+    """Stays connected until the run ends or the agent is told to leave."""
     name, connected = os.environ["SLURMD_NODENAME"], None
     if (folder / "fail").exists():
         return 1

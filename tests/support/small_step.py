@@ -1,4 +1,4 @@
-"""The smallest train step that is worth splitting, and what it must give."""
+"""The smallest train step that is worth sharding, and its expected losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 import autopar
 
-# Divisible by 2, 3, 4, 6 and 8 devices.
+# The number of rows is divisible by 2, 3, 4, 6 and 8 devices.
 ROWS, WIDTH = 24, 16
 
 
@@ -43,7 +43,7 @@ def plan(cluster: str, rows: int = ROWS) -> autopar.Plan:
 
 @functools.cache
 def plain_losses(count: int) -> tuple[float, ...]:
-    """The losses of the step as it is written, on one device."""
+    """The losses of the unplanned step on one device."""
     w, losses = state(), []
     for _ in range(count):
         w, loss = jax.jit(step)(w, batch())
@@ -52,7 +52,7 @@ def plain_losses(count: int) -> tuple[float, ...]:
 
 
 def trained(run: Any, w: Any, count: int) -> tuple[Any, list[float]]:
-    """Runs so many steps; returns the state and the losses."""
+    """Runs `count` steps; returns the state and the losses."""
     losses: list[float] = []
     for _ in range(count):
         w, loss = run(w, batch())

@@ -1,4 +1,4 @@
-"""Plans of several stages, put together by hand."""
+"""Plans of several stages, built by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLUSTER = Cluster.parse("2x4:cpu")
 
 
 def make_gradient(name: str, workers: int, **changes: Any) -> GradientDecision:
-    """A gradient of which a quarter of the bytes is sent."""
+    """A gradient whose codec sends a quarter of the bytes."""
     made = GradientDecision(
         name=name,
         value=3,
@@ -40,7 +40,7 @@ def make_gradient(name: str, workers: int, **changes: Any) -> GradientDecision:
 
 
 def make_stage(name: str, devices: tuple[int, ...], **changes: Any) -> StagePlan:
-    """One layer on a mesh of one axis."""
+    """A stage of one layer on a mesh of one axis."""
     kernel = f"params/{name}/kernel"
     stage = StagePlan(
         name=name,
@@ -60,7 +60,7 @@ def make_stage(name: str, devices: tuple[int, ...], **changes: Any) -> StagePlan
 
 
 def make_plan(*stages: StagePlan, **changes: Any) -> Plan:
-    """The two halves of a cluster, each with a layer."""
+    """A plan of two stages by default: the halves of a cluster, each with one layer."""
     halves = (make_stage("front", (0, 1, 2, 3)), make_stage("back", (4, 5, 6, 7)))
     stages = stages or halves
     plan = Plan(

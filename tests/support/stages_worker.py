@@ -1,4 +1,4 @@
-"""One process of a pipeline over several; run by test_processes.py.
+"""A process of a pipeline over several processes; test_processes.py runs it.
 
 Usage: python stages_worker.py PROCESS COUNT PORT OUT CASE
 """
@@ -39,7 +39,7 @@ def rows(seed: int) -> dict[str, Any]:
 
 
 def train(name: str) -> list[float]:
-    """The losses of a few steps, from a state that is made on its stages."""
+    """The losses of some steps, from a state that is created on its stages' devices."""
     from stage_cases import LOSSES, adam, batch
 
     made, state, _ = adam(LOSSES[name])
@@ -52,14 +52,14 @@ def train(name: str) -> list[float]:
 
 
 def mixed() -> float:
-    """How far all that steps tell this process is from what one device finds."""
+    """The largest difference between this process's results and those of one device."""
     from stage_cases import mixed_distance, mixed_step
 
     return mixed_distance(autopar.parallelize(mixed_step, **ASKED), rows)
 
 
 def moved() -> tuple[list[float], list[int]]:
-    """Losses under a plan of one stage, of two and of one, and devices held here."""
+    """Losses under plans of 1, 2 and 1 stages, and this process's shards under each."""
     from stage_cases import adam, batch, mean_loss
 
     made, state, _ = adam(mean_loss)
@@ -80,7 +80,7 @@ def moved() -> tuple[list[float], list[int]]:
 
 
 def coded() -> dict[str, Any]:
-    """Losses with gradients that each stage sums by a codec, and what is told of it."""
+    """Losses and telemetry of stages that each sum their gradients by a codec."""
     from stage_cases import adam, batch, mean_loss
 
     made, state, _ = adam(mean_loss)
@@ -106,7 +106,7 @@ def coded() -> dict[str, Any]:
 
 
 def stopped_at(number: int, work: Any) -> Any:
-    """Does something in place of the tasks of a microbatch."""
+    """Calls `work` before the tasks of a microbatch."""
     task = run._Run.task
 
     def stopping(self: Any, call: Any, microbatch: int) -> None:
@@ -118,7 +118,7 @@ def stopped_at(number: int, work: Any) -> Any:
 
 
 def refused() -> dict[str, Any]:
-    """What a process says, and how soon, where process 1 fails; then it goes on."""
+    """A process's errors, and after how long, if process 1 fails; then a step works."""
     from stage_cases import adam, mean_loss
 
     made, state, _ = adam(mean_loss)
@@ -142,7 +142,7 @@ def refused() -> dict[str, Any]:
 
 
 def late() -> dict[str, Any]:
-    """What a process says, and how soon, where an update fails on process 1."""
+    """The error of a process, and after how long, if an update fails on process 1."""
     from stage_cases import adam, mean_loss
 
     made, state, _ = adam(mean_loss)
@@ -161,18 +161,18 @@ def late() -> dict[str, Any]:
     return {"said": said, "seconds": time.monotonic() - begin}
 
 
-# By number of processes, how stages lie on their devices: how many stages, and the
-# devices of the first, the second and so on.
+# Placements by number of processes: the number of stages, and the devices of the first
+# stage, the second stage and so on.
 LAID: dict[int, dict[str, tuple[int, list[int]]]] = {
     2: {"each over both": (2, [0, 2, 1, 3]), "two in one": (4, [3, 1, 0, 2])},
     4: {"unevenly over three": (2, [0, 1, 2, 4, 3, 5, 6, 7])},
 }
-# Those of two stages with all that hangs on a step: one process each, or two.
+# The devices of two stages for `beside`: one process per stage, or two.
 BESIDE = {2: [0, 1, 2, 3], 4: [0, 3, 4, 7]}
 
 
 def joint(name: str) -> dict[str, Any]:
-    """Losses and results of stages that lie in several processes, or beside others."""
+    """Losses and results of stages that span processes, or share a process."""
     from stage_cases import LOSSES, adam, batch, mixed_distance, mixed_step
 
     stages, order = LAID[jax.process_count()][name]
@@ -190,7 +190,7 @@ def joint(name: str) -> dict[str, Any]:
 
 
 def beside(order: list[int]) -> dict[str, Any]:
-    """What hangs on a step of two stages, on devices in some order."""
+    """Results of all features around a step of two stages, on devices in some order."""
     from stage_cases import all_beside_the_step
 
     def mine(rows: int) -> slice:
@@ -201,7 +201,7 @@ def beside(order: list[int]) -> dict[str, Any]:
 
 
 def broken() -> dict[str, Any]:
-    """What is said of a stage of both processes that fails in process 1."""
+    """The errors of a stage on both processes if process 1 fails."""
     from stage_cases import adam, mean_loss
 
     made, state, _ = adam(mean_loss)
@@ -219,10 +219,10 @@ def broken() -> dict[str, Any]:
 
 
 def killed(how: int = signal.SIGKILL) -> dict[str, Any]:
-    """What a process says, and how soon, when process 1 is killed in a step.
+    """The error of a process, and after how long, if process 1 is killed in a step.
 
     Args:
-      how: the signal; with SIGSTOP it hangs.
+      how: the signal. After SIGSTOP, process 1 hangs.
     """
     from stage_cases import adam, mean_loss
 
@@ -243,7 +243,7 @@ def killed(how: int = signal.SIGKILL) -> dict[str, Any]:
 
 
 def results(case: str) -> Any:
-    """What a process finds."""
+    """The results of a process in a case."""
     if case == "killed":
         return killed()
     if case == "laid":

@@ -1,4 +1,4 @@
-"""One small model in the three forms of a train step, and clusters that split it."""
+"""A small model in the three forms of a train step, and clusters that shard it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flax.training import train_state
 
 from autopar import Cluster
 
-# Divisible by 4, 6 and 8 devices.
+# The number of rows is divisible by 4, 6 and 8 devices.
 BATCH = 24
 WIDTH = 16
 HIDDEN = 48
@@ -23,7 +23,7 @@ TX = optax.adam(1e-2, eps=1e-3)
 
 
 def cheap(text: str) -> Cluster:
-    """A cluster whose links cost next to nothing: plans split even small arrays."""
+    """A cluster with links so cheap that plans shard even small arrays."""
     cluster = Cluster.parse(text)
     levels = tuple(
         dataclasses.replace(
@@ -38,7 +38,7 @@ def cheap(text: str) -> Cluster:
 
 
 def with_memory(cluster: Cluster, nbytes: int) -> Cluster:
-    """The same cluster with other memory."""
+    """The same cluster with another memory size."""
     device = dataclasses.replace(cluster.device, memory_bytes=nbytes)
     return dataclasses.replace(cluster, device=device)
 
@@ -128,9 +128,9 @@ def nnx_step(model: NnxNet, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One way to write the step.
+    """One form of the step.
 
-    ``create(rng)`` makes the state; ``step(*state, batch)`` runs the step.
+    ``create(rng)`` creates the state; ``step(*state, batch)`` runs the step.
     """
 
     create: Callable[..., Any]
@@ -164,6 +164,6 @@ FORMS = {
 
 
 def plain_losses(form: Form, count: int) -> list[float]:
-    """The losses of the step as it was written, on one device."""
+    """The losses of the unplanned step on one device."""
     jitted = nnx.jit(form.step) if form.step is nnx_step else jax.jit(form.step)
     return form.losses(jitted, form.create(jax.random.key(0)), batches(count))

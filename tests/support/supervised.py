@@ -1,4 +1,4 @@
-"""A supervisor whose workers do nothing, and whose clock stands still."""
+"""A supervisor with simulated workers and a clock that does not advance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.elastic.processes.supervisor import Supervisor
 
 
 class Fake:
-    """Workers that do nothing, and a clock that stands still."""
+    """Simulated workers that do nothing, and a clock that does not advance."""
 
     def __init__(self, **limits: Any) -> None:
         self.now = 0.0
@@ -63,7 +63,7 @@ class Fake:
         self.said.append(event)
 
     def tell(self, worker: int, kind: str, **data: Any) -> None:
-        """What a worker says."""
+        """Passes a message of a worker to the supervisor."""
         self.supervisor.take(worker, {"kind": kind, "worker": worker, **data})
 
     def ready(self, *workers: int, holds: Any = None) -> None:
@@ -85,11 +85,11 @@ class Fake:
             self.tell(worker, "formed", generation=generation, step=step)
 
     def of(self, kind: str) -> list[tuple[int, dict[str, Any]]]:
-        """Who was sent such an order, and with what."""
+        """The orders of a kind: the worker to which each was sent, and its data."""
         return [(w, data) for w, k, data in self.sent if k == kind]
 
     def world(self) -> list[int]:
-        """The workers of the last world, by rank."""
+        """The workers of the last world, in the order of their ranks."""
         return [m["worker"] for m in self.of("form")[-1][1]["members"]]
 
 

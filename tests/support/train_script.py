@@ -1,4 +1,4 @@
-"""A training script of several processes whose batch follows.
+"""A training script for several processes whose batch size follows the noise.
 
 Usage: autopar run ... train_script.py OUT STEPS SURVIVE PACE_S
 """
@@ -17,14 +17,14 @@ import autopar
 
 
 def main() -> None:
-    """Trains, and writes each step, its loss and its batch to OUT.PID."""
+    """Trains, and writes each step, its loss and its batch size to the file OUT.PID."""
     out, steps, survive, pace_s = sys.argv[1:]
     tx = cases.optimizer()
     pins = {"state/*": cases.PINS["state/*"]}
     step = cases.parallel(tx, cluster=forms.cheap("2:cpu"), seconds=2, pins=pins)
 
     def source(position: int, rows: int) -> object:
-        time.sleep(float(pace_s))  # a step takes the same time, whatever its rows
+        time.sleep(float(pace_s))  # a step takes the same time for any number of rows
         return cases.source(position, rows)
 
     run = autopar.train(
@@ -33,7 +33,8 @@ def main() -> None:
         source,
         base_batch=cases.BASE,
         max_batch=4 * cases.BASE,
-        # Not steps=, so that a change of the batch pays on a busy machine, too.
+        # A condition in place of `steps=`, so that a change of the batch size pays off
+        # even on a busy machine.
         until=lambda done: done.step + 1 >= int(steps),
         survive=int(survive),
         ledger=f"{out}.ledger",

@@ -1,4 +1,4 @@
-"""One process of several that train with `autopar.train`, without a supervisor.
+"""A process that trains with others by `autopar.train`, without a supervisor.
 
 Usage: python train_worker.py PROCESS COUNT PORT OUT
 """
@@ -22,8 +22,11 @@ STEPS, PACE_S = 150, 0.02
 
 
 def main() -> None:
-    """Trains, and writes of each step its loss, its batch, what one process would have
-    lost on it, which rows were asked for, and whether another way was prepared."""
+    """Trains, and writes a line for each step.
+
+    A line has the loss, the batch, the loss of one process on this batch, the requested
+    rows, and whether a change was being prepared at that time.
+    """
     process, count, port, out = sys.argv[1:]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
@@ -36,7 +39,7 @@ def main() -> None:
     asked: list[tuple[int, int]] = []
 
     def source(position: int, rows: int) -> object:
-        time.sleep(PACE_S)  # a step takes the same time, whatever its rows
+        time.sleep(PACE_S)  # a step takes the same time for any number of rows
         asked.append((position, rows))
         return cases.source(position, rows)
 

@@ -1,4 +1,4 @@
-"""Allocations against all choices there are, and on instances with a certified gap."""
+"""Tests allocations by brute force, and the proved gap on larger instances."""
 
 import itertools
 
@@ -19,7 +19,7 @@ from autopar_solver.ilp.highs import Backend, StopCriteria
 
 
 def brute_force(problem: AllocationProblem) -> float:
-    """The best value over all choices; minus infinity where none is possible."""
+    """The best value over all choices; minus infinity if no choice is feasible."""
     ways = [
         [*np.flatnonzero(problem.jobs == job), *([] if problem.required[job] else [-1])]
         for job in range(problem.num_jobs)

@@ -1,4 +1,4 @@
-"""Microbatches of unequal replicas, against all ways to deal them out."""
+"""Tests the division of microbatches over unequal replicas by brute force."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The inner figures of the allocation of devices on fixed problems."""
+"""Compares intermediate figures of the allocation solver with golden files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar_solver.ilp.highs import Backend, IntegerProgram, ProgramAnswer
 
 
 def problem_of(seed: int) -> AllocationProblem:
-    """Jobs with options on up to three kinds of devices, of which some are needed."""
+    """Jobs with options on up to three kinds of devices; some jobs are required."""
     random = np.random.default_rng(seed)
     kinds, jobs = int(random.integers(1, 4)), int(random.integers(2, 14))
     rows = [
@@ -34,7 +34,7 @@ def problem_of(seed: int) -> AllocationProblem:
 
 
 def lines_of(problem: AllocationProblem, gap: float) -> Iterator[str]:
-    """Each threshold of losses with what is proved under it, and the result."""
+    """Lines of each tried threshold, of the bound proved at it, and of the result."""
     log: list[tuple[float, float]] = []
     run = rounds._Rounds._with_open
 

@@ -1,4 +1,4 @@
-"""Both back ends answer any small program as trying every choice does."""
+"""Tests both ILP back ends on small programs by brute force."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ EXACT = StopCriteria(seconds=None, gap=1e-6)
 
 
 def program_of(costs, equal, at_most, *, most=None, num_binary=None):
-    """A program from dense rows: ``(coefficients, right side)`` each."""
+    """An integer program from dense rows ``(coefficients, right side)``."""
     rows = [*equal, *at_most]
     dense = [np.array(row, np.float64) for row, _ in rows]
     sides = np.array([side for _, side in rows], np.float64)
@@ -47,7 +47,7 @@ def program_of(costs, equal, at_most, *, most=None, num_binary=None):
 
 
 def random_program(seed):
-    """Two or three groups, one choice of each, under one or two limits."""
+    """Two or three groups with one choice of each, under one or two limits."""
     random = np.random.default_rng(seed)
     widths = random.integers(1, 4, random.integers(2, 4))
     size = int(widths.sum())
@@ -63,7 +63,7 @@ def random_program(seed):
 
 
 def rows_of(program):
-    """``A`` as a dense matrix."""
+    """The constraint matrix ``A`` of a program as a dense matrix."""
     dense = np.zeros((program.num_rows, len(program.costs)))
     for row in range(program.num_rows):
         entries = slice(program.starts[row], program.starts[row + 1])
@@ -82,7 +82,7 @@ def is_allowed(program, values, tolerance=1e-7):
 
 
 def least_cost(program):
-    """The least cost of all whole values that are allowed."""
+    """The least cost over all feasible 0-1 vectors."""
     best = math.inf
     for values in itertools.product((0.0, 1.0), repeat=len(program.costs)):
         if is_allowed(program, np.array(values)):

@@ -1,4 +1,4 @@
-"""The highest minimum of planes is that of the best corner."""
+"""Tests that the maximum of the minimum of planes is that of the best corner."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from autopar_solver import highest_minimum
 
 @st.composite
 def planes(draw):
-    """Heights, slopes, and weights in two groups."""
+    """Draws heights and slopes of planes, and weights in two groups."""
     count, weights = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     heights = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     row = st.lists(st.integers(-5, 5), min_size=weights, max_size=weights)
@@ -32,7 +32,7 @@ def possible(groups, weights):
 
 
 def best_corner(heights, slopes, groups):
-    """The highest minimum over all points where enough constraints are tight."""
+    """The maximum over all corners, the points where enough constraints are tight."""
     size = slopes.shape[1]
     # Rows of (weights, height) @ row = right side.
     rows = [(np.append(-s, 1.0), h) for s, h in zip(slopes, heights, strict=True)]

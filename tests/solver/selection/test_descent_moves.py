@@ -1,4 +1,4 @@
-"""Changes of one gradient are priced exactly, and pairs of them are found."""
+"""Tests the costs of single changes and pairs of changes in codec selections."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ few = settings(max_examples=examples(120), deadline=None)
 
 
 def fitting_start(problem, options, seed):
-    """A random choice within the budgets, in the link's order; None without one."""
+    """A random choice within the budgets, in the link's order, or None if none fits."""
     random = np.random.default_rng(seed)
     parts = np.split(np.arange(len(options.gradient)), options.starts[1:-1])
     for _ in range(30):
@@ -28,7 +28,7 @@ def fitting_start(problem, options, seed):
 
 
 def cost_of(problem, options, chosen):
-    """Recomputed by running the link."""
+    """The cost of a choice, computed by simulating the link."""
     choices = [0] * len(chosen)
     for place, option in enumerate(chosen):
         choices[problem.order[place]] = int(options.codec[option])

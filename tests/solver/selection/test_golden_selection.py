@@ -1,4 +1,4 @@
-"""The inner figures of the selection of codecs on fixed problems."""
+"""Compares intermediate figures of the codec selection with golden files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from autopar_solver.selection.solve import SelectionIncumbent, descend, search_l
 
 @contextlib.contextmanager
 def noted(log: list[tuple[float, ...]]) -> Iterator[None]:
-    """Adds what is offered and proved, in turn."""
+    """Appends every offered solution and every proved bound to the log, in order."""
     offer, prove = SelectionIncumbent.offer, SelectionIncumbent.prove
 
     def noted_offer(self: SelectionIncumbent, *given: Any) -> SelectionIncumbent:

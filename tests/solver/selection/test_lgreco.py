@@ -1,4 +1,4 @@
-"""The programme is L-GreCo's, and as near the exact choice as its docstring proves."""
+"""Tests that the dynamic programme is L-GreCo's, and within its proved error."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from autopar_solver.selection.lgreco import rounded_errors
 
 
 def random_problem(seed: int) -> LGreCoProblem:
-    """Whole numbers, so that sums and comparisons in the tests are exact."""
+    """A problem of integers, so that sums and comparisons in the tests are exact."""
     random = np.random.default_rng(seed)
     widths = random.integers(1, 5, random.integers(1, 5))
     return LGreCoProblem(
@@ -28,7 +28,7 @@ def random_problem(seed: int) -> LGreCoProblem:
 
 
 def power_sgd(seed: int, layers: int, **options) -> LGreCoProblem:
-    """Ranks 1 to 18 of layers whose singular values decay as powers."""
+    """Ranks 1 to 18 of layers whose singular values decay by a power law."""
     random = np.random.default_rng(seed)
     errors, sizes = [], []
     for _ in range(layers):
@@ -44,20 +44,20 @@ problems = st.integers(0, 10**6).map(random_problem)
 
 
 def sums(problem, rows):
-    """``[(choices, sum of rows)]`` for every combination."""
+    """Yields ``(choices, sum of rows)`` for every combination of choices."""
     for choices in itertools.product(*(range(len(row)) for row in problem.error)):
         yield choices, sum(row[k] for row, k in zip(rows, choices, strict=True))
 
 
 def least(problem, budget):
-    """The least size with errors up to a budget, by trying everything."""
+    """The least size whose errors are within a budget, by brute force."""
     sizes = dict(sums(problem, problem.size))
     fitting = (c for c, error in sums(problem, problem.error) if error <= budget)
     return min((sizes[c] for c in fitting), default=math.inf)
 
 
 def check(problem, result, budget):
-    """The result is what it says it is, added up here."""
+    """Checks that the result's size and error are the sums over its choices."""
     if result.status is Status.INFEASIBLE:
         assert (result.choices, result.size) == ((), math.inf)
         return
@@ -70,9 +70,10 @@ def check(problem, result, budget):
 
 
 def published(problem):
-    """The published tables, entry by entry; None where they hold no choice.
+    """The choices by the published code's tables; None if the tables contain none.
 
-    Its first layer asks for more than its buckets; the clip is applied.
+    As in that code, the first layer needs more buckets than its error. Errors are
+    clipped.
     """
     layers, top = len(problem.error), problem.buckets + 1
     q = rounded_errors(problem)

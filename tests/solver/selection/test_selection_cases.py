@@ -1,4 +1,4 @@
-"""Codec selections worked out by hand, and what is refused."""
+"""Tests codec selections that were solved by hand, and invalid problems."""
 
 import dataclasses
 import math
@@ -217,7 +217,7 @@ def test_infeasible_together_is_a_status():
 
 
 def tenths(**options) -> CodecSelection:
-    """Four gradients; each second on the link costs an error of a tenth to save."""
+    """Four gradients: to save a second on the link costs an error of 0.1 for each."""
     return CodecSelection(
         wire_s=(np.array([2.0, 1.0]),) * 4,
         local_s=(np.zeros(2),) * 4,

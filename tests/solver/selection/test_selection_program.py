@@ -1,4 +1,4 @@
-"""Options, program and prices of a selection against their definitions."""
+"""Tests options, program and prices of a selection against their definitions."""
 
 import dataclasses
 import itertools
@@ -39,7 +39,7 @@ def options_or_reject(problem):
 
 
 def chosen_in_turn(options):
-    """Every choice of one option for each gradient, as indices into the row."""
+    """All choices of one option per gradient, as indices into the array of options."""
     own = np.split(np.arange(len(options.gradient)), options.starts[1:-1])
     return map(np.array, itertools.product(*own))
 

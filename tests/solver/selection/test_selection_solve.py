@@ -1,4 +1,4 @@
-"""Codec selections equal brute force, and prices never claim more than the best."""
+"""Tests codec selections by brute force, and that bounds never exceed the optimum."""
 
 import dataclasses
 import itertools
@@ -124,12 +124,12 @@ def test_descent_exchanges_two():
 
 
 def parts(options):
-    """By gradient in the link's order, its options."""
+    """The indices of the options of each gradient, in the link's order."""
     return np.split(np.arange(len(options.gradient)), options.starts[1:-1])
 
 
 def in_numbering(problem, options, chosen):
-    """Choices by gradient, from options by the link's order."""
+    """The codec of each gradient, in the problem's order."""
     codecs = dict(zip(problem.order, options.codec[chosen], strict=True))
     return tuple(int(codecs[index]) for index in range(len(codecs)))
 
@@ -168,7 +168,7 @@ def test_prices_prove_their_bound(problem):
 
 
 def lagrangian(problem, relaxation, choices):
-    """What the prices charge for choices, budgets and readiness refunded."""
+    """The Lagrangian of choices: their prices, less those of budgets and readiness."""
     priced = relaxation.option_prices(problem)
     total = sum(float(row[k]) for row, k in zip(priced, choices, strict=True))
     before = 0.0

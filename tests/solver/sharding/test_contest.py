@@ -1,4 +1,4 @@
-"""The contest's files, its toy example, and its public instances."""
+"""Tests the contest's file format, its toy example and its public instances."""
 
 import dataclasses
 import gzip

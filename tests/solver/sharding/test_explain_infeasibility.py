@@ -1,4 +1,4 @@
-"""Explanations name the time and the terms that bind."""
+"""Tests that explanations of infeasibility name the time and the binding terms."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,8 @@
-"""The inner figures of the sharding solver on fixed problems: bounds, prices, work.
+"""Compares bounds, prices and work of the sharding solver with golden files.
 
-A search that takes another way to the same optimum is slower or weaker somewhere else;
-here its steps are kept. Without a time limit they depend on the problem alone.
+A changed search can reach the same optimum and be slower or weaker on other problems.
+So the golden files also contain the steps of the search. Without a time limit the steps
+depend only on the problem.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ REDUCTIONS = (
 
 
 def grid(seed: int, side: int, tightness: float | None) -> ShardingProblem:
-    """Nodes in a square, each beside up to four others: more than eliminations take."""
+    """Nodes in a square grid, which elimination of low-degree nodes cannot solve."""
     random = np.random.default_rng(seed)
     nodes = side * side
     edges = [(i, i + 1) for i in range(nodes) if (i + 1) % side]
@@ -92,7 +93,7 @@ def problems() -> list[ShardingProblem]:
 
 @contextlib.contextmanager
 def noted(log: list[tuple[float, ...]]) -> Iterator[None]:
-    """Adds what is offered and proved, in turn, and the work that was counted."""
+    """Appends offered solutions, proved bounds and counted work to the log."""
     offer, prove, tick = Incumbent.offer, Incumbent.prove, Clock.tick
 
     def noted_offer(self: Incumbent, choices: Any) -> bool:
@@ -206,7 +207,7 @@ def dual_lines(problem: ShardingProblem) -> Iterator[str]:
 
 
 def move_lines(field: Field, dual: Dual) -> Iterator[str]:
-    """From decoded choices: mending, polishing, a search by parts, a program."""
+    """Lines of each move from decoded choices: repair, descent, parts and a program."""
     for backward in (False, True):
         choices = dual.messages.decode(dual.costs, backward=backward)
         position = Position(field, choices, dual.messages.links)

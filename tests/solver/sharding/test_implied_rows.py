@@ -1,4 +1,4 @@
-"""Rows of memory that others imply."""
+"""Tests which rows of memory are implied by others."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,12 +19,13 @@ from autopar_solver.sharding.problem import memory_profile
 def layered(
     layers: int, usages: list[np.ndarray], offsets: list[tuple[int, int]]
 ) -> ShardingProblem:
-    """Layers forward and backward: each keeps an array from one to the other.
+    """Layers forward and backward, with an array of each kept for its backward pass.
 
     Args:
       layers: number of them.
-      usages: of two nodes, alike in all layers: what is kept and what is made behind.
-      offsets: of each node, when a layer makes its array and how long that is held.
+      usages: memory per strategy of two nodes, equal in all layers: of the kept array,
+        and of the gradient that the backward pass makes.
+      offsets: of each node, when a layer makes its array and how long the array lives.
     """
     kept, made = usages
     (begin, _), (start, held) = offsets

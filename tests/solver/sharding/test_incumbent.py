@@ -1,4 +1,4 @@
-"""The incumbent only improves, and never claims more than it can."""
+"""Tests that the incumbent only improves, and that its cost and bound are correct."""
 
 import math
 
@@ -14,7 +14,7 @@ from autopar_solver.sharding.rounds import Incumbent
 
 
 def one_node(*costs, usage=None, limit=None):
-    """A node with these strategies; the usage is live at one time."""
+    """A problem of one node with these strategies; the usage is live at one time."""
     memory = ()
     if usage is not None:
         memory = (MemoryTerm(node=0, start=0, end=1, usage=np.array(usage)),)

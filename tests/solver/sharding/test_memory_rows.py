@@ -1,4 +1,4 @@
-"""Rows stand for all times: choices fit on them exactly if they fit at every time."""
+"""Tests that choices fit on the rows of memory exactly if they fit at all times."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from autopar_solver.sharding.graph import NodeMemory, find_rows, sum_memories
 
 
 def used_on_rows(rows, memory, choices):
-    """Usage above the least by row, one row and one term at a time."""
+    """The usage of each row above the minimum, in plain loops over rows and terms."""
     used = np.zeros(len(rows))
     for node, own in memory.items():
         for start, end, usage in zip(own.starts, own.ends, own.usage, strict=True):
@@ -30,7 +30,7 @@ def allowed_choices(problem, random):
 
 
 def used_at(problem, choices, time):
-    """Everything that is live at one time, from the problem itself."""
+    """The sum of all memory that is live at a time, computed from the problem."""
     live = [t for t in problem.memory if t.start <= time < t.end]
     fixed = [f for f in problem.fixed_memory if f[0] <= time < f[1]]
     used = sum(float(t.usage[choices[t.node]]) for t in live)

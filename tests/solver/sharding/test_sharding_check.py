@@ -1,4 +1,4 @@
-"""The checker adds up by definition and believes nothing."""
+"""Tests the checker, which computes cost and peak by definition."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from autopar_solver.sharding.problem import (
 
 
 def by_definition(problem, choices):
-    """Cost and peak from the formula, one time at a time."""
+    """Cost and peak by the formula, computed at one time after another."""
     cost = sum(float(c[k]) for c, k in zip(problem.node_costs, choices, strict=True))
     for (i, j), table in zip(problem.edges, problem.edge_costs, strict=True):
         cost += float(table[choices[i], choices[j]])

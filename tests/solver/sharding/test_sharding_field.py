@@ -1,4 +1,4 @@
-"""Fields: the flat arrays say what the graph says."""
+"""Tests fields: their flat arrays describe the same problem as the graph."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ INF = np.inf
 
 
 def three():
-    """Three nodes with gaps in their numbers, one forbidden pair, and two rows."""
+    """Three nodes with gaps in their numbers, a forbidden pair and two memory rows."""
     graph = graph_of(
         [[1, 2], [0], [3, 4, 5], [7, 8]], {(0, 2): [[0, INF, 1], [2, 3, 4]]}
     )

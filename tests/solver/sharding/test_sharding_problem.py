@@ -1,4 +1,4 @@
-"""Problems are checked where they are built."""
+"""Tests the checks that constructors of sharding problems make."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The integer program of a field costs what the field costs, and cuts what must go."""
+"""Tests that the integer program of a field has the field's costs and constraints."""
 
 import math
 
@@ -26,7 +26,7 @@ EXACT = StopCriteria(seconds=None, gap=1e-9)
 
 
 def values_of(field, choices):
-    """All variables of the program at given choices, one by one."""
+    """The values of all variables of the program that encode some choices."""
     values = []
     for k, size in enumerate(field.sizes):
         values += [float(a == choices[k]) for a in range(size)]
@@ -47,7 +47,7 @@ def sums_of(program, values):
 
 
 def least_cost(field):
-    """The least cost of all choices that fit, and how many cost that."""
+    """The least cost of all choices that fit, and how many choices have that cost."""
     best = math.inf
     for choices in np.ndindex(*field.sizes.tolist()):
         choices = np.array(choices)

@@ -1,4 +1,4 @@
-"""The rounds close the gap from any start, and prove only what is true."""
+"""Tests that rounds close the gap from any start, and prove only true bounds."""
 
 import math
 
@@ -23,7 +23,7 @@ HIGHS = backend_of("highs")
 
 
 def rounds_of(problem, backend=HIGHS, seconds=None, choices=None):
-    """What the rounds prove of a problem, after the reductions."""
+    """The rounds of a problem, after the reductions."""
     incumbent = Incumbent(problem, gap=0.0)
     if choices is not None:
         incumbent.offer(choices)
@@ -104,7 +104,7 @@ def test_what_is_proved_is_left_alone():
 
 
 class _Asked(Exception):
-    """The integer program was asked."""
+    """Raised by a back end that is asked to solve a program."""
 
 
 def dense_problem(nodes: int, strategies: int) -> ShardingProblem:

@@ -1,4 +1,4 @@
-"""Solutions equal brute force, whatever the problem looks like."""
+"""Tests solutions of all sorts of sharding problems by brute force."""
 
 import dataclasses
 import math

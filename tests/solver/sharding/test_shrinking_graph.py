@@ -1,4 +1,4 @@
-"""The working copy: what changes in it leads back to choices of the problem."""
+"""Tests that a reduced graph maps its choices to choices of the problem."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ INF = np.inf
 
 
 def square():
-    """Two nodes of two strategies with a link, and memory at one of them."""
+    """Two nodes of two strategies with a link; one of the nodes has memory."""
     graph = graph_of([[1, 2], [3, 4]], {(0, 1): [[10, 20], [30, 40]]})
     graph.memory = {0: term(0, 1, 5.0, 7.0)}
     return graph

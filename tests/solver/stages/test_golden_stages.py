@@ -1,4 +1,4 @@
-"""The inner figures of the solver of stages on fixed problems, and its schedules."""
+"""Compares intermediate figures of the stage solver and schedules with golden files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SCHEDULES = (*map(Schedule, ScheduleKind), Schedule(ScheduleKind.INTERLEAVED, 3)
 
 @contextlib.contextmanager
 def noted(log: list[tuple[float, ...]]) -> Iterator[None]:
-    """Adds each pipeline that is offered, and the best step after it."""
+    """Appends each offered pipeline and the best step time after it to the log."""
     offer = PipelineIncumbent.offer
 
     def noted_offer(self: PipelineIncumbent, pipeline: Pipeline) -> None:
@@ -143,7 +143,7 @@ def bound_lines(problem: StageProblem) -> Iterator[str]:
 
 
 def offer_lines(problem: StageProblem) -> Iterator[str]:
-    """What mixed pipelines and single moves find without the search."""
+    """Lines of what mixed pipelines and single moves find without the search."""
     incumbent = PipelineIncumbent(problem)
     log: list[tuple[float, ...]] = []
     with noted(log):

@@ -20,7 +20,7 @@ from autopar_solver.stages.solve import offer_mixed
 
 
 def problem(speeds: list[float], layers: int = 12) -> StageProblem:
-    """One device group of each speed, and eight microbatches."""
+    """A problem with one device group per speed, and eight microbatches."""
     seconds = np.ones((layers, 1)) / np.array(speeds)
     none = np.zeros_like(seconds)
     link = np.zeros((layers - 1, 1, 1))

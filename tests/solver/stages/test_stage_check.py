@@ -1,4 +1,4 @@
-"""Pipelines are evaluated as defined, bounded from below, and refused when wrong."""
+"""Tests the costs and lower bounds of pipelines, and that invalid ones are refused."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The parts of the solver: recomputation, intervals, paths and the programme."""
+"""Tests parts of the solver: recomputation, intervals, paths and the programme."""
 
 import itertools
 import math
@@ -167,7 +167,7 @@ def test_programme_finds_the_cheapest_chain(problem):
 
 
 def chains(chain, terms, peak):
-    """All chains of ``len(terms)`` stages that fit, and what they add."""
+    """Yields all feasible chains of ``len(terms)`` stages, with their values."""
     numbers = range(len(chain.first))
     for chosen in itertools.product(numbers, repeat=len(terms)):
         value = value_of(chain, terms, chosen)

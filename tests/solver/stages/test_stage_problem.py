@@ -1,4 +1,4 @@
-"""Stage problems are checked where they are made."""
+"""Tests the checks that constructors of stage problems make."""
 
 import dataclasses
 import math

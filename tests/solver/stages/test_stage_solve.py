@@ -1,4 +1,4 @@
-"""The solver equals brute force, and is never worse than even pipelines."""
+"""Tests the solver by brute force, and against pipelines with equal stages."""
 
 import dataclasses
 import itertools
@@ -101,9 +101,9 @@ def chain(
     seed: int | None = None,
     shared: tuple[SharedParameter, ...] = (),
 ) -> StageProblem:
-    """Layers of one second in all on one device; two devices are 1.8 times as fast.
+    """Layers that take a second each on one device; two devices are 1.8 times as fast.
 
-    With a seed, layers differ.
+    With a seed, the layers take different times.
     """
     sizes = [2**k for k in range(devices.bit_length()) if 2**k <= devices]
     speed = np.array([1.8**k for k in range(len(sizes))])
@@ -139,7 +139,7 @@ def chain(
 
 
 def even_pipelines(problem: StageProblem):
-    """All with one option, and as many layers in every part."""
+    """All pipelines with one option and the same number of layers in every part."""
     layers = problem.num_layers
     for costs, schedule, option, stages in itertools.product(
         problem.costs,

@@ -1,4 +1,4 @@
-"""The compiled loop does what numpy does."""
+"""Tests that the compiled loop computes the same as numpy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Prices bound every choice that fits."""
+"""Tests that the dual bound is at most the cost of every feasible choice."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -45,7 +45,7 @@ def test_prices_raise_the_bound():
 
 
 def fitting_costs(field):
-    """The cost of all choices that fit."""
+    """Yields every choice within the memory limit, with its cost."""
     for choices in np.ndindex(*field.sizes.tolist()):
         if field.memory.fits(np.array(choices)):
             yield np.array(choices), field.cost(np.array(choices))
@@ -148,7 +148,7 @@ def test_bounds_hold_where_elimination_splits_nodes(seed, entries, share):
 
 
 def most_used(field):
-    """What each row holds if each term has its largest usage."""
+    """The memory of each row if each term has its largest usage."""
     memory = field.memory
     chosen = [memory.usage[memory.term == k].max() for k in range(len(memory.node))]
     rows = np.arange(len(memory.room))

@@ -1,4 +1,4 @@
-"""Messages prove a bound for every strategy, and a sweep never lowers the bound."""
+"""Tests that messages bound every strategy, and that no sweep lowers the bound."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_messages_resume():
 
 
 def chain(*tables, costs=None):
-    """A field whose nodes are linked one after another."""
+    """A field whose nodes form a chain."""
     sizes = [len(tables[0]), *(len(table[0]) for table in tables)]
     own = [np.zeros(size) for size in sizes] if costs is None else costs
     links = {(k, k + 1): table for k, table in enumerate(tables)}

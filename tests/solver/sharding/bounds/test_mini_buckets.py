@@ -1,4 +1,4 @@
-"""Elimination bounds every strategy, and is exact where nothing is split."""
+"""Tests that elimination bounds every strategy, exactly if no bucket is split."""
 
 import numpy as np
 import pytest

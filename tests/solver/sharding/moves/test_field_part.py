@@ -1,4 +1,4 @@
-"""A part is a problem of its own: the rest of the field stays and still counts."""
+"""Tests subproblems in which the other nodes of the field keep their choices."""
 
 import math
 
@@ -32,7 +32,7 @@ def some_members(field, seed):
 
 
 def best_of_part(field, choices, members, kept):
-    """The least cost of choices that fit and differ in kept strategies of members."""
+    """The least cost of choices that change members to kept strategies only."""
     best = math.inf
     for place in np.ndindex(*field.sizes[members].tolist()):
         trial = choices.copy()

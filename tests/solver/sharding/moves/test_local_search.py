@@ -1,4 +1,4 @@
-"""Single moves: prices are exact, mended choices fit, polished ones never cost more."""
+"""Tests single moves: exact costs, repaired choices that fit, and descent."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ def position_of(field, choices):
 
 
 def finite_cost(field, choices):
-    """The cost with forbidden pairs at the price that stands for them."""
+    """The cost, with a finite price in place of the infinite one of forbidden pairs."""
     own = field.costs[field.offsets[:-1] + choices].sum()
     shared = (
         min(float(table[choices[k], choices[m]]), field.forbidden)

@@ -1,4 +1,4 @@
-"""Searching neighbourhoods never worsens choices, and they stay within memory."""
+"""Tests that the neighbourhood search keeps to memory and never raises the cost."""
 
 import math
 import types
@@ -28,7 +28,7 @@ def search_of(field, backend=HIGHS, seed=0):
 
 
 def fitting_choices(field):
-    """The first random choices that fit and are allowed."""
+    """The first random choices that are allowed and within the memory limit."""
     for seed in range(1000):
         choices = random_choices(field, seed)
         if field.memory.fits(choices) and field.cost(choices) < math.inf:
@@ -92,7 +92,7 @@ def test_a_backend_that_finds_nothing_leaves_the_choices():
 
 
 def counting(calls):
-    """HiGHS, which notes the size of every part that it is given."""
+    """The HiGHS back end, which also notes the size of every program that it solves."""
 
     def solve(program, stop, start):
         calls.append(len(program.costs))

@@ -1,4 +1,4 @@
-"""Every reduction keeps the optimum, and its trail leads back to it."""
+"""Tests that every reduction keeps the optimum, and that solutions can be expanded."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ INF = np.inf
 
 
 def best_of_graph(graph, problem):
-    """Tries everything left in a graph; choices are priced by the problem itself."""
+    """A reduced graph's optimum by brute force, with the costs of the full problem."""
     nodes = sorted(graph.costs)
     best = math.inf
     sizes = [len(graph.costs[i]) for i in nodes]

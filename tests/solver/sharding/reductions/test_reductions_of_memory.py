@@ -1,4 +1,4 @@
-"""Memory that is certain leaves the graph; what cannot break or fit is dropped."""
+"""Tests reductions of memory: constant terms, slack rows and strategies too large."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def used_by_row(graph, choices):
 
 
 def random_graph(seed):
-    """Nodes with memory and rows, no links; room for the least of everything."""
+    """Nodes with memory on some rows and no links; the smallest strategies fit."""
     random = np.random.default_rng(seed)
     rows = int(random.integers(1, 7))
     sizes = random.integers(1, 4, random.integers(1, 5))
@@ -47,7 +47,7 @@ def random_graph(seed):
 
 
 def fitting(graph, sizes):
-    """All choices of the nodes that respect every row."""
+    """All choices that are within the limit of every row."""
     return {
         choices
         for choices in np.ndindex(*sizes)

@@ -1,4 +1,4 @@
-"""Strategies, links and nodes that go, worked out by hand."""
+"""Tests removed strategies, links and nodes on examples that were solved by hand."""
 
 import itertools
 

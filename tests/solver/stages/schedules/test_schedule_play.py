@@ -1,4 +1,4 @@
-"""The player gives the published bubbles, and respects groups, links and order."""
+"""Tests the schedule simulator: published bubbles, groups, links and order."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ ZERO_BUBBLE = Schedule(ScheduleKind.ZERO_BUBBLE)
 def random_seconds(
     table, seed: int, links: bool = True, blocking: bool = False
 ) -> TaskSeconds:
-    """Small whole numbers, so that times are exact."""
+    """Small integers as seconds, so that times are exact."""
     random = np.random.default_rng(seed)
     parts = table.parts
     task = random.integers(1, 9, (parts, len(TaskKind))).astype(float)

@@ -1,4 +1,4 @@
-"""Tables of schedules: complete, free of deadlock, and as frugal as published."""
+"""Tests schedules: all tasks, no deadlock, and the published memory."""
 
 import dataclasses
 
