@@ -94,6 +94,7 @@ def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> st
         repr(options.spares),
         options.one_stage,
         repr(options.may_idle),
+        repr(options.may_pad),
         *_figures(options.compression),
     ]
     digest = hashlib.sha256("\0".join(parts).encode())

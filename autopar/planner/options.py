@@ -173,11 +173,12 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 class PlanOptions:
     """The options for planning and running a step; `OPTIONS` has their texts.
 
-    Three more fields are no options of users; the way in which the step is run sets
+    Four more fields are no options of users; the way in which the step is run sets
     them. ``spares`` is the part of the state that devices hold in addition to the state
     in use. ``one_stage`` is the reason why pipelines are not tried without the user
     asking for them; '' means that pipelines are tried. ``may_idle`` says whether
-    devices that do not divide the batch may stay idle.
+    devices that do not divide the batch may stay idle. ``may_pad`` says whether the
+    rows of the batch may be padded.
 
     Raises:
       PlanError: an option does not accept its value, or two values contradict each
@@ -213,6 +214,7 @@ class PlanOptions:
     spares: Spares = spares.NONE
     one_stage: str = ""
     may_idle: bool = True
+    may_pad: bool = True
 
     def __post_init__(self) -> None:
         """Checks each option, then combinations of options."""

@@ -60,17 +60,18 @@ from autopar.plans.schema import Seconds
 from autopar.plans.specs import check_divides, spec_of
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
-from autopar.steps.batch import batch_dims
+from autopar.steps.batch import batch_dims, batch_rows
+from autopar.steps.padding import padded_rows, with_row_multiple
 from autopar.steps.update_batches import in_update_batches
 from autopar.units import number_of
 
-# Plans for a part of a cluster, if the number of devices does not divide the batch.
+# Plans for a number of devices that does not divide the batch.
 #
 # A mesh axis splits rows only if its size divides their number. For example, 5 devices
-# cannot split a batch of 32 rows, but 4 of them can, and then run a step about four
-# times as fast as one device. So the planner also plans for the largest part of the
-# cluster that divides the batch, and takes the faster plan. The other devices stay
-# idle.
+# cannot split a batch of 32 rows. But 4 of them can, and then run a step about four
+# times as fast as one device. And all 5 can split 35 rows, of which 3 are padding. So
+# the planner also plans for the largest part of the cluster that divides the batch, and
+# for padded rows, and takes the fastest plan.
 
 
 class UnsplitBatchError(PlanError):
@@ -96,7 +97,7 @@ def dividing_part(cluster: Cluster, rows: int) -> Cluster | None:
     return None
 
 
-def batch_rows(analysis: Analysis) -> dict[str, int]:
+def rows_by_path(analysis: Analysis) -> dict[str, int]:
     """The number of rows of each batch array in a microbatch, by the array's path."""
     graph, parts = analysis.graph, analysis.microbatches
     return {
@@ -122,7 +123,7 @@ def part_to_try(
     mine = options.pins or options.axis_names or options.stages not in (None, 1, "auto")
     if not (options.may_idle and options.split_batch) or mine or cluster.groups:
         return None
-    rows = math.gcd(*batch_rows(analysis).values())
+    rows = math.gcd(*rows_by_path(analysis).values())
     if isinstance(options.microbatches, int):
         rows //= math.gcd(rows, options.microbatches)
     if not rows or has_context(analysis):
@@ -133,41 +134,102 @@ def part_to_try(
     return part if first else None
 
 
-def plan_best_part(
-    cluster: Cluster, part: Cluster, search: Callable[[Cluster], Plan]
+def multiple_to_try(
+    analysis: Analysis, cluster: Cluster, part: Cluster, options: PlanOptions
+) -> int:
+    """The number of devices to a multiple of which the rows may be padded; 1: none.
+
+    Padding is worth a search if each device then works on fewer rows than in a part of
+    the cluster.
+
+    Args:
+      analysis: the step.
+      cluster: the devices to plan for.
+      part: the part of these devices whose number divides the batch (`part_to_try`).
+      options: options of the plan.
+    """
+    devices, count = cluster.num_devices, options.count
+    rows = batch_rows(analysis.graph) // count
+    padded = padded_rows(rows, devices)
+    fewer = padded * part.num_devices < rows * devices
+    return devices if options.may_pad and fewer and padded < 2 * rows else 1
+
+
+def plan_with_padding(
+    analysis: Analysis,
+    multiple: int,
+    search: Callable[[Analysis], Plan],
 ) -> Plan:
-    """Returns the faster one of the plans for a cluster and for a part of it.
+    """Plans a step with padded rows, and records the number of rows.
+
+    Args:
+      analysis: the step.
+      multiple: the number that has to divide the padded rows of a microbatch.
+      search: finds a plan.
+
+    Raises:
+      PlanError: padding would change the results of the step, or no plan fits.
+    """
+    found = search(with_row_multiple(analysis, multiple))
+    rows, count = batch_rows(analysis.graph), found.microbatches
+    padded = padded_rows(rows, multiple, count)
+    parts = f" in {count} microbatches" if count > 1 else ""
+    said = f"rows: {rows} padded to {padded}{parts}, which {multiple} devices divide"
+    return msgspec.structs.replace(found, decided=(said, *found.decided))
+
+
+def plan_best(
+    cluster: Cluster,
+    part: Cluster,
+    search: Callable[[Cluster], Plan],
+    padded: Callable[[], Plan] | None,
+) -> Plan:
+    """Returns the fastest of the plans for a cluster, a part of it and padded rows.
 
     Args:
       cluster: the devices to plan for.
       part: a part of these devices (`part_to_try`).
       search: finds a plan.
+      padded: finds a plan with padded rows (`plan_with_padding`); None: rows are not
+        padded.
 
     Raises:
-      UnsplitBatchError: no mesh axis divides the batch, and the part has less than half
-        of the devices.
+      UnsplitBatchError: no mesh axis divides the batch, it cannot be padded, and the
+        part has less than half of the devices.
       InfeasibleError: no plan for the cluster fits the memory of a device.
     """
+    found = list[Plan]()
+    failed: PlanError | None = None
+    refused = ""
     try:
-        whole = search(cluster)
-    except UnsplitBatchError:
-        if 2 * part.num_devices < cluster.num_devices:
-            raise
-        whole = None
+        found.append(search(cluster))
+    except UnsplitBatchError as error:
+        failed = error
+    if padded is not None:
+        try:
+            found.append(padded())
+        except PlanError as error:
+            refused = f"; {str(error).splitlines()[0]}"
+    if not found and failed is not None and 2 * part.num_devices < cluster.num_devices:
+        raise failed
     try:
         smaller = search(part)
     # The part may have no plan: for example, with fewer devices, each needs more
     # memory.
     except PlanError:
-        if whole is None:
+        if not found:
             raise
-        return whole
-    if whole is not None and whole.predicted.step_s <= smaller.predicted.step_s:
-        return whole
+        return _fastest(found)
+    if found and _fastest(found).predicted.step_s <= smaller.predicted.step_s:
+        return _fastest(found)
     idle = number_of(cluster.num_devices - part.num_devices, "device")
-    why = f"{idle} idle, because {part.num_devices} devices divide the batch"
+    why = f"{idle} idle, because {part.num_devices} devices divide the batch{refused}"
     say(why)
     return with_status(smaller, f"{smaller.solver.status}; {why}")
+
+
+def _fastest(plans: Sequence[Plan]) -> Plan:
+    return min(plans, key=lambda plan: plan.predicted.step_s)
 
 
 def rebatch_plan(analysis: Analysis, plan: Plan) -> Plan:
@@ -332,7 +394,16 @@ def plan_analysis(
         return decide(analysis, on, options, plan, codecs, advise=advise, unfit=unfit)
 
     part = part_to_try(analysis, cluster, options)
-    return search(cluster) if part is None else plan_best_part(cluster, part, search)
+    if part is None:
+        return search(cluster)
+    multiple = multiple_to_try(analysis, cluster, part, options)
+    one_stage = dataclasses.replace(options, stages=1, schedule=None)
+
+    def search_padded(padded: Analysis) -> Plan:
+        return decide(padded, cluster, one_stage, plan, codecs, advise=False)
+
+    padded = functools.partial(plan_with_padding, analysis, multiple, search_padded)
+    return plan_best(cluster, part, search, padded if multiple > 1 else None)
 
 
 def meshes_of(
@@ -593,9 +664,9 @@ def check_batch(
     Rows of a kernel are exempt if its sequence may be split instead.
     """
     parts = analysis.microbatches
-    if has_context(analysis):
+    if has_context(analysis) or analysis.row_multiple > 1:
         return
-    leading = batch_rows(analysis)
+    leading = rows_by_path(analysis)
     sizes = sorted({size for m in meshes for size in m.sizes if size > 1})
     if not leading or not sizes:
         return

@@ -44,6 +44,7 @@ from autopar.plans import (
 from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
 from autopar.steps.offload import keep_on_host
+from autopar.steps.padding import with_row_multiple
 from autopar.steps.program_text import node_name, operator_name
 from autopar.steps.remat import modules_again, rematerialise
 from autopar.steps.update_batches import in_update_batches
@@ -112,6 +113,7 @@ def make_plan(
         fingerprint=analysis.fingerprint,
         structure=analysis.structure,
         microbatches=analysis.microbatches,
+        row_multiple=analysis.row_multiple,
         local=() if analysis.split is None else analysis.split.local,
         remat=analysis.remat,
         offload=analysis.offload,
@@ -226,7 +228,9 @@ def split_as(analysis: Analysis, plan: Plan) -> Analysis:
     """
     if len(plan.stages) > 1:
         return analysis
-    if (plan.microbatches, plan.remat) != (analysis.microbatches, analysis.remat):
+    analysed = analysis.microbatches, analysis.remat, analysis.row_multiple
+    if (plan.microbatches, plan.remat, plan.row_multiple) != analysed:
+        analysis = with_row_multiple(analysis, plan.row_multiple)
         couple = bool(plan.local)
         analysis = rematerialise(analysis, plan.remat, plan.microbatches, couple=couple)
     analysis = keep_on_host(analysis, plan.offload)

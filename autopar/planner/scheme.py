@@ -346,12 +346,15 @@ def worth_of(estimate: StepEstimate, step_s: float) -> Worth:
     """
     assignment, pricer = estimate.assignment, estimate.pricer
     analysis, cluster = assignment.analysis, pricer.cluster
-    whole = unsplit(analysis, assignment.sizes)
+    # One device alone has no padded rows, and padding is no work of the model.
+    padded = analysis.row_multiple > 1
+    plain = (analysis.whole if padded else None) or analysis
+    whole = unsplit(plain, assignment.sizes)
     alone = work_of(whole, pricer)
     one_s = float(alone.planned_s.sum() + alone.kernel_s.sum())
     one_bytes = live(whole, cluster.device).peak_bytes()
     rows, tokens = samples(analysis.graph), batch_tokens(analysis.graph)
-    work = model_work(analysis)
+    work = model_work(plain)
     most = step_s * pricer.mesh.num_devices * cluster.device.peak(work.dtype)
     return Worth(
         one_device_s=one_s,

@@ -12,6 +12,8 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
@@ -94,7 +96,8 @@ def _split(
     count, remat = options.microbatches, options.remat
     same = count in (None, "auto", running.microbatches)
     if same and remat in (None, "auto"):
-        return in_update_batches(split_as(analysis, running), cluster.num_devices)
+        unpadded = msgspec.structs.replace(running, row_multiple=1)
+        return in_update_batches(split_as(analysis, unpadded), cluster.num_devices)
     count = running.microbatches if count in (None, "auto") else options.count
     wanted = dataclasses.replace(options, microbatches=count)
     return as_asked(analysis, wanted, cluster.num_devices)

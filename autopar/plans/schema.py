@@ -195,6 +195,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       fingerprint: fingerprint of the plan's step, with its shapes.
       structure: fingerprint of the step without its batch size; '' if unknown.
       microbatches: number of microbatches.
+      row_multiple: the number to a multiple of which the rows of each microbatch are
+        padded; 1: rows are not padded.
       replicas: the share of each replica, for replicas of unequal devices. The replicas
         are the positions along the mesh's first axis, which splits no array. Empty:
         every device takes part in all microbatches.
@@ -237,6 +239,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fingerprint: str
     structure: str = ""
     microbatches: int = 1
+    row_multiple: int = 1
     replicas: tuple[ReplicaPlan, ...] = ()
     local: tuple[str, ...] = ()
     schedule: str = NO_SCHEDULE
@@ -258,6 +261,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError("a plan has at least one stage.")
         if self.microbatches < 1:
             raise PlanError(f"microbatches must be 1 or more, not {self.microbatches}.")
+        if self.row_multiple < 1:
+            raise PlanError(f"row_multiple must be 1 or more, not {self.row_multiple}.")
         if self.schedule not in SCHEDULES:
             raise PlanError(
                 f"unknown schedule '{self.schedule}'; there are {', '.join(SCHEDULES)}."

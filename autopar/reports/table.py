@@ -204,6 +204,8 @@ def shape_of_plan(plan: Plan) -> str:
     if len(plan.stages) == 1:
         parts = plan.microbatches
         split = f", {parts} microbatches" if parts > 1 else ""
+        if plan.row_multiple > 1:
+            split += f", rows padded to a multiple of {plan.row_multiple}"
         if plan.stage.sums_each_microbatch:
             split += ", gradients summed in each"
         if plan.replicas:

@@ -133,6 +133,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
                 cache=cache,
                 one_stage=self._one_stage,
                 may_idle=lambda: self.world.process_count == 1,
+                may_pad=store.noise is None,
             ),
             store,
             lambda: self.world,

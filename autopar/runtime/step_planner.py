@@ -70,6 +70,7 @@ class StepPlanner:
         cache: PlanCache | None = None,
         one_stage: Callable[[], str] = str,
         may_idle: Callable[[], bool] = lambda: True,
+        may_pad: bool = True,
     ) -> None:
         """Creates a planner without analyses.
 
@@ -81,9 +82,11 @@ class StepPlanner:
           one_stage: returns the reason why the planner does not try several stages on
             its own; '' if the planner does try several stages.
           may_idle: returns whether devices that do not divide the batch may stay idle.
+          may_pad: whether the rows of the batch may be padded.
         """
         self.cache = cache
         self._one_stage, self._may_idle = one_stage, may_idle
+        self._may_pad = may_pad
         # Whether every plan must use all devices of its cluster. The caller then
         # plans for smaller clusters by itself.
         self.uses_all = False
@@ -274,6 +277,7 @@ class StepPlanner:
             layouts=asked.layouts,
             one_stage=self._one_stage(),
             may_idle=self._may_idle() and not self.uses_all,
+            may_pad=self._may_pad,
         )
 
 

@@ -184,8 +184,10 @@ class Analysis:
         was not traced from a step.
       split: the microbatches into which the program splits its batch; None if it does
         not split the batch.
-      whole: if the batch was split into microbatches, the analysis of the step as the
-        user wrote it.
+      whole: if the batch was split into microbatches or padded, the analysis of the
+        step as the user wrote it.
+      row_multiple: the number to a multiple of which programs of the step pad the rows
+        of each microbatch (`autopar.steps.padding`); 1: rows are not padded.
       pieces: flat argument -> the number of layers of each of its pieces
         (`autopar.steps.stages`).
       spares: the additional copies of the state that devices hold.
@@ -222,6 +224,7 @@ class Analysis:
     origin: Origin | None = None
     split: Microbatched | None = None
     whole: Analysis | None = None
+    row_multiple: int = 1
     pieces: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     spares: Spares = spares.NONE
     remat: Rematerialisation = AS_WRITTEN
@@ -619,7 +622,8 @@ def analyse_again(
     """
     graph = step_graph(traced, like=base.graph if same_inputs else None)
     made = analyse_program(traced.program, graph, output_paths=traced.output_paths)
-    known = {"origin": base.origin, "spares": base.spares, "remat": base.remat}
+    names = ("origin", "row_multiple", "spares", "remat")
+    known: dict[str, Any] = {name: getattr(base, name) for name in names}
     return dataclasses.replace(
         made,
         traced=traced,

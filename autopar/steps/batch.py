@@ -68,7 +68,8 @@ def dim_labels(graph: OperatorGraph) -> DimLabels:
         for value, dims in zip(op.outputs, op.rule.results, strict=True):
             names = [found.get(d[0], "") if d else "" for d in dims]
             if op.kind in _CUTTING:
-                names = _kept_sequence(names, _dims_of(out, op.inputs[0]))
+                kept = (BATCH, SEQUENCE) if op.kind in _LONGER else (SEQUENCE,)
+                names = _keep_labels(names, _dims_of(out, op.inputs[0]), kept)
             if graph.values[value].shape:
                 out.dims[value] = names
     return out
@@ -80,14 +81,16 @@ def _dims_of(labels: DimLabels, value: int | None) -> list[str]:
 
 # Operators whose result is a part of an operand, or contains an operand as a part.
 _CUTTING = ("slice", "dynamic_slice", "pad", "concatenate")
+# Of them, the operators that make a dimension longer, as padding does with rows.
+_LONGER = ("pad", "concatenate")
 
 
-def _kept_sequence(names: list[str], before: list[str]) -> list[str]:
-    """Keeps the sequence label of a cut dimension, as in ``tokens[:, :-1]``."""
+def _keep_labels(names: list[str], before: list[str], kept: Sequence[str]) -> list[str]:
+    """Keeps labels of a dimension of another length, as in ``tokens[:, :-1]``."""
     if len(names) != len(before):
         return names
     return [
-        SEQUENCE if old == SEQUENCE and not name else name
+        old if old in kept and not name else name
         for name, old in zip(names, before, strict=True)
     ]
 

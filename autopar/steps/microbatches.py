@@ -16,21 +16,19 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from fractions import Fraction
 
 from autopar.errors import PlanError
 from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_again
-from autopar.steps.batch import batch_dims, batch_rows, fails_with
+from autopar.steps.batch import batch_dims, batch_rows
+from autopar.steps.padding import padded_rows, padded_step, padded_whole
 from autopar_passes.graph.operators import Operator, OperatorGraph, users
 from autopar_passes.jax_compat import is_ordered
-from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.microbatches.accumulate import accumulate_step
 from autopar_passes.microbatches.facts import Microbatched, MicrobatchError
 from autopar_passes.microbatches.find import split_step, unsplit
-from autopar_passes.program.calls import StepCall
 from autopar_passes.program.equations import Program, walk
-from autopar_passes.program.trace import TracedStep, trace_call
-from autopar_passes.remat.copies import RematError, trace_without_checkpoints
 from autopar_passes.rules import manual
 from autopar_passes.sums.stacked import Deferral
 
@@ -54,13 +52,13 @@ def in_microbatches(
     """
     whole = analysis.whole or analysis
     if count == 1:
-        return whole
+        return padded_whole(whole)
 
     def make() -> Analysis:
         start = time.perf_counter()
         say(f"splitting the batch into {count} microbatches")
         found = _remember_split(whole, count, couple)
-        traced = accumulate_step(whole.pytrees, found)
+        traced = accumulate_step(padded_whole(whole, count).pytrees, found)
         return analyse_again(whole, traced, start, split=found, whole=whole)
 
     return whole.remember(("split", count, couple), make)
@@ -82,8 +80,9 @@ def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> A
 
     def make() -> Analysis:
         if count == 1:
-            found = unsplit(whole.pytrees, whole.graph, batch_dims(whole.graph))
-            return dataclasses.replace(whole, split=found, whole=whole)
+            base = padded_whole(whole)
+            found = unsplit(base.pytrees, base.graph, batch_dims(base.graph))
+            return dataclasses.replace(base, split=found, whole=whole)
         start = time.perf_counter()
         found = _remember_split(whole, count, couple)
         return analyse_again(whole, found.traced, start, split=found, whole=whole)
@@ -117,51 +116,17 @@ def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatch
     Raises:
       PlanError: the step cannot be split, with the reason.
     """
-    name = analysis.pytrees.name
+    name, rows = analysis.pytrees.name, batch_rows(analysis.graph)
+    base = padded_whole(analysis, count)
+    padded = padded_rows(rows, analysis.row_multiple, count)
     try:
-        micro = _trace_microbatch(analysis, count)
-        return split_step(analysis.pytrees, micro, analysis.graph, count, couple=couple)
+        micro = padded_step(analysis, Fraction(rows, count), Fraction(padded, count))
+        return split_step(base.pytrees, micro, base.graph, count, couple=couple)
     except MicrobatchError as error:
         raise PlanError(
             f"{name}: the batch cannot be split into {count} microbatches with the "
             f"meaning of the step kept: {error}"
         ) from error
-
-
-def _trace_microbatch(analysis: Analysis, count: int) -> TracedStep:
-    """Traces the step on the rows of one microbatch."""
-    origin = analysis.origin
-    if origin is None:
-        raise MicrobatchError("it was not traced from a step.")
-    dims = batch_dims(analysis.graph)
-    arrays = list(origin.call.arrays)
-    for k, dim in dims.items():
-        shape = list(arrays[k].shape)
-        if shape[dim] % count:
-            raise MicrobatchError(
-                f"'{analysis.graph.inputs[k].path}' has {shape[dim]} rows, which "
-                f"{count} does not divide."
-            )
-        shape[dim] //= count
-        arrays[k] = arrays[k].update(shape=tuple(shape))
-    call: StepCall = dataclasses.replace(origin.call, arrays=arrays)
-    try:
-        trace = trace_call if analysis.remat.checkpoints else trace_without_checkpoints
-        return in_pieces(trace(origin.step, call), analysis.pieces)
-    except Exception as error:
-        # The code of the step ran on the whole batch. On fewer rows, it may raise any
-        # exception.
-        rows = max((arrays[k].shape[dim] for k, dim in dims.items()), default=0)
-        what = f"a microbatch of {rows} rows"
-        if isinstance(error, RematError):
-            raise MicrobatchError(f"on {what} {str(error).splitlines()[0]}") from error
-        said = fails_with(what, error)
-        if any(arrays[k].dtype.kind in "iu" for k in dims):
-            said += (
-                " Numbers of rows in the batch, such as a graph's edges, point into "
-                "rows of other microbatches: with them, plan with microbatches=1."
-            )
-        raise MicrobatchError(said) from error
 
 
 def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:

@@ -12,6 +12,7 @@ from autopar.plans.records import AS_WRITTEN, Rematerialisation
 from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_again
 from autopar.steps.microbatches import in_microbatches, one_microbatch
+from autopar.steps.padding import padded_whole
 from autopar_passes.graph.operators import PRODUCTS, update_equations
 from autopar_passes.graph.roles import REPEATED, Role
 from autopar_passes.microbatches.accumulate import accumulate_step
@@ -107,7 +108,7 @@ def _rewritten(
     traced = (
         dataclasses.replace(base.pytrees, program=program)
         if split is None
-        else accumulate_step(base.pytrees, split)
+        else accumulate_step(padded_whole(base, count).pytrees, split)
     )
     return analyse_again(base, traced, start, split=split, whole=base, remat=remat)
 

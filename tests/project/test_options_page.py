@@ -89,4 +89,4 @@ def test_help_says_what_the_record_says() -> None:
 
 def test_the_record_holds_every_option() -> None:
     names = [field.name for field in dataclasses.fields(PlanOptions)]
-    assert names == [*OPTIONS, "spares", "one_stage", "may_idle"]
+    assert names == [*OPTIONS, "spares", "one_stage", "may_idle", "may_pad"]

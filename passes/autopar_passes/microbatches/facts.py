@@ -18,6 +18,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from types import FunctionType
 from typing import Any
 
@@ -166,7 +167,8 @@ class Pair:
     Attributes:
       whole: the program of the whole batch.
       micro: the program of one microbatch.
-      count: number of microbatches.
+      count: number of microbatches: the rows of the whole batch divided by those of
+        ``micro``.
       dims: for each value, the dimension with the rows of the batch; -1 if the value
         has no such dimension; less than -1 if the microbatch's array is not a part of
         the whole batch's array.
@@ -177,7 +179,7 @@ class Pair:
 
     whole: Program
     micro: Program
-    count: int
+    count: int | Fraction
     dims: tuple[int, ...]
     sources: dict[int, Equation]
     made_by: dict[int, Equation]
@@ -191,7 +193,7 @@ class Pair:
         return self.whole.values[value].shape[self.dims[value]]
 
 
-def pair_programs(whole: Program, micro: Program, count: int) -> Pair:
+def pair_programs(whole: Program, micro: Program, count: int | Fraction) -> Pair:
     """Compares the program of a whole batch with that of one microbatch.
 
     Raises:
@@ -227,7 +229,7 @@ def _has_one_row(whole: Program, micro: Program) -> bool:
 _SEVERAL, _OTHER = -2, -3
 
 
-def _dim(whole: tuple[int, ...], micro: tuple[int, ...], count: int) -> int:
+def _dim(whole: tuple[int, ...], micro: tuple[int, ...], count: int | Fraction) -> int:
     if len(whole) != len(micro):
         return _OTHER
     differ = [d for d, (a, b) in enumerate(zip(whole, micro, strict=True)) if a != b]
@@ -585,6 +587,13 @@ def _normalising(pair: Pair, graph: OperatorGraph) -> set[int]:
                 arrays = (v for v in op.inputs if v is not None)
                 found.update(v for v in arrays if not pair.has_rows(v))
     return found
+
+
+def take_scalars(whole: Sequence[Atom], micro: Sequence[Atom]) -> list[Atom]:
+    """The operands of the microbatch, with the scalars of the whole batch."""
+    return [
+        a if isinstance(a, Scalar) else b for a, b in zip(whole, micro, strict=True)
+    ]
 
 
 def take_microbatch(array: Any, rows: Rows, count: int, number: Any) -> Any:

@@ -27,6 +27,7 @@ from autopar_passes.microbatches.facts import (
     facts,
     pair_programs,
     place_of,
+    take_scalars,
 )
 from autopar_passes.microbatches.follow import Follower
 from autopar_passes.microbatches.operators import Grouped, is_float
@@ -134,7 +135,7 @@ class _WriterOfRows:
                 self.equation(a, b)
         equations = tuple(self.builder.equations)
         self.builder.equations = outer
-        outputs = _scalars_of(whole.outputs, micro.outputs)
+        outputs = take_scalars(whole.outputs, micro.outputs)
         return Region(micro.inputs, equations, tuple(map(self.read, outputs)))
 
     def read(self, atom: Atom) -> Atom:
@@ -155,7 +156,7 @@ class _WriterOfRows:
     def equation(self, whole: Equation, micro: Equation) -> None:
         inputs = list(micro.inputs)
         if micro.index not in self.edits.kept:
-            inputs = _scalars_of(whole.inputs, micro.inputs)
+            inputs = take_scalars(whole.inputs, micro.inputs)
         read = [
             self.operand(micro, slot, self.read(atom))
             for slot, atom in enumerate(inputs)
@@ -313,13 +314,6 @@ def _folded_raw(key: Any, number: Any) -> Any:
     return jax.random.key_data(
         jax.random.fold_in(jax.random.wrap_key_data(key), number)
     )
-
-
-def _scalars_of(whole: Sequence[Atom], micro: Sequence[Atom]) -> list[Atom]:
-    """Returns the operands of the microbatch, with the scalars of the whole batch."""
-    return [
-        a if isinstance(a, Scalar) else b for a, b in zip(whole, micro, strict=True)
-    ]
 
 
 _COMBINED = {

@@ -187,7 +187,7 @@ class Known:
             return
         value = atom.aval if isinstance(atom, Scalar) else self.pair.micro.values[atom]
         if operators.is_float(value.dtype):
-            self.edits.scaled[eqn.index, slot] = 1 / self.pair.count
+            self.edits.scaled[eqn.index, slot] = float(1 / self.pair.count)
         elif operators.is_integer(value.dtype):
             self.edits.first.add((eqn.index, slot))
         else:

@@ -1,4 +1,4 @@
-"""Tests that devices which do not divide the batch stay idle if this is faster."""
+"""Tests that rows are padded, or devices stay idle, if devices do not divide them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_step
@@ -19,10 +20,12 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.plan import (
     UnsplitBatchError,
     dividing_part,
+    multiple_to_try,
     part_to_try,
     plan_analysis,
 )
 from autopar.steps.analysis import Analysis, analyse
+from autopar.steps.padding import with_row_multiple
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +46,23 @@ def test_one_device_more_never_makes_a_step_slower(analysis: Analysis) -> None:
 
 
 @pytest.mark.parametrize("count", [5, 7, 9])
-def test_the_faster_of_both_plans(analysis: Analysis, count: int) -> None:
+def test_the_fastest_plan(analysis: Analysis, count: int) -> None:
     cluster = forms.cheap(f"{count}:cpu")
     whole = PlanOptions(may_idle=False)
     part = dividing_part(cluster, forms.BATCH)
     assert part is not None
     best = plan_analysis(analysis, part, whole).predicted.step_s
+    padded = with_row_multiple(analysis, count)
+    best = min(best, plan_analysis(padded, cluster, whole).predicted.step_s)
     with contextlib.suppress(UnsplitBatchError):
         best = min(best, plan_analysis(analysis, cluster, whole).predicted.step_s)
     assert seconds(analysis, count) == best
 
 
 def test_the_plan_says_what_is_idle() -> None:
-    plan = small_step.plan("5:cpu", rows=32)
+    options = PlanOptions(may_pad=False)
+    found = analyse(small_step.step, small_step.structs(32))
+    plan = plan_analysis(found, Cluster.parse("5:cpu"), options)
     assert plan.cluster.text.endswith("(devices 0-3 of 5)")
     assert plan.solver.status.endswith(
         "1 device idle, because 4 devices divide the batch"
@@ -63,9 +70,70 @@ def test_the_plan_says_what_is_idle() -> None:
     assert autopar.Plan.from_json(json.dumps(plan.to_json())) == plan
 
 
+def deep_step(w: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss_of(w: jax.Array) -> jax.Array:
+        out = batch
+        for _ in range(6):
+            out = jnp.tanh(out @ w)
+        return jnp.mean(out**2)
+
+    loss, grad = jax.value_and_grad(loss_of)(w)
+    return w - 0.5 * grad, loss
+
+
+def test_the_plan_says_how_many_rows_are_padded() -> None:
+    w = jax.ShapeDtypeStruct((61, 61), jnp.float32)  # nothing divides the width
+    batch = jax.ShapeDtypeStruct((404, 61), jnp.float32)
+    plan = plan_analysis(analyse(deep_step, (w, batch)), forms.cheap("5:cpu"))
+    assert plan.row_multiple == 5
+    assert plan.decided[0] == "rows: 404 padded to 405, which 5 devices divide"
+    assert "rows padded to a multiple of 5" in str(plan)
+    assert plan.worth is not None
+    assert plan.worth.rows == 404
+    assert autopar.Plan.from_json(json.dumps(plan.to_json())) == plan
+
+
+def sorted_step(w: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.sort(batch @ w, 0)[:2]))(w)
+    return w - 0.5 * grad, loss
+
+
+def test_the_plan_says_why_rows_are_not_padded() -> None:
+    found = analyse(sorted_step, small_step.structs(32))
+    plan = plan_analysis(found, forms.cheap("5:cpu"))
+    assert plan.row_multiple == 1
+    assert "32 rows cannot be padded to 35" in plan.solver.status
+    assert "'sort'" in plan.solver.status
+
+
 def test_less_than_half_of_the_devices_is_an_error() -> None:
+    found = analyse(sorted_step, small_step.structs(31))
     with pytest.raises(PlanError, match=r"(?s)31 .*a batch of 32"):
-        small_step.plan("4:cpu", rows=31)
+        plan_analysis(found, forms.cheap("4:cpu"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "rows", "microbatches", "multiple"),
+    [
+        (5, 32, None, 5),
+        (5, 64, 2, 5),
+        (5, 32, 2, 1),
+        (13, 48, None, 1),
+        (6, 32, None, 6),
+        (7, 3, 1, 1),
+    ],
+)
+def test_rows_are_padded_if_devices_work_on_fewer(
+    devices: int, rows: int, microbatches: int | None, multiple: int
+) -> None:
+    found = analyse(small_step.step, small_step.structs(rows))
+    cluster = Cluster.parse(f"{devices}:cpu")
+    options = PlanOptions(microbatches=microbatches)
+    part = part_to_try(found, cluster, options)
+    assert part is not None
+    assert multiple_to_try(found, cluster, part, options) == multiple
+    options = PlanOptions(microbatches=microbatches, may_pad=False)
+    assert multiple_to_try(found, cluster, part, options) == 1
 
 
 @pytest.mark.parametrize(
@@ -102,7 +170,7 @@ def test_rows_of_a_microbatch_are_divided(
 
 @pytest.mark.parametrize("count", [5, 7])
 def test_the_step_runs_on_the_part(count: int) -> None:
-    batch = small_step.batch(32)
+    batch = small_step.batch(4)
     made = autopar.parallelize(small_step.step, cluster=f"{count}:cpu")
     state, loss = made(made.init(small_step.state), batch)
     expected_state, expected = jax.jit(small_step.step)(small_step.state(), batch)

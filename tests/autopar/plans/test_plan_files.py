@@ -177,7 +177,7 @@ class TestBadCalls:
         state = forms.create_plain(jax.random.key(0))
         args = (forms.plain_step, *state, forms.batch_structs(25))
         with pytest.raises(PlanError, match=r"is 25 .*\n.*batch of 32.*split_batch"):
-            autopar.plan(*args, cluster=CLUSTER)
+            autopar.plan(*args, cluster=CLUSTER, axis_names=("a", "b"))
 
         plan = autopar.plan(*args, cluster=CLUSTER, split_batch=False, seconds=5)
         assert plan.inputs["batch/x"][0] == ()
