@@ -132,9 +132,6 @@ def _groups(least: Sequence[int], most: int) -> list[list[int]]:
 
     Returns the columns of each narrower table. All of these tables begin with the first
     column. ``least`` is the smallest width of each column, in letters.
-
-    Returns the columns of each of these tables. All of them have the first column.
-    ``least`` is the least width of each column.
     """
     groups: list[list[int]] = [[0]]
     for k in range(1, len(least)):

@@ -89,8 +89,8 @@ class RayLauncher:
           network: how processes of the run connect over hosts; None if all workers are
             on this machine.
           resources: kind of a resource -> how much of it a worker takes.
-          wait_s: seconds to wait for nodes with room for the workers, which Ray's
-            autoscaler is asked for; 0: do not ask.
+          wait_s: seconds to wait until the cluster has room for the workers, with nodes
+            that Ray's autoscaler is asked to add; 0: the autoscaler is not asked.
 
         Raises:
           PlanError: Ray is not installed, there is no cluster, or it is too small.
@@ -246,7 +246,7 @@ class RayLauncher:
     def _ask_autoscaler(self, workers: int) -> None:
         """Asks Ray's autoscaler for nodes with room for this many workers in all.
 
-        Does nothing without ``wait_s``, or if so many have been asked for.
+        Does nothing without ``wait_s``, or if as many have already been requested.
         """
         if self._wait_s and workers > self._asked:
             self._request(workers)
@@ -332,8 +332,8 @@ def nodes_here(
 def draining_nodes(ray: Any) -> frozenset[str]:
     """Ids of the nodes that Ray drains: their provider takes them away soon.
 
-    Ray has no public function for this. If it changes its private one, drained nodes
-    are first seen when they die.
+    Ray has no public function for this. If Ray changes its private function, drained
+    nodes are first noticed when they die.
     """
     state = getattr(getattr(ray, "_private", None), "state", None)
     read = getattr(getattr(state, "state", None), "get_draining_nodes", None)

@@ -201,9 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _not_raised() -> None:
     """Does nothing.
 
-    `failures.stoppable` starts a thread that raises interrupts, and gives a function
+    `failures.stoppable` starts a thread that raises interrupts, and yields a function
     that stops this thread. If a program calls `main`, there is no such thread, and this
-    function takes the place of the other.
+    function is used in place of the yielded one.
     """
 
 

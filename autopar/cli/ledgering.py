@@ -191,8 +191,6 @@ def _cap_text(line: _Line) -> str:
 
     The gain is the number of base-batch steps that one step counts as. The limit is
     lowered after the loss has risen.
-
-    The limit is lowered after the loss has risen.
     """
     numbers = {k: _number(line.get(k)) for k in ("loss", "limit", "gain", "most")}
     loss = numbers["loss"] or "no finite number"

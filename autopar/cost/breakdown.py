@@ -22,9 +22,9 @@ class CostBreakdown:
       vector_s: seconds of all other operators.
       kernel_s: seconds of kernel launches.
       waiting_s: seconds of communication that an operator waits for, without latency.
-      hideable_s: seconds of communication that may overlap with work, without latency.
-        It is that of sums of gradients, which only the update needs, and of gathers of
-        parameters, which may start early.
+      hideable_s: seconds of communication that may overlap with work, without latency:
+        sums of gradients, which only the update needs, and gathers of parameters, which
+        may start early.
       waiting_latency_s: latency of the messages of ``waiting_s``.
       hideable_latency_s: latency of the messages of ``hideable_s``.
       codec_s: seconds to encode and decode gradients.

@@ -356,7 +356,7 @@ def across(kind: str, groups: Sequence[tuple[int, LinkSpec]]) -> TimeCurve:
 def _over_network(
     kind: str, hosts: int, size: int, groups: Sequence[tuple[int, LinkSpec]], of: str
 ) -> TimeCurve:
-    """The time on the network, with `size` devices per host on links of kind `of`."""
+    """The time on the network, with `size` devices per host on links of class `of`."""
     links = [link for _, link in groups]
     per_byte = 1 / min(link.bandwidth_bytes_per_s for link in links)
     slower = max(link.latency_s for link in links) / _NETWORK_LATENCY_S

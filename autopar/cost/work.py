@@ -249,7 +249,7 @@ def _reduction_s(
 
     Args:
       op: the reduction.
-      node: the node of its operand.
+      node: the node of the operand of the reduction.
       space: the node's strategies.
       pricer: the mesh and cluster.
       sums: the bytes and the number of runs in a step of each sum over devices.

@@ -216,7 +216,7 @@ class Alone:
 
 
 # The measured seconds of a step are the median over the last _STEPS steps. After a
-# re-plan, the ledger gets them once _AFTER steps have run.
+# re-plan, the ledger gets this median once _AFTER steps have run.
 _STEPS, _AFTER = 20, 5
 # After a change, the loop starts to prepare for likely next clusters once _SETTLED
 # steps have run. The last _VISITED clusters of the run are among them.
@@ -368,7 +368,7 @@ class ElasticRun:
         return self._last
 
     def horizon_s(self, rest_s: float = math.inf) -> float:
-        """Seconds until the next expected change; at most ``rest_s``."""
+        """Seconds until the next expected change of devices; at most ``rest_s``."""
         return self._replanner.horizon_s(rest_s)
 
     def save(self) -> None:

@@ -21,7 +21,9 @@ _MOST = 3
 
 
 def guard(name: str, step: ParallelStep[..., Any], how: Any) -> None:
-    """Makes a step return its old state if a result is not finite, unless ``continue``.
+    """Makes a step return its old state if a result is not finite.
+
+    If ``how`` is ``continue``, the step stays as it is.
 
     Args:
       name: name of the calling function, for error messages.

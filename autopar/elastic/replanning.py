@@ -127,7 +127,7 @@ class Horizon:
     seen_s: float = 0.0
 
     def expected_s(self, rest_s: float = math.inf) -> float:
-        """Seconds until the next expected change; at most ``rest_s``."""
+        """Seconds until the next expected change of devices; at most ``rest_s``."""
         return min(rest_s, (self.usual_s + self.seen_s) / (1 + self.changes))
 
 
@@ -489,7 +489,7 @@ class Replanner:
         return self.horizon_s(rest_s)
 
     def horizon_s(self, rest_s: float = math.inf) -> float:
-        """Seconds until the next expected change; at most ``rest_s``."""
+        """Seconds until the next expected change of devices; at most ``rest_s``."""
         seen_s = self._clock() - self._begin_s
         return dataclasses.replace(self._horizon, seen_s=seen_s).expected_s(rest_s)
 

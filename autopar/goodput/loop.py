@@ -70,7 +70,7 @@ def way_data(made: PlannedWay) -> dict[str, Any]:
 def stay_line(
     made: PlannedWay, decision: Decision, phi: PhiRange | None
 ) -> dict[str, Any] | None:
-    """A ledger line with the reason to keep the running way; None without others.
+    """A ledger line with the reason to keep the running way; None if there is no other.
 
     Args:
       made: the running way.

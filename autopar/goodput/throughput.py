@@ -241,7 +241,7 @@ class Throughput:
         return max(0.0, 1.0 - self.ratio(bare, terms).seconds)
 
     def _middle(self, terms: Terms) -> np.ndarray:
-        """The mean logarithms of the axes; this step's own before any measurement."""
+        """The mean logarithms of the axes; before a measurement, those of this step."""
         return np.array(self.middle) if self.middle else terms.axes()
 
     def _spreads(self, slopes: np.ndarray) -> list[float]:

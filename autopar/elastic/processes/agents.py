@@ -3,7 +3,8 @@
 If an agent dies, its workers die too, so no process is left behind on a host.
 
 An agent may connect to a scheduler instead. The scheduler names jobs that have devices
-of the host. For each of them, a further agent in a thread connects to its supervisor.
+of the host. For each such job, a further agent in a thread connects to the job's
+supervisor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of codecs and of noise averages, which a run keeps with its state."""
+"""The state of codecs and noise averages, which a run keeps with its training state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapts the batch size of a run of several processes, in all at the same step.
+"""Adapts the batch size of a run in all of its processes at the same step.
 
 The measurements and decisions of the loop are stored with the training state of each
 step. After processes have joined or left, all processes read them from there. So all of

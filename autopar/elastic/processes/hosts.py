@@ -202,7 +202,7 @@ class HostLauncher:
             self._reports_there.on_unreached(worker, spare=self._has_room())
 
     def move(self, places: Mapping[str, int]) -> Sequence[int]:
-        """See `Placing`; ends workers that wait for a host and have no place more."""
+        """See `Placing`; ends waiting workers that have lost their place."""
         with self._lock:
             self._places = dict(places)
             leaving: list[int] = []

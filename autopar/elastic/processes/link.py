@@ -223,8 +223,8 @@ class Link:
         """Waits until all processes have done the last step.
 
         Returns:
-          True if all have done it, or if the supervisor is gone and cannot answer. If
-          False, the process must leave the world.
+          True if all have done the last step, or if the supervisor is gone and cannot
+          answer. If False, the process must leave the world.
         """
         self.activity.enter("finish", step)
         self.say("finished", step=step)

@@ -350,7 +350,7 @@ def find_unplaced(members: Mapping[int, WorkerMember], now: float) -> frozenset[
 
 
 def overdue(member: WorkerMember, limits: MemberLimits, now: float) -> str:
-    """Why the supervisor waits no longer for a worker; '' if it still does.
+    """Why the supervisor no longer waits for a worker; '' if it still waits.
 
     Args:
       member: the worker.

@@ -749,7 +749,7 @@ class Supervisor:
             self.wanted = max(self.limits.least, min(self.wanted, staying))
 
     def _without_newcomers(self) -> None:
-        """Ends new workers with which no world could be formed, and goes on without."""
+        """Ends new workers with which no world could form; goes on without them."""
         for worker in members.newcomers_of(self.members, self.world):
             self.members[worker].dismissed = True
             reason = f"worker {worker} does not fit the others; see the errors above"

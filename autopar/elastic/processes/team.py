@@ -589,7 +589,7 @@ class Team:
         return self._link.may_start(step)
 
     def finish(self, step: int) -> bool:
-        """Waits until all have done the last step; False: leave the world."""
+        """Waits until all processes have done the last step; False: leave the world."""
         finished = self._link.finish(step)
         if finished and self._link.is_lost:  # nothing is left for a later supervisor
             (self.folder / "run.json").unlink(missing_ok=True)

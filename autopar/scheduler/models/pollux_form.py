@@ -69,7 +69,7 @@ class PolluxTimes:
 def fit(samples: StepSamples) -> PolluxTimes:
     """Fits the constants to measured steps.
 
-    If no measured step depends on a constant, it gets a small, optimistic value.
+    A constant on which no measured step depends gets a small, optimistic value.
     """
     low, high, start = _box(samples)
     bounds: Any = Bounds

@@ -141,8 +141,8 @@ class Settings:
       growth: a job gets at most this many times as many devices as it has ever run on.
       first: largest number of devices of a job without measurements.
       price: value of speed below the floor, as a multiple of its utility, in addition
-        to the utility itself. It is also multiplied by the number of jobs without a
-        guarantee, divided by the number of jobs with one.
+        to the utility itself. The price is also multiplied by the number of jobs
+        without a guarantee, divided by the number of jobs with one.
       had_s: a job's price is halved when the job has done as much work as in this many
         seconds at its guaranteed speed.
       size: the price is multiplied by (floor as a speed-up over one device) to this

@@ -479,8 +479,8 @@ class _Round:
 def _large_plan(placement: int) -> str:
     """The name of a large model's plan in the table of measured plans.
 
-    On one node the plan offloads. On several nodes the plan is ``3d``, for which the
-    table has the mean of all plans.
+    On one node, it is the plan that offloads state to the host. On several nodes the
+    plan is ``3d``, for which the table has the mean of all plans.
     """
     return "zero-offload" if placement < 10 else "3d"
 
