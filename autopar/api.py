@@ -59,12 +59,12 @@ def plan(
 
     Args:
       step: a train step: ``step(state, batch)`` with a Linen ``TrainState``,
-        ``step(params, opt_state, batch)``, or NNX ``step(model, optimizer,
-        batch)``. What comes back with the structure of an argument is carried
-        state, and so are NNX objects.
-      args: its arguments, arrays or ``jax.ShapeDtypeStruct``s.
-      cluster: what to plan for, or its text, such as ``2x4:h100``; its devices are
-        not needed.
+        ``step(params, opt_state, batch)``, or NNX ``step(model, optimizer, batch)``. If
+        the step returns a value with the structure of an argument, this argument is
+        carried state. NNX objects are carried state, too.
+      args: the step's arguments, arrays or ``jax.ShapeDtypeStruct``s.
+      cluster: the cluster to plan for, or its text, such as ``2x4:h100``; its devices
+        are not needed.
       pins: path pattern of an input -> its ``PartitionSpec``, as in
         ``{"state/params/*/kernel": PartitionSpec(None, "tensor")}``.
       logical_axis_rules: Flax's rules, pairs of a logical name and mesh axes; they pin
@@ -181,21 +181,23 @@ def audit(
 ) -> Audit:
     """Partitions a planned step with the compiler, and compares the communication.
 
-    No device is needed unless the step is compiled. Of a plan of several stages each
-    task is a program; what stages send each other is compared, too.
+    No device is needed unless the step is compiled. In a plan of several stages, each
+    task of a stage is a program. The bytes that stages send to each other are then
+    compared, too.
 
     Args:
       step: the train step that the plan was made for.
-      args: its arguments, arrays or ``jax.ShapeDtypeStruct``s.
-      plan: the plan, or its JSON file; what was edited in it is carried out first.
-      cluster: the one that the plan was made for, or its text; default: read from the
-        plan.
-      compiled: also compiles the step for this process's devices and reads
+      args: the step's arguments, arrays or ``jax.ShapeDtypeStruct``s.
+      plan: the plan, or its JSON file. Edits of the plan are applied first.
+      cluster: the cluster that the plan was made for, or its text; default: the cluster
+        in the plan.
+      compiled: whether to compile the step for this process's devices, too, and to read
         communication and memory from the compiled program.
-      target: also compiles the step with the compiler of this accelerator (``h100``,
-        ``a100``, ``b200``, ``v5e``, ``v5p`` ...), which need not be there; the
+      target: an accelerator (``h100``, ``a100``, ``b200``, ``v5e``, ``v5p`` ...) whose
+        compiler also compiles the step. The accelerator itself is not needed; the
         compiler comes with ``autopar[gpu-compiler]`` or ``autopar[tpu-compiler]``. On
-        groups of unequal devices, what runs on this accelerator is compiled.
+        groups of unequal devices, the stages or the replica on this accelerator are
+        compiled.
       kwargs: the step's arguments that are given by name.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
