@@ -131,7 +131,8 @@ PARTLY = (WHOLE, partly(1.0, 0.33), partly(0.5, 0.0), partly(0.67, 0.67))
 # The most problems in which gradients may be sent by codecs. Each of these problems
 # uses the prices of the best choice so far.
 _CODED = 2
-# The factors by which `_Mesh.improve` changes the weights that gave the fastest plan.
+# The amount by which `_Mesh.improve` raises or lowers one of the weights that gave the
+# fastest plan, to look for a faster one.
 _STEP = 0.25
 # The search for a plan by an expert's rule ends once its cost exceeds both the seconds
 # of the fastest plan and the least cost of the problem times this factor.

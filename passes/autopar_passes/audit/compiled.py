@@ -448,7 +448,7 @@ Event = Kernel | Start | Done | EventLoop
 def device_events(text: str, mesh: MeshAxes = ()) -> tuple[Event, ...]:
     """Returns the events on one device, in the order of an optimized program's text.
 
-    All branches of a conditional are included, as in an audit.
+    The events include those of all branches of each conditional.
 
     Args:
       text: the text of the scheduled module.

@@ -415,7 +415,7 @@ class Follower:
         return self._by_classes(eqn, given)
 
     def _rows_of_none(self, eqn: Equation, given: list[Split]) -> list[Split]:
-        """Finds the classes of values with rows that are made from values without."""
+        """Finds the classes of an operation's outputs if only the outputs have rows."""
         if eqn.primitive in RANDOM:
             if eqn.primitive not in operators.FOLDED:
                 return self._couple(eqn, "draws random numbers for rows")

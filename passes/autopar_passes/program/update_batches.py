@@ -148,7 +148,7 @@ def batch_updates(
 
 
 def _at_a_time(program: Program, one: _Computation) -> int:
-    """The number of computations like this one that one device runs in a batch."""
+    """Returns how many computations like `one` a device runs in one batch."""
     made = (program.values[v].nbytes for eqn in one.equations for v in eqn.outputs)
     return max(1, MOST_BYTES // max(1, *made))
 

@@ -461,7 +461,7 @@ def _manual(
 
 
 def _without_small_axes(entry: Any, names: set[str]) -> Any:
-    """An entry of a partition spec without axes of size one absent from the mesh."""
+    """Drops from a partition spec's entry the axes that are not in ``names``."""
     if not isinstance(entry, tuple):
         return entry if entry in names else None
     return tuple(n for n in entry if n in names) or None

@@ -367,8 +367,9 @@ def relax(problem: CodecSelection, built: SelectionProgram) -> Relaxed | None:
     weights = np.array(
         [named[f"start_{b}"] + named.get(f"queue_{b}", 0.0) for b in range(count)]
     )
-    # All weights that do not decrease prove a bound, so rounding them into this order
-    # keeps the bound valid.
+    # Every sequence of weights that never decreases proves a lower bound. The solver's
+    # duals may decrease slightly from rounding, and the running maximum corrects that,
+    # so the bound stays valid.
     weights = np.maximum.accumulate(weights.clip(0.0, 1.0))[built.blocks.block]
     prices = {
         name: max(0.0, float(named[name])) * built.unit_s / scale
