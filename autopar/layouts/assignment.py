@@ -445,8 +445,8 @@ class Assignment:
     def ways(self) -> tuple[tuple[Way, ...], ...]:
         """The resharding steps (`fetch_steps`) of each part of each group of readings.
 
-        The groups are those of `autopar.steps.uses.Readings`. The readings of a group
-        need the same steps.
+        The groups are those of `autopar.steps.uses.Readings`. All readings of a group
+        need the same resharding steps.
         """
         return self._memo(("ways",), self._ways)
 

@@ -37,8 +37,9 @@ from autopar_solver import MemoryTerm
 def fixed_bytes(analysis: Analysis, pricer: Pricer) -> float:
     """Returns the bytes on a device that every choice needs in addition to the terms.
 
-    Arrays that stay in on-chip memory need no device memory, although the terms count
-    them. So their bytes at the peak are subtracted; these are equal for every choice.
+    The terms also count arrays that stay in on-chip memory and need no device memory.
+    So the bytes of these arrays at the peak are subtracted. Every choice has the same
+    such bytes.
     """
     life = analysis.life(habits_of(pricer.cluster.device))
     return float(life.workspace_bytes - life.on_chip_bytes)

@@ -394,8 +394,8 @@ def in_layouts_of(
         of the plan stay.
       shares: the number of microbatches of each replica; empty: those of the plan.
       pins: layouts of inputs that the result must have.
-      check: called with each replica before codecs are chosen; raises an error to
-        refuse it.
+      check: called with each replica before codecs are chosen. It refuses a replica by
+        raising an error.
 
     Raises:
       InfeasibleError: a replica does not fit the memory of its devices.

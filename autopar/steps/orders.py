@@ -162,7 +162,7 @@ def _copied_for(
 ) -> list[tuple[int, bool]]:
     """Returns the products that read a copy of a value in another order.
 
-    Each comes with True if the copy is made together with the value.
+    With each product, returns True if its copy is written together with the value.
     """
     lies = _plain(graph, value) if fixed is None else fixed.order
     orders: list[tuple[int, Order]] = []

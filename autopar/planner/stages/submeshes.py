@@ -263,7 +263,7 @@ def _resize_group(
     pricer: Pricer,
     found: Sequence[tuple[str, Assignment]],
 ) -> Iterator[Submesh]:
-    """Puts given layouts on all slices that use the same levels of the cluster."""
+    """Uses layouts found on one slice on all slices with the same cluster levels."""
     for shape in shapes:
         part = cluster.slice(shape)
         for mesh in _meshes(pricer.mesh, part):

@@ -669,7 +669,7 @@ class Split:
     """How a value of the whole batch follows from the microbatches' values: its class.
 
     Attributes:
-      kind: how the value of the whole batch follows.
+      kind: how the value of the whole batch is obtained from those of the microbatches.
       inner: for `Kind.ROWS`, the number of elements that stay together (`Rows.inner`);
         0 stands for any number, because all rows are equal.
       columns: for `Kind.POSITION`, the entries of the last dimension that are row

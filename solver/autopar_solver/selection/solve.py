@@ -304,8 +304,8 @@ def _bins(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     Every value of a bin is below every value of the next bin.
     """
     edges = np.unique(np.quantile(values, np.linspace(0, 1, count + 1), method="lower"))
-    # Each edge between bins has a bin of its own, for the values equal to it. The other
-    # values lie between two edges.
+    # Each edge has a bin of its own for the values that equal it. The values between
+    # two edges form another bin.
     bins = np.searchsorted(edges, values, side="left") + np.searchsorted(
         edges, values, side="right"
     )

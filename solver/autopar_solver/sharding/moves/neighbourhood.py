@@ -67,13 +67,13 @@ class Position:
 
     @property
     def over(self) -> float:
-        """The excess of the worst row over its room; negative if all rows fit."""
+        """The excess of the worst row over its memory limit; negative if all rows fit."""
         room = self.field.memory.room
         return float(np.max(self.used - room, initial=-np.inf))
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of every row is within its room."""
+        """Whether the memory of every row is within the row's limit."""
         return self.over <= self.field.memory.slack
 
 
@@ -157,8 +157,8 @@ def _fitting(position: Position) -> np.ndarray:
     if not len(memory.node):
         return fitting
     left = memory.room - position.used + memory.slack
-    # A term uses the same memory in all its rows, and their room differs little: the
-    # first and the last row reveal most excesses.
+    # A term uses the same memory in all its rows, and the memory that is left differs
+    # little between these rows. So the first and the last row reveal most excesses.
     least = np.minimum(left[memory.starts], left[memory.ends - 1])
     present = memory.usage[memory.first + position.choices[memory.node]]
     misfit = memory.usage - present[memory.term] > least[memory.term]

@@ -285,10 +285,10 @@ def replacements(replaceable: np.ndarray) -> np.ndarray:
 
 
 def settle_memory(graph: Graph) -> None:
-    """Subtracts the memory that all strategies of a node need from the rows' room.
+    """Subtracts the memory that all strategies of a node need from the rows' limits.
 
     Raises:
-        ContradictionError: a row has no room left.
+        ContradictionError: the limit of a row becomes negative.
     """
     room = graph.room.copy()
     for i in list(graph.memory):
