@@ -577,7 +577,7 @@ def kept_layout(assignment: Assignment, value: int) -> Layout:
     values that it is computed from, so that nothing is gathered.
 
     Args:
-      assignment: the layouts of the program that makes the value.
+      assignment: the layouts of the program that computes the value.
       value: the value.
     """
     return _kept_layout(assignment, value, {})

@@ -202,7 +202,7 @@ def _edited_stages(
       cut: the step as stages.
       alone: each stage as a plan.
       cluster: all devices.
-      wanted: the pipeline to plan.
+      wanted: the pipeline to plan, with its stages, schedule and rematerialised layers.
       seconds: time limit of the solver.
 
     Returns:

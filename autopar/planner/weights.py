@@ -175,8 +175,8 @@ def _stretches() -> tuple[np.ndarray, np.ndarray]:
     """Returns the stretches, as two arrays.
 
     Returns:
-      The first array tells for each stretch which kinds of seconds have their window or
-      work in it, bool ``[stretches, KINDS]``. The second array tells for each pass
+      The first array states for each stretch which kinds of seconds have their window
+      or work in it, bool ``[stretches, KINDS]``. The second array states for each pass
       which stretches belong to it, bool ``[2, stretches]``.
     """
     index = np.arange(SEGMENTS)

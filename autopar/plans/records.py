@@ -190,7 +190,7 @@ class CopyDecision(
     """The layout of a value's shared copy.
 
     Attributes:
-      name: the operator that makes the value, and its output's position.
+      name: the operator that computes the value, and its output's position.
       backward: whether the backward readers share the copy.
       axes: the layout.
       reuse: whether the copy is the kept forward copy.

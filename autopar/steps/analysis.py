@@ -371,7 +371,7 @@ class Analysis:
         )
 
     def life(self, habits: Habits = PLAIN) -> Lifetimes:
-        """Returns the times at which values are made and last read.
+        """Returns the times at which values are computed and last read.
 
         Args:
           habits: the memory optimisations of the compiler
@@ -447,7 +447,7 @@ class Analysis:
     def _gradients(self) -> dict[int, int]:
         """The matrix products of the backward pass that make gradients for the update.
 
-        Some products make gradients for which only the update waits. The dictionary
+        Some products compute gradients for which only the update waits. The dictionary
         maps each of these products to the last operator of its loop, or of the program
         if the product is in no loop.
         """
@@ -480,14 +480,14 @@ class Analysis:
 
     @_untimed
     def ranks(self) -> np.ndarray:
-        """The position of each operator if products that make gradients run last.
+        """The position of each operator if products that compute gradients run last.
 
         Compilers that overlap communication with computation run operators in this
         order.
 
-        In this order, products that make gradients run after the rest of the backward
-        pass, at the end of their loop. These products keep their order among each
-        other.
+        In this order, products that compute gradients run after the rest of the
+        backward pass, at the end of their loop. These products keep their order among
+        each other.
         """
         late, until = self._gradients, self.independent.computations
         last = behind(self.followers, late)

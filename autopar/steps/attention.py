@@ -39,7 +39,7 @@ class Attention:
       between: indices of the other operators that read or write values of the size of
         the scores.
       causal: whether a mask hides later keys from a query.
-      head_dim: the size of the contracted dimension of the product that makes the
+      head_dim: the size of the contracted dimension of the product that computes the
         scores.
       dtype: the dtype of the queries.
     """

@@ -121,8 +121,8 @@ def _find_fusion(
     Args:
       graph: the operator graph.
       floating: values that each reader recomputes (`autopar.steps.nodes`).
-      writes: tells whether an operator writes a result, from the operator, the slot of
-        the result and the value.
+      writes: a function that returns whether an operator writes a result, from the
+        operator, the slot of the result and the value.
     """
     buffers: set[int] = set()
     handed: set[int] = set()
@@ -208,7 +208,7 @@ def looked_up(
 
     Returns:
       Value and gather -> False. As in `autopar.steps.orders.copies_in_orders`, False
-      means that the value is made when the gather reads it.
+      means that the value is computed when the gather reads it.
     """
     maker = producers(graph.operators)
     arrays = ((op.inputs[0], op) for op in graph.operators if op.kind == "gather")

@@ -1,4 +1,4 @@
-"""The times at which values are made and last read.
+"""The times at which values are computed and last read.
 
 The results of this module do not depend on the layout of any array.
 
@@ -174,7 +174,7 @@ Gap = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """The times at which values are made and read, equal for all sharding assignments.
+    """The times at which values are computed and read, equal for all shardings.
 
     Attributes:
       time: the time at which each operator runs; an update runs when its gradient is
@@ -196,9 +196,9 @@ class Lifetimes:
       widens: see `Habits`.
       widened: 16-bit values that are in memory in 32 bits.
       rounded: float32 values that are in memory in bfloat16.
-      early: value -> the time at which it is made. It is set if the compiler runs every
-        operator as soon as its operands are ready, also the operators that bring a
-        value into another layout or order of dimensions. It is empty if the compiler
+      early: value -> the time at which it is computed. It is set if the compiler runs
+        every operator as soon as its operands are ready, also the operators that bring
+        a value into another layout or order of dimensions. It is empty if the compiler
         runs such an operator just before the first reader.
       zeros: values that begin as zeros; their buffers are in memory from the start.
       spread: arrays that are written in the larger shape of a result
@@ -265,15 +265,15 @@ class Habits:
         if that moves fewer bytes (`autopar.steps.fusion.made_again`).
       keeps_orders: whether batched products fix the order of dimensions in memory
         (`autopar.steps.orders`).
-      late_gradients: a fraction p. Of the operators that make gradients, the first runs
-        at the time at which, in program order, the fraction p of them would have run.
-        All of them are spread evenly over the rest of the pass (`_late`).
+      late_gradients: a fraction p. Of the operators that compute gradients, the first
+        runs at the time at which, in program order, the fraction p of them would have
+        run. All of them are spread evenly over the rest of the pass (`_late`).
       workspace_bytes: bytes of the workspace that a library reserves for matrix
         products.
       into_products: whether the compiler also recomputes element-wise results within
         matrix products. It then writes such a result to memory only for a gather
         (`autopar.steps.fusion.looked_up`).
-      late_until_barrier: whether products that make gradients run before the next
+      late_until_barrier: whether products that compute gradients run before the next
         barrier of a rematerialised layer, so that they overlap with the gathers of that
         layer.
       on_chip_bytes: on-chip memory that holds buffers in place of the device's memory
@@ -413,8 +413,9 @@ def gaps(
 
     Args:
       graph: the operator graph.
-      life: the times at which values are made and last read.
-      prompt: the times at which values are made and last read if no product is delayed.
+      life: the times at which values are computed and last read.
+      prompt: the times at which values are computed and last read if no product is
+        delayed.
       where: for each operator, the last operator of its computation.
     """
     read_by = users(graph.operators)
@@ -474,7 +475,7 @@ def _zeros(graph: OperatorGraph) -> frozenset[int]:
 def until_barriers(
     graph: OperatorGraph, gradients: Mapping[int, int]
 ) -> dict[int, int]:
-    """Returns the latest time at which each product that makes a gradient runs.
+    """Returns the latest time at which each product that computes a gradient runs.
 
     The parameters of a layer under ``jax.checkpoint`` are gathered again after the
     barrier of that layer. The products of the layer above can overlap with these
@@ -499,12 +500,13 @@ def until_barriers(
 def _late(
     graph: OperatorGraph, gradients: Mapping[int, int], part: float
 ) -> dict[int, int]:
-    """Returns the times at which delayed operators that make gradients run.
+    """Returns the times at which delayed operators that compute gradients run.
 
     Only messages and updates wait for gradients. A scheduler that fills a program from
-    its end therefore puts the operators that make gradients late in the backward pass,
-    and their operands stay in memory until then. Suppose that there are n of these
-    operators. Operator number i of them runs at the time at which number ``part n + (1
+    its end therefore puts the operators that compute gradients late in the backward
+    pass, and their operands stay in memory until then. Suppose that there are n of
+    these operators. Operator number i of them runs at the time at which number ``part n
+    + (1
     - part) i`` would run in program order. An operator in a loop stays in the loop.
     """
     backward = (op.index for op in graph.operators if op.role is Role.BACKWARD)

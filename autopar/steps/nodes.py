@@ -125,7 +125,7 @@ class Contraction:
       node_of: operator class -> its node; missing for floating and tiny operators.
       homes: value -> its home; missing for floating and tiny values.
       floating: values that each reader computes in the layout that it needs.
-      producer: value -> the operator that makes it.
+      producer: value -> the operator that computes it.
     """
 
     nodes: list[Node]

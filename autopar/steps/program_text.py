@@ -97,7 +97,7 @@ def operator_name(analysis: Analysis, index: int) -> str:
 
 
 def array_name(analysis: Analysis, value: int) -> str:
-    """Returns the path of an input, or the module and primitive that make a value."""
+    """Returns an input's path, or the module and primitive that compute a value."""
     return operator_name(analysis, analysis.contraction.producer[value].index)
 
 

@@ -8,8 +8,8 @@ else reads the array. The following rules were read from programs for v5e (libtp
 
 * if only products that round their operands read a result, the result is written in
   bfloat16, and so are its transposes and reshapes. Sums of the result, such as the
-  gradient of a bias, are computed in float32 in the kernel that makes the result. The
-  kernel of a product adds a bias before it writes, so only the array with the bias is
+  gradient of a bias, are computed in float32 in the kernel that computes the result.
+  The kernel of a product adds a bias before it writes, so only the array with the bias is
   written;
 * if products that round their operands read an array in another layout, the array is
   rounded before the gather or the all-to-all, which then sends half the bytes. The
@@ -90,7 +90,8 @@ NOT_ROUNDED = Rounded()
 _MOVING = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy"}
 )
-# A sum over elements, which the kernel that makes its operand computes in float32.
+# A sum over elements. The kernel that computes the operand also computes this sum, in
+# float32.
 _SUM = "reduce_sum"
 _HANDED = BOUNDARY | {"slice_step", "stack_step", "optimization_barrier"}
 
@@ -164,7 +165,7 @@ def _only_read_by(graph: OperatorGraph, single: Collection[int]) -> frozenset[in
         for value in op.outputs:
             if value in kept or not _is_float32(graph, value):
                 continue
-            # The kernel that makes a value also computes sums of it.
+            # The kernel that computes a value also computes sums of it.
             left = [
                 r for r in read.get(value, []) if not (made_here and r.kind == _SUM)
             ]

@@ -132,8 +132,8 @@ def shares(graph: OperatorGraph, known: SharedSums) -> dict[int, float]:
     return {c: mean for c, mean in means.items() if mean < 1.0}
 
 
-# Class of an operator that makes a partial result, and class of an operator on the path
-# of this result -> the number of runs of the second operator.
+# Class of an operator that computes a partial result, and class of an operator on the
+# path of this result -> the number of runs of the second operator.
 PartialRuns = dict[tuple[int, int], float]
 
 
@@ -152,7 +152,7 @@ def partial_runs(
 
     Args:
       graph: the operators.
-      contraction: gives the operator that makes each value.
+      contraction: gives the operator that computes each value.
       deferrals: the paths of partial values.
       trips: class -> the number of runs of its operators.
     """

@@ -69,7 +69,7 @@ class HomeValue:
 
 
 def times_made(uses: Iterable[Use]) -> float:
-    """Returns how often per step a copy of the values is made, for all values together.
+    """Returns how often per step the values are copied, for all values together.
 
     For each value this is the largest number of times that one operator reads it.
     """

@@ -237,7 +237,7 @@ class InMemory:
 
     Attributes:
       fusion: the values that are in memory after fusion.
-      makers: value -> the operator that makes it.
+      makers: value -> the operator that computes it.
       readers: value -> the number of operators that read it.
       made_from: value that is not in memory -> the arrays in memory from which the
         kernel computes the value, with the bytes read from each. If this mapping is
@@ -351,7 +351,7 @@ def _looked_up(op: Operator) -> frozenset[int]:
 def _copies(op: Operator, memory: InMemory) -> float:
     """Returns how often a loop copies one iteration's part of a stack.
 
-    The operator that makes the part does not count these moves as its work.
+    The operator that computes the part does not count these moves as its work.
 
     An element-wise operator writes the part directly into the stack; its own work
     counts this writing. It writes the part once more if the body of the loop also reads

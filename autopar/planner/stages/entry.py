@@ -436,7 +436,7 @@ def plan_wanted(
       whole: the step on the whole batch.
       cluster: all devices.
       options: hints and limits.
-      wanted: the pipeline to plan.
+      wanted: the pipeline to plan, with its stages, schedule and rematerialised layers.
       count: the number of microbatches.
       codecs: the request about codecs; None: the request in the options.
 
@@ -508,13 +508,13 @@ def _with_recomputed(
 def cut_for(
     whole: Analysis, options: PlanOptions, wanted: WantedPipeline, count: int
 ) -> CutStep:
-    """Returns the step, cut into the wanted stages.
+    """Returns the step, cut into the stages of a pipeline.
 
     Args:
       whole: the step on the whole batch.
       options: options, of which only ``couple`` is read: whether values that couple
         rows may be computed per microbatch.
-      wanted: the pipeline to plan.
+      wanted: the pipeline to plan, with its stages, schedule and rematerialised layers.
       count: the number of microbatches.
 
     Raises:

@@ -109,9 +109,9 @@ def staged_plan(
     """Plans every stage of a cut step, and records the plan.
 
     Args:
-      cut: the step as stages, cut as wanted.
+      cut: the step, cut into the stages of ``wanted``.
       cluster: all devices.
-      wanted: the pipeline to plan.
+      wanted: the pipeline to plan, with its stages, schedule and rematerialised layers.
       codecs: the user's request about codecs.
       hints: hints about layouts.
 
@@ -263,9 +263,9 @@ def kept_plan(
     """Returns the plan of stages with given layouts, for which codecs are chosen.
 
     Args:
-      cut: the step as stages, cut as wanted.
+      cut: the step, cut into the stages of ``wanted``.
       cluster: all devices.
-      wanted: the pipeline to plan.
+      wanted: the pipeline to plan, with its stages, schedule and rematerialised layers.
       codecs: the user's request about codecs.
       found: the layouts of each stage.
 
@@ -289,9 +289,9 @@ def rooms_left(
     rematerialised layers has no limit.
 
     Args:
-      cut: the step as stages, cut as wanted.
+      cut: the step, cut into the stages of ``wanted``.
       cluster: all devices.
-      wanted: the pipeline to plan.
+      wanted: the pipeline to plan, with its stages, schedule and rematerialised layers.
       found: the layouts of each stage.
     """
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
@@ -308,9 +308,9 @@ def price_pipeline(
     """The seconds of a step without codecs, and by stage the most bytes on a device.
 
     Args:
-      cut: the step as stages, cut as wanted.
+      cut: the step, cut into the stages of ``wanted``.
       cluster: all devices.
-      wanted: the pipeline to plan.
+      wanted: the pipeline to plan, with its stages, schedule and rematerialised layers.
       found: the layouts of each stage.
     """
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
@@ -346,7 +346,7 @@ def _finish_plan(
     Args:
       cut: the step as stages.
       cluster: all devices.
-      wanted: the pipeline to plan.
+      wanted: the pipeline to plan, with its stages, schedule and rematerialised layers.
       laid: the layouts and codecs of the stages.
       table: the schedule.
       seconds: duration of the planning.

@@ -16,8 +16,7 @@ each of the n workers. Each array of a codec's own state has a leading dim with 
 entry for each device.
 
 In a plan of several stages the state holds the gradients of all stages. The state of a
-gradient lies on the devices of its stage. The counters lie on one device of each
-process.
+gradient is on the devices of its stage. The counters are on one device of each process.
 """
 
 from __future__ import annotations

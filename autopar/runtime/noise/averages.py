@@ -69,8 +69,8 @@ class GradientSource:
         over devices or as one value for each microbatch.
       bare: an earlier value that only transpositions and reshapes turn into ``parts``,
         so that both have the same norm (`bare_of`).
-      loop: the equation of the loop over microbatches that makes ``parts``; -1: no loop
-        makes ``parts``.
+      loop: the equation of the loop over microbatches that computes ``parts``; -1: no
+        loop computes ``parts``.
       share: the factor with which each microbatch's partial gradient counts in the
         gradient.
     """
@@ -310,7 +310,7 @@ def _splits_rows(
 
     Args:
       assignment: the plan as layouts.
-      maker: an operator that makes a gradient.
+      maker: an operator that computes a gradient.
       axis: the mesh axis.
       batch: the mesh axes that split the rows of the batch.
     """

@@ -1,6 +1,6 @@
 """Measures the squared norms of gradients in a step of several pipeline stages.
 
-A task is the work of one stage in one phase. The task that makes a gradient measures
+A task is the work of one stage in one phase. The task that computes a gradient measures
 the partial gradient of each microbatch. The first task that reads the summed gradient
 measures the sum. After the step the few numbers of all tasks are added up.
 """

@@ -116,10 +116,10 @@ def calls_back(equations: Iterable[Equation]) -> bool:
 
 
 def _lines(error: Exception, operators: Iterable[Equation]) -> str:
-    """Returns the source lines of the operator that made a non-finite number.
+    """Returns the source lines of the operator that produced a non-finite number.
 
     With ``jax_debug_nans`` JAX runs the task again operator by operator. The error
-    names the first operator that makes a non-finite number.
+    names the first operator that computes a non-finite number.
     """
     found = _ENCOUNTERED.search(str(error))
     if found is None or not isinstance(error, FloatingPointError):
@@ -247,9 +247,9 @@ class StagePipeline:
         on_cpu = first is not None and first.platform == "cpu"
         count = 1 if self.joint else len(stages)
         self.threads = Threads(count, "stage") if on_cpu else None
-        # On CPUs, collectives over the same devices cannot be told apart, and programs
-        # of different threads run in any order. So while a stage of several processes
-        # runs, no other collective may run that could have the same devices.
+        # On CPUs, collectives over the same devices cannot be distinguished, and
+        # programs of different threads run in any order. So while a stage of several
+        # processes runs, no other collective may run that could have the same devices.
         self.alone = self.joint and on_cpu
         self.by_stage = [
             [issue for issue in order if issue.key.stage == stage]
@@ -443,7 +443,7 @@ class StagePipeline:
             yield Sent(RESULT, found, source, target)
 
     def place(self, stage: int, value: int) -> tuple[Any, Any]:
-        """The shardings of a result: on the stage that makes it, and between steps."""
+        """Returns a result's shardings: on the stage that computes it, between steps."""
         given = self.given.get(value)
         if given is None:
             where = self.stages[stage].home(value)
@@ -481,7 +481,7 @@ class StagePipeline:
         later = tasks[tasks.index(task) + 1 :]
         read = {v for t in later for v, _ in t.inputs}
         batch = self.cut.parts.flow.batch
-        # Updates read the rows of all microbatches joined, on the stage that makes
+        # Updates read the rows of all microbatches joined, on the stage that computes
         # them. So these rows must be kept until the end.
         read |= {
             v

@@ -47,7 +47,7 @@ def place_arrays(
       leaves: path -> array of this process.
       shapes: the whole shape of each array; an array of another shape holds the rows of
         this process.
-      shardings: the wanted sharding of each array.
+      shardings: the target sharding of each array.
       first: whether this is the first step that runs with a plan.
 
     Raises:
@@ -76,7 +76,7 @@ def moved_between(
     Args:
       links: the connections to other processes.
       state: path -> array.
-      shardings: the wanted sharding of each array.
+      shardings: the target sharding of each array.
 
     Raises:
       PlanError: an array that should be equal on all processes differs, or a process
@@ -93,7 +93,7 @@ def moved_between(
 def _place_by_path(
     links: Links, wanted: Mapping[str, tuple[Any, NamedSharding]], *, first: bool
 ) -> dict[str, Any]:
-    """Path -> the array in its wanted sharding.
+    """Path -> the array in its target sharding.
 
     The exchange between processes also begins a step on all of them.
     """
@@ -146,13 +146,13 @@ def _lies(leaf: Any, sharding: NamedSharding) -> _Lies:
 def _put(
     links: Links, path: str, leaf: Any, sharding: NamedSharding, lies: Sequence[_Lies]
 ) -> Any:
-    """Moves an array to its wanted sharding.
+    """Moves an array to its target sharding.
 
     Args:
       links: the connections to other processes.
       path: path of the array.
       leaf: the array.
-      sharding: the wanted sharding.
+      sharding: the target sharding.
       lies: where each process has the array.
     """
     how = set(lies)
@@ -185,7 +185,7 @@ def _rows(
       number: position of the flat argument.
       leaf: the rows of this process.
       shape: shape of the whole array.
-      sharding: the wanted sharding.
+      sharding: the target sharding.
     """
     own = links.devices[links.index]
     local = np.asarray(leaf, jax.typeof(leaf).dtype)

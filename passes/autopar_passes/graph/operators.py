@@ -160,7 +160,7 @@ def update_equations(program: Program, graph: OperatorGraph) -> frozenset[int]:
 
 
 def producers(operators: Iterable[Operator]) -> dict[int, Operator]:
-    """Returns the operator that makes each value."""
+    """Returns the operator that computes each value."""
     return {value: op for op in operators for value in op.outputs}
 
 

@@ -89,8 +89,8 @@ def _check_regions(graph: OperatorGraph) -> Iterator[_Problem]:
 
     * Regions are nested. All operators that pass values into or out of a region name
       the same last operator.
-    * A value is made before it is read. The only exception is the end value of an
-      iteration, which a carry reads before the body makes it.
+    * A value is computed before it is read. The only exception is the end value of an
+      iteration, which a carry reads before the body computes it.
     * A region reads values from outside only through its boundary operators. Inputs of
       the step are an exception.
     * Trips are finite and not negative (a loop may have no iteration). All operators of
@@ -225,7 +225,7 @@ def verify(graph: OperatorGraph) -> None:
     """Checks the invariants of a graph.
 
     * Numbers: an operator's index is its position, and its values exist. Each value is
-      made once. FLOPs are finite and not negative.
+      computed once. FLOPs are finite and not negative.
     * Rules: each dimension is the product of its factors. A reduced factor is in no
       result, and a parallel factor is in a result.
     * Regions: see `_check_regions`.

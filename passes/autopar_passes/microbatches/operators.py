@@ -1,7 +1,7 @@
 """How operators treat rows of the batch, sums over the batch, and row numbers.
 
 The module also decides whether operators that index arrays stay within the rows of a
-microbatch. The compiler's sharding rules cannot decide this. The rules tell which
+microbatch. The compiler's sharding rules cannot decide this. The rules state which
 dimensions may be sharded with communication, but not whether an index selects rows.
 """
 
@@ -220,7 +220,7 @@ KEYED = frozenset(
 
 # Operators whose first operand is a key, which `jax.random.fold_in` can change.
 FOLDED = frozenset({"random_bits", "random_split", "random_gamma"})
-# Operators that make equal rows from values without rows.
+# Operators that compute equal rows from values without rows.
 SPREADING = frozenset({"broadcast_in_dim", "empty"})
 
 _ADDING = ADDITIVE | {"pad", "scatter-add", "dynamic_update_slice"}

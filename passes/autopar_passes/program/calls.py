@@ -285,7 +285,7 @@ def open_call(
     """Takes the arrays out of a call. Call it within `static_leaves.updating`.
 
     Arguments given by name move to their positions, if they have positions. The
-    parameters tell which arguments are static. A whole argument that is a ``bool``,
+    parameters state which arguments are static. A whole argument that is a ``bool``,
     text or an enumeration member is static too.
 
     Args:

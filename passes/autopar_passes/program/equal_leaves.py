@@ -566,7 +566,7 @@ def _topological(
     nodes: Sequence[tuple[int, Callable[[], None], Sequence[Any], Iterable[int]]],
     same: dict[int, int],
 ) -> list[Callable[[], None]]:
-    """Orders functions that write equations: values are made before they are read."""
+    """Orders functions that write equations: values come before their readers."""
     maker = {v: n for n, (_, _, _, made) in enumerate(nodes) for v in made}
     waiting: list[int] = []
     readers: list[list[int]] = [[] for _ in nodes]

@@ -168,7 +168,8 @@ def needed_equations(
     Args:
       equations: equations in program order.
       values: the values to compute.
-      kept: tells whether a value is kept, so that it need not be computed.
+      kept: a function that returns whether a value is kept, so that it need not be
+        computed.
       effects: whether equations with side effects are needed, too.
     """
     wanted = {v for v in values if isinstance(v, int)}

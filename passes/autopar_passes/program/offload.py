@@ -1,8 +1,8 @@
 """Moves state of a step to host memory.
 
 The program takes the state from host memory, copies it to device memory where it is
-read first, and copies its next value back where that is made. A step that a user writes
-with ``jax.device_put`` and `jax.memory.Space` gives the same program.
+read first, and copies its next value back where that value is computed. A step that a
+user writes with ``jax.device_put`` and `jax.memory.Space` gives the same program.
 """
 
 from __future__ import annotations

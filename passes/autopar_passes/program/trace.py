@@ -127,7 +127,7 @@ def find_carried(
       inputs: shapes and dtypes of the flat arguments.
       result: the form of the result.
       outputs: shapes and dtypes of the flat results.
-      depends: tells whether a flat result depends on a flat argument.
+      depends: a function that returns whether a flat result depends on a flat argument.
     """
 
     def both(given: Any) -> _Found:

@@ -281,7 +281,7 @@ def _preparation(
     found, best = set[int](), set[int]()
     limit = sum(program.values[v].nbytes for v in given) + 1
     reduces = False
-    # Positions of equations that make the given values. Later equations come first.
+    # Positions of equations that compute the given values. Later equations come first.
     waiting = [-maker[v] for v in given if v in maker]
     heapq.heapify(waiting)
     while waiting:

@@ -53,7 +53,8 @@ def recomputed_equations(
     Args:
       equations: equations in program order.
       values: the values to compute.
-      kept: tells whether a value is kept, so that it need not be computed.
+      kept: a function that returns whether a value is kept, so that it need not be
+        computed.
     """
     found = needed_equations(equations, values, kept=kept)
     given = {v for eqn in found for v in reads(eqn) if kept(v)}

@@ -599,14 +599,14 @@ class _Rewriter:
         )
 
     def made_at(self, value: int) -> int:
-        """Position of the equation that makes a value; -1 for inputs."""
+        """Position of the equation that computes a value; -1 for inputs."""
         return self.position.get(self.flow.maker.get(value, -1), -1)
 
     def gates(self, users: Sequence[Equation], place: int) -> tuple[int, ...]:
         """Returns the incoming gradients that a recomputation waits for.
 
-        A recomputation waits for gradients made before ``place``. They are read by the
-        first of ``users`` that has an operand of this kind.
+        A recomputation waits for gradients computed before ``place``. They are read by
+        the first of ``users`` that has an operand of this kind.
 
         Args:
           users: equations of the backward pass that read a recomputed value, in order.

@@ -197,7 +197,7 @@ class Values:
         """Starts with the inputs of the program.
 
         Args:
-          producer: the operator that makes each value.
+          producer: the operator that computes each value.
           sources: the equations by index.
           plan: the layouts.
           mesh: the mesh of the layouts.

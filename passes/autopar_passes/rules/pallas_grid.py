@@ -1,7 +1,7 @@
 """Pallas kernels: the dimensions that their grid proves to be independent.
 
-A kernel runs once for each point of a grid. Index maps tell which block of each array a
-point reads or writes. A dimension of the grid may be sharded over devices if the
+A kernel runs once for each point of a grid. Index maps state which block of each array
+a point reads or writes. A dimension of the grid may be sharded over devices if the
 kernel's results cannot depend on this sharding. The conditions are:
 
 * Each index map either ignores the dimension or returns it unchanged. It may also

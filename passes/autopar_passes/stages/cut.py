@@ -53,8 +53,8 @@ class Task:
     Attributes:
       key: identifies the task.
       equations: the indices of the equations, in program order.
-      inputs: the values that the task reads and does not make, each with the task that
-        makes it; None stands for an input of the program.
+      inputs: the values that the task reads and does not compute, each with the task
+        that computes it; None stands for an input of the program.
       outputs: the values that other tasks read, or that leave the step.
     """
 

@@ -67,7 +67,7 @@ class Flow:
 
     @functools.cached_property
     def maker(self) -> dict[int, int]:
-        """Value -> the top-level equation that makes it."""
+        """Value -> the top-level equation that computes it."""
         return {v: e.index for e in self.equations.values() for v in e.outputs}
 
     @functools.cached_property
@@ -81,7 +81,7 @@ class Flow:
 
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
-        """Equation -> its role: the role of the operator that makes its first result.
+        """Equation -> its role: that of the operator that computes its first result.
 
         There are four exceptions. An equation that runs once belongs to the update. An
         equation that each microbatch runs on its rows never belongs to the update, even
@@ -288,7 +288,7 @@ class _Placer:
         self.part: dict[int, int] = {}
         # State -> the parts whose forward equations read it.
         self.held: dict[int, set[int]] = defaultdict(set)
-        # Value -> the parts of the equations that make or read it, so far.
+        # Value -> the parts of the equations that compute or read it, so far.
         self.known: dict[int, set[int]] = defaultdict(set)
         self.homes: dict[int, int] = {}
 
@@ -600,7 +600,7 @@ class _Hoister:
         return alone and all(self.spans(m) for m in made if m)
 
     def behind(self, value: int) -> Equation | None:
-        """The backward equation that makes a value with a single reader, or None."""
+        """The backward equation that computes a value with a single reader, or None."""
         flow = self.parts.flow
         index = flow.maker.get(value, -1)
         if index not in self.parts.part or flow.roles[index] is not Role.BACKWARD:

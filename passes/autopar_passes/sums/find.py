@@ -26,7 +26,7 @@ def verify_deferrals(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Non
     """Checks the invariants of the deferrals of a graph.
 
     * Contributions are contractions of the backward pass. Members are floating-point
-      values that some operator makes.
+      values that are results of operators.
     * From each contribution a path leads through members, each with a single reader. It
       leads exactly to the ends that ``reach`` lists for the contribution.
     * All members outside of these paths are in loops, between the carry and the
@@ -235,7 +235,7 @@ class _Finder:
         )
 
     def position(self, value: int) -> tuple[int, int]:
-        """Returns the operator that makes a value, and the place in its results."""
+        """Returns the operator that computes a value, and the place in its results."""
         op = self.producer[value]
         return op.index, op.outputs.index(value)
 
@@ -248,7 +248,7 @@ class _Finder:
         return Role.UPDATE in roles or (bool(readers) and not roles)
 
     def is_nested(self, op: Operator) -> bool:
-        """Returns whether an operator's results are made inside a loop or branch.
+        """Returns whether an operator's results are computed inside a loop or branch.
 
         The result of a loop itself belongs to the region that contains the loop.
         """

@@ -195,7 +195,7 @@ class Deferral:
 
     Attributes:
       ends: the values at which the sums must be computed, in program order.
-      reach: the operators that make the partial results, each with the ends of its
+      reach: the operators that compute the partial results, each with the ends of its
         path.
       members: every value on a path, including the ends.
       hoisted: whether the deferral moves a sum over devices out of a loop that
@@ -212,7 +212,7 @@ class Deferral:
 
     @property
     def contributions(self) -> tuple[int, ...]:
-        """The operators that make the partial results."""
+        """The operators that compute the partial results."""
         return tuple(op for op, _ in self.reach)
 
     def sharing(self, end: int) -> int:

@@ -29,7 +29,7 @@ class IntegerProgram:
     The first ``num_binary`` variables are binary. All variables are between 0 and
     ``most``, which is 0 for a forbidden variable. ``A`` is stored by rows: row ``r``
     has the entries ``starts[r]:starts[r + 1]`` of ``columns`` and ``values``. ``names``
-    are the names of the last rows; all earlier rows are equalities. ``reduced`` tells a
+    are the names of the last rows; all earlier rows are equalities. ``reduced`` asks a
     backend to skip its presolve, if it can, because the program is already reduced.
     """
 

@@ -479,7 +479,7 @@ class Graph:
     def drop_node(self, node: int, step: GraphChange) -> None:
         """Removes a node.
 
-        The trail's new step tells how to choose its strategy later.
+        The trail's new step states how to choose its strategy later.
         """
         for j in self.links.pop(node):
             del self.links[j][node]
