@@ -360,9 +360,9 @@ class Assignment:
         return written_sums(start, steps, kept)
 
     def _scatters_apart(self, op: Operator) -> bool:
-        """Whether the result of a scatter is the sum of all devices' own scatters.
+        """Whether a scatter's result is the sum of the results on all devices.
 
-        Each device scatters into zeros.
+        In this case each device scatters its own updates into an array of zeros.
         """
         makers: frozenset[int] = self._memo(
             ("makers",),
@@ -467,8 +467,8 @@ class Assignment:
     def fetch_steps(self, value: int, layout: Layout, backward: bool) -> Way:
         """The steps from a value's home layout, through its copy, to a reader's layout.
 
-        The second result says whether the resharding makes a new copy for the backward
-        pass.
+        The function also returns whether this resharding writes a new copy for the
+        backward pass.
         """
         home = self.home_layout(value)
         if value not in self.contraction.homes or layout == home:

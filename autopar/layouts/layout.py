@@ -58,7 +58,7 @@ def exchange_step(
 ) -> tuple[ReshardStep, int]:
     """Returns a message between an operator's shards, as a collective-permute.
 
-    The second result is the number of messages that each device sends.
+    The function also returns how many such messages each device sends.
 
     Args:
       exchange: the exchange in the operator's rule.

@@ -75,7 +75,7 @@ class Stacking:
 
     @property
     def whole(self) -> dict[int, Stacking]:
-        """Each value of the deferral with this stacking."""
+        """Maps each value of the deferral to this stacking."""
         return dict.fromkeys(self.deferral.members, self)
 
     def strip(self, layout: Layout) -> Layout:

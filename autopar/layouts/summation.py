@@ -69,7 +69,7 @@ def summations(
 ) -> tuple[Summation, ...]:
     """Returns the ways to sum a gradient.
 
-    The first way sums over all links at once.
+    The first summation of the result sums over all links at once.
 
     Args:
       shape: shape of the whole gradient; dims in front of the dims of ``home`` are not

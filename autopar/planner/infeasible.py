@@ -163,9 +163,9 @@ def _state_bytes(analysis: Analysis) -> float:
 
 
 def _together(number: int) -> str:
-    """Returns the text ``and 3 like it``, for an entry that stands for 4 equal arrays.
+    """Returns the text ``and 3 like it`` for an entry of 4 equal arrays.
 
-    One node of the problem may stand for the same array in all equal layers.
+    One node of the problem represents the same array in all equal layers.
     """
     return f"and {number - 1} like it " if number > 1 else ""
 

@@ -202,8 +202,9 @@ def _of_products(
 ) -> tuple[dict[str, float], set[bool]]:
     """Fractions of the products' FLOPs, by the kind of dimension that an axis splits.
 
-    The second result is a set with True if the axis splits a contracted dimension of a
-    parameter's product, and with False if it splits another one.
+    The function also returns a set. It contains True if the axis splits a contracted
+    dimension of a parameter's product, and False if the axis splits another dimension
+    of such a product.
     """
     flops: dict[str, float] = defaultdict(float)
     total, sides = 0.0, set[bool]()

@@ -9,8 +9,8 @@ else reads the array. The following rules were read from programs for v5e (libtp
 * if only products that round their operands read a result, the result is written in
   bfloat16, and so are its transposes and reshapes. Sums of the result, such as the
   gradient of a bias, are computed in float32 in the kernel that computes the result.
-  The kernel of a product adds a bias before it writes, so only the array with the bias is
-  written;
+  The kernel of a product adds a bias before it writes, so only the array with the
+  bias is written;
 * if products that round their operands read an array in another layout, the array is
   rounded before the gather or the all-to-all, which then sends half the bytes. The
   array itself stays in float32 if other operators read it in its own layout. For

@@ -262,8 +262,9 @@ class SecondsPricer:
     def _runs(self) -> tuple[list[tuple[int, int, int]], np.ndarray]:
         """Pairs the runs of operators with where their seconds are added.
 
-        The first result lists triples: column of the table of seconds, example layer,
-        class of operators. The second holds the number of runs of each triple.
+        The function returns two parallel lists. The first has triples: column of the
+        table of seconds, example layer, class of operators. The second has the number
+        of runs of each triple.
         """
         layers = self.layers
         out: dict[tuple[int, int, int], float] = {}
@@ -438,8 +439,8 @@ def between(cluster: Cluster, first: Submesh, second: Submesh) -> LinkSpec:
 
     Levels of size one are ignored.
 
-    It is not known yet on which devices the stages will be. Some stages may be closer
-    to each other than this link assumes.
+    The devices of the stages are not chosen yet, so some stages may be closer to each
+    other than this link assumes.
     """
     if first.group != second.group:
         assert cluster.between is not None

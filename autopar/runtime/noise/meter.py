@@ -396,7 +396,7 @@ class NoiseMeter:
         wanted: list[Norm] = []
         for source in self.spec.sources.found:
             wanted.extend(self._norms_to_take(source))
-        # One column for each array whose norm is computed.
+        # ``rows`` has one column for each array whose norm is computed.
         rows = device_norms(self.noise.mesh, wanted) if wanted else None
         columns: list[Any] = []
         place = 0

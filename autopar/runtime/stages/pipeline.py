@@ -464,7 +464,7 @@ class StagePipeline:
         )
 
     def _received_inputs(self, task: Task) -> dict[int, Any]:
-        """Returns, for each input from another stage, the sharding in which it arrives."""
+        """Returns, for each input from another stage, the sharding of its arrival."""
         here = self.stages[task.key.stage]
         out: dict[int, Any] = {}
         for value, maker in task.inputs:

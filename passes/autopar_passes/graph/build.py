@@ -42,9 +42,9 @@ from autopar_passes.rules.factor_rule import FactorKind
 # Finds the batch among the inputs of a step: its arrays, and their row dimensions.
 #
 # The sharding rules of operators state which dimensions of arrays must be
-# sharded alike. Such dimensions form a set, such as all dimensions that count heads. Only a
-# set that occurs in no parameter can be the rows (the examples of the batch). The
-# rows are the set with the most FLOPs of matrix products in which the set occurs only
+# sharded alike. Such dimensions form a set, such as all dimensions that count heads.
+# Only a set that occurs in no parameter can be the rows (the examples of the batch).
+# The rows are the set with the most FLOPs of matrix products in which the set occurs only
 # once. A sequence dimension, by contrast, occurs twice in attention, and a time
 # dimension occurs in the loop of a recurrent network. Among sets with equal FLOPs,
 # the rows are the set with the fewest FLOPs of operators that reduce it, or shift,

@@ -166,7 +166,7 @@ def move_dim(
 
     The position is also None if the result has no such dimension.
 
-    The second result is a function from the size of a piece to the operator's
+    The function also returns a function from the size of a piece to the operator's
     parameters on this piece.
     """
     params, shape = eqn.params, shapes[0]

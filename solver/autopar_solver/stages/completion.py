@@ -210,10 +210,7 @@ def _step_s(problem: StageProblem, pipeline: Pipeline, stage: int) -> float:
 
 
 def _standing_bytes(problem: StageProblem, pipeline: Pipeline, stage: int) -> float:
-    """Returns a part's seconds by kind of task, and its bytes held and pending.
-
-    All are for one microbatch.
-    """
+    """Returns resident bytes plus the most bytes that one layer needs while it runs."""
     costs = problem.costs_of(pipeline.microbatches)
     option, layers = pipeline.options[stage], pipeline.layers(stage)
     rows = list(layers)

@@ -179,7 +179,7 @@ def _worthwhile(costs: LayerCosts, limit_s: float) -> np.ndarray:
 def _running(array: np.ndarray, fold: np.ufunc) -> np.ndarray:
     """``[layers, layers, options]``: ``fold`` applied over the layers of each range.
 
-    The first two indices are the first and the last layer of the range.
+    The first two indices of an entry are the first and the last layer of its range.
     """
     layers, options = array.shape
     folded = np.zeros((layers, layers, options))

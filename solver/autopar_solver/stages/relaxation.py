@@ -30,8 +30,8 @@ this stage to the last, both included, and ``i`` the number of stages before it.
     1F1B    add = f + b + w   peak = (M - 1) (b + w) + (M - min(s, M)) f
     ZB-H1   add = f + b       peak = (M - 1) b + (M - min(s, M)) f + max(M - 1 - i, 0) w
 
-The first stage also adds its work that runs once per step and, in ZB-H1, its last
-``w``.
+For the first stage, ``add`` also includes the work that the stage does once per step
+and, in ZB-H1, the stage's last ``w``.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Position:
 
     @property
     def over(self) -> float:
-        """The excess of the worst row over its memory limit; negative if all rows fit."""
+        """The excess of the worst row over its memory limit; negative if all fit."""
         room = self.field.memory.room
         return float(np.max(self.used - room, initial=-np.inf))
 
