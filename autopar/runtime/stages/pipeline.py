@@ -443,7 +443,7 @@ class StagePipeline:
             yield Sent(RESULT, found, source, target)
 
     def place(self, stage: int, value: int) -> tuple[Any, Any]:
-        """Returns a result's shardings: on the stage that computes it, between steps."""
+        """Returns a result's shardings on the stage computing it, and between steps."""
         given = self.given.get(value)
         if given is None:
             where = self.stages[stage].home(value)

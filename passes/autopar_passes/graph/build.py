@@ -41,18 +41,18 @@ from autopar_passes.rules.factor_rule import FactorKind
 
 # Finds the batch among the inputs of a step: its arrays, and their row dimensions.
 #
-# The sharding rules of operators state which dimensions of arrays must be
-# sharded alike. Such dimensions form a set, such as all dimensions that count heads.
-# Only a set that occurs in no parameter can be the rows (the examples of the batch).
-# The rows are the set with the most FLOPs of matrix products in which the set occurs only
-# once. A sequence dimension, by contrast, occurs twice in attention, and a time
-# dimension occurs in the loop of a recurrent network. Among sets with equal FLOPs,
-# the rows are the set with the fewest FLOPs of operators that reduce it, or shift,
-# compare or index it by constants. An input that is combined with arrays of rows, but
-# has no row dimension, is the same for all rows: its role is frozen, as a teacher's
-# weights are. There is one exception: an input whose first dimension has as many
-# entries as there are rows, and whose entries are selected by row numbers, as in
-# ``x[argsort(n)]``. This input belongs to the batch.
+# The sharding rules of operators state which dimensions of arrays must be sharded
+# alike. Such dimensions form a set, such as all dimensions that count heads. Only a set
+# that occurs in no parameter can be the rows (the examples of the batch). The rows are
+# the set with the most FLOPs of matrix products in which the set occurs only once. A
+# sequence dimension, by contrast, occurs twice in attention, and a time dimension
+# occurs in the loop of a recurrent network. Among sets with equal FLOPs, the rows are
+# the set with the fewest FLOPs of operators that reduce it, or shift, compare or index
+# it by constants. An input that is combined with arrays of rows, but has no row
+# dimension, is the same for all rows: its role is frozen, as a teacher's weights are.
+# There is one exception: an input whose first dimension has as many entries as there
+# are rows, and whose entries are selected by row numbers, as in ``x[argsort(n)]``. This
+# input belongs to the batch.
 
 
 # Shapes of raw random keys, which have no rows.
