@@ -50,8 +50,8 @@ class Candidate:
       peak_memory_bytes: most bytes live at once on one device.
       weights: the factors by which the problem multiplied seconds that may overlap with
         others (`autopar.planner.weights`).
-      lower_s: a lower bound of the step time of every plan of this mesh, in seconds;
-        None: the bound is the one in `solution`.
+      lower_s: a lower bound of the step time of every plan of this mesh, in seconds.
+        If it is None, the bound is the one in `solution`.
       sending: the codec of each gradient; None: the user requested no codecs.
       before_s: seconds of a step under this mesh's fastest plan without codecs; None:
         this candidate is that plan.
@@ -414,9 +414,7 @@ def _free(analysis: Analysis) -> Iterator[tuple[int, str]]:
 
 
 def _split(layout: Layout, sizes: Sequence[int]) -> tuple[int, int]:
-    """The number of shards along the rows, then the number of shards along all
-    dimensions.
-    """
+    """Returns the number of shards along the rows, and along all dimensions."""
     parts = [int(np.prod([sizes[a] for a in axes], dtype=int)) for axes in layout]
     return (parts[0] if parts else 1), int(np.prod(parts, dtype=int))
 

@@ -214,8 +214,8 @@ def _in_microbatches(search: Programs) -> None:
         except PlanError as error:
             if before is None and not search.errors.keys() - {program_name(count, "")}:
                 raise
-            # If this number does not divide the rows or changes the result, so do
-            # larger numbers.
+            # If this number of microbatches does not divide the rows, or changes the
+            # result, the same holds for larger numbers.
             search.leave_out(f"{count} microbatches", str(error).split("\n", 1)[0])
             return
         if search.best is None and search.too_large():
@@ -406,8 +406,9 @@ class _Layers:
         return free_s < (1 - GAP) * self.search.priced_s(few, few)
 
     def fewest(self, level: str, least: int) -> int | None:
-        """The fewest rematerialised layers, ``least`` or more, with which a plan fits;
-        None: no plan fits.
+        """Returns the fewest rematerialised layers with which a plan fits; or None.
+
+        The number is at least ``least``. None means that no plan fits.
 
         Each further rematerialised layer lowers the memory of the plan, except for the
         model's last layer: the backward pass begins with it and needs its activations
@@ -505,9 +506,9 @@ def _numbers(layers: int) -> list[int]:
 def _host_memory(search: Programs) -> None:
     """Proposes to keep optimizer state in host memory.
 
-    Each array comes to the devices and goes back once a step. All arrays are tried
-    first, then the largest ones, with half of the bytes and so on, as long as plans get
-    faster.
+    Each array is copied to the devices and back to the host once per step. All arrays
+    are tried first, then the largest ones, with half of the bytes and so on, as long as
+    plans get faster.
     """
     cluster, best = search.cluster, search.best
     state = optimizer_state(search.analysis)

@@ -161,7 +161,7 @@ class Formulation:
         Args:
           analysis: the facts of the program.
           rule: the rule; a node without an allowed strategy keeps its first strategy.
-            None: all strategies are allowed.
+            If the rule is None, all strategies are allowed.
           small: nodes whose arrays stay unsharded if the rule allows it.
         """
         nodes = analysis.contraction.nodes
@@ -272,7 +272,7 @@ def formulate(
       pricer: the mesh and cluster.
       restriction: says which strategies are allowed.
       memory_limit: bytes of one device. With a limit the problem has memory terms.
-        None: the problem has no memory terms and is smaller.
+        Without a limit (None) the problem has no memory terms and is smaller.
       prices: the prices, in seconds, of a codec's error and of a second on the links.
         With them, gradients may be sent by codecs; None: no codecs.
       weights: the factors for seconds that may overlap with other seconds.

@@ -458,7 +458,7 @@ def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]
 def _most_promising(best: Dealt, counts: Sequence[int]) -> int | None:
     """Returns the number of microbatches that may save most seconds.
 
-    None: no number is worth a search.
+    The result is None if no number is worth a search.
     """
     least_s, count = min((best.expected_s(count), count) for count in counts)
     return count if least_s < (1 - _WORTHWHILE) * best.step_s else None
@@ -480,8 +480,8 @@ def _deal_best(
       sites: the devices of each replica.
       codecs: the user's request about codecs.
       counts: the number of microbatches of each replica; empty: the best numbers.
-      check: called with each replica before codecs are chosen; raises an error to
-        refuse it.
+      check: called with each replica before codecs are chosen. It refuses a replica by
+        raising an error.
 
     Raises:
       InfeasibleError: no layouts fit.

@@ -63,8 +63,8 @@ class AxisSplit:
         has split parameters.
       ring: whether the axis splits the sequence of a kernel whose shards exchange
         arrays.
-      between: among forward operators between matrix products, whose arrays have a
-        sequence: the fraction of their bytes for which the axis splits the sequence.
+      between: the fraction of bytes for which the axis splits the sequence, among the
+        forward operators between matrix products whose arrays have a sequence.
       parameters: fraction of the bytes of parameters that the axis splits.
       optimizer: fraction of the bytes of optimizer state that the axis splits.
     """

@@ -69,8 +69,8 @@ class _Header(msgspec.Struct):
     schema: int
 
 
-# The decoder is made at import, because msgspec crashes if two threads analyse one type
-# at the same time.
+# The decoder is created at import, because msgspec crashes if two threads analyse one
+# type at the same time.
 _HEADER = msgspec.json.Decoder(_Header)
 
 

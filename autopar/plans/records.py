@@ -219,7 +219,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       gradients: how each gradient is summed.
       rematerialisation: the modules whose results the plan rematerialises in the
         backward pass, for human readers; `Plan.remat` says which layers they belong to.
-        Empty: the plan rematerialises nothing besides the step's own
+        If it is empty, the plan rematerialises nothing besides the step's own
         ``jax.checkpoint``s and the copies of arrays that are gathered again.
       sums_each_microbatch: whether gradients are summed over devices in each
         microbatch, and stored sharded. If False, each device accumulates its own

@@ -207,14 +207,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       remat: rematerialisation of a plan of one stage; for several stages see
         `pipeline`.
       offload: paths of the state that is in host memory between steps because of the
-        plan; the step may put more there.
+        plan. The step's own code may put further arrays there.
       decided: the decisions other than layouts, with their gains, for human readers.
       shapes: pytree path of each input -> its shape.
       target: the target of the command line that made the plan, such as
         ``file.py:function``; '' for a plan made in a program.
       options: the arguments given to the target's function, as text.
       compression: the reason for the choice of codecs.
-      checks: checksum of each part from the time of its making; see `edited`.
+      checks: a checksum of each part, computed when the plan was made; see `edited`.
       compiled_memory_bytes: the most bytes on one device according to the compiler.
         Only plans near the memory limit are compiled for this number
         (`autopar.cost.breakdown.NEAR_LIMIT`); 0: not compiled.
@@ -569,8 +569,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return _render("cell", self)
 
 
-# The decoder is made at import, because msgspec crashes if two threads analyse one type
-# at the same time. A decoder analyses every type that `msgspec.convert` needs.
+# The decoder is created at import, because msgspec crashes if two threads analyse one
+# type at the same time. A decoder analyses every type that `msgspec.convert` needs.
 _DECODER = msgspec.json.Decoder(Plan)
 
 Renderer = Callable[[Plan], str]

@@ -59,8 +59,8 @@ class _Message(msgspec.Struct, omit_defaults=True):
     data: bytes = b""
 
 
-# Made at import: msgspec crashes if two threads inspect the same type for the first
-# time at once.
+# The decoder is created at import, because msgspec crashes if two threads inspect the
+# same type for the first time at once.
 _MESSAGE = msgspec.msgpack.Decoder(_Message)
 
 

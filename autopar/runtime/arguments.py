@@ -26,8 +26,8 @@ from autopar_passes.program.trace import trace_call
 def signature(call: StepCall) -> Hashable:
     """Returns a key that is equal for calls that can share a plan.
 
-    The key holds the form of the call, the shapes and the dtypes. Weak types are left
-    out: `autopar.runtime.step_planner` compares the relevant weak types.
+    The key holds the form of the call, the shapes and the dtypes. It leaves out weak
+    types, because `autopar.runtime.step_planner` compares those that matter.
     """
     arrays = tuple((tuple(x.shape), _text(x.dtype)) for x in call.arrays)
     return call.form, arrays

@@ -36,8 +36,8 @@ FUNCTIONS = 16
 class Evaluation(Generic[P, R]):
     """A function compiled for arrays that have the shardings of a planned step.
 
-    Arrays on the devices of the plan's mesh are not moved. All other arrays are a
-    batch: their rows are split over the mesh axes that split the step's batch, as far
+    Arrays on the devices of the plan's mesh are not moved. All other arrays count as a
+    batch. Their rows are split over the mesh axes that split the step's batch, as far
     as these axes divide the rows. No argument is donated. The compiler chooses the
     layouts inside the function. A collective over an axis name that no mesh binds sees
     one replica, as in a step.

@@ -295,9 +295,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
         Args:
           codecs: name of a parameter -> codec as text. Sets of codecs that were
-            used before are not compiled again while their programs are kept. Or
-            ``auto``: the planner chooses codecs anew for the layouts in use, by the
-            errors measured in training as far as these exist.
+            used before are not compiled again while their programs are kept. With
+            ``auto`` in place of a mapping, the planner chooses codecs anew for the
+            layouts in use. It uses the errors measured in training, as far as these
+            exist.
           often: whether the parameters of the codecs will change again. Parameters that
             can be inputs of the program then become inputs, for up to 41 % more bytes
             (page 'Gradient compression' of the documentation).

@@ -1,8 +1,8 @@
 """Moves the state of a step from one layout to another.
 
 A `StateLayout` describes the arrays of a state and their shardings, without devices. A
-`Transport` knows the devices and moves the arrays. The state of codecs is not moved
-here: residuals change shape with the number of workers
+`Transport` knows the devices and moves the arrays. This module does not
+move the state of codecs, because residuals change shape with the number of workers
 (`autopar.runtime.gradients.codec_state`).
 
 `move_array` moves one array between shardings of one process, block by block. Each
@@ -261,8 +261,8 @@ class StateLayout:
             raise InputError(f"StateLayout: not a layout: {error}.") from error
 
 
-# Made at import: msgspec crashes if two threads inspect the same type for the first
-# time at once.
+# The decoder is created at import, because msgspec crashes if two threads inspect the
+# same type for the first time at once.
 _LAYOUT = msgspec.json.Decoder(StateLayout)
 
 

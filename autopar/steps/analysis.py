@@ -445,7 +445,7 @@ class Analysis:
 
     @_untimed
     def _gradients(self) -> dict[int, int]:
-        """The matrix products of the backward pass that make gradients for the update.
+        """Returns the backward pass's products that compute gradients for the update.
 
         Some products compute gradients for which only the update waits. The dictionary
         maps each of these products to the last operator of its loop, or of the program

@@ -180,9 +180,9 @@ def made_again(
     and the backward pass computes the exponential again.
 
     XLA's TPU compiler also fuses element-wise results into products, whatever the
-    results cost. The vector unit makes the operands tile by tile in on-chip memory, and
-    the matrix unit reads them there. The vector unit would otherwise be idle during the
-    product.
+    results cost. The vector unit computes the operands tile by tile in on-chip memory,
+    and the matrix unit reads them there. The vector unit would otherwise be idle during
+    the product.
 
     Args:
       graph: the operator graph.
@@ -414,7 +414,7 @@ def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
         return False
     if op.kind in _COSTLY:
         return True
-    # If a result is cheap to make from one array, the compiler keeps that array and
-    # recomputes the result.
+    # If a result can be computed cheaply from one array, the compiler keeps that array
+    # and recomputes the result.
     arrays = {v for v in op.inputs if v is not None}
     return len({r.role for r in users}) > 1 and len(arrays) > 1

@@ -2,8 +2,8 @@
 
 The results of this module do not depend on the layout of any array.
 
-By default, XLA's CPU compiler runs a program in breadth-first order. Its scheduler is a
-queue: an operator joins the queue when its last operand is complete (openxla/xla,
+By default, XLA's CPU compiler runs a program in breadth-first order. Its scheduler
+has a queue, which an operator joins when its last operand is complete (openxla/xla,
 ``BFScheduler`` in ``xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc``;
 ``xla_cpu_enable_concurrency_optimized_scheduler`` is on by default). Therefore
 operators run in the order of their depth. The depth of an operator is the number of
@@ -187,7 +187,7 @@ class Lifetimes:
       order: for each time, the operator that runs.
       copies: a value and an operator that reads the value in another order of
         dimensions than other readers do (`autopar.steps.orders`) -> the time at which
-        the copy in that order is made.
+        the copy in that order is written.
       workspace_bytes: bytes of the workspace of the matrix products; 0 if the program
         has no product.
       on_chip_bytes: see `Habits`.
@@ -505,9 +505,9 @@ def _late(
     Only messages and updates wait for gradients. A scheduler that fills a program from
     its end therefore puts the operators that compute gradients late in the backward
     pass, and their operands stay in memory until then. Suppose that there are n of
-    these operators. Operator number i of them runs at the time at which number ``part n
-    + (1
-    - part) i`` would run in program order. An operator in a loop stays in the loop.
+    these operators. The operator with number i runs at the time at which the one with
+    number ``part * n + (1 - part) * i`` would run in program order. An operator in a
+    loop stays in the loop.
     """
     backward = (op.index for op in graph.operators if op.role is Role.BACKWARD)
     last = max(backward, default=0)

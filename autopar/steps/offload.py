@@ -30,8 +30,8 @@ def keep_on_host(analysis: Analysis, paths: Sequence[str]) -> Analysis:
 
     Args:
       analysis: the step after the split into microbatches and rematerialisation.
-      paths: the paths of the arrays, which are carried state. Empty: the step keeps
-        only the arrays there that the user's step puts there.
+      paths: the paths of the arrays, which are carried state. If there are
+        none, host memory has only the arrays that the user's own code puts there.
 
     Raises:
       PlanError: the step carries no array of such a path.

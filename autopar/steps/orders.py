@@ -60,8 +60,8 @@ def copies_in_orders(graph: OperatorGraph) -> dict[tuple[int, int], bool]:
       graph: the operator graph.
 
     Returns:
-      Value and operator -> True if the copy in this order is made together with the
-      value, False if it is made when the operator reads it.
+      Value and operator -> True if the copy in this order is written together with the
+      value, False if it is written when the operator reads it.
     """
     found = _Found(graph, {}, {})
     for op in graph.operators:

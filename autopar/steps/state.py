@@ -61,7 +61,7 @@ def _other_dtype(analysis: Analysis) -> str:
 
 
 def _doubts_of_batch(analysis: Analysis) -> list[str]:
-    """Names arguments that only their shape makes state, if no argument is batch."""
+    """Names arguments that are state only by their shape, if no argument is batch."""
     inputs = analysis.graph.inputs
     if analysis.pytrees.form.roles.batch is not None:
         return []

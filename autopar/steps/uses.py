@@ -18,8 +18,9 @@ from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.rules.factor_rule import Dims
 
-# Values are equivalent if equivalent operators, such as those of repeated layers, make
-# them as the same result. The pair is (class of the producer, position of the result).
+# Values are equivalent if equivalent operators, such as those of repeated layers,
+# compute them, at the same position among their results. The pair is (class of the
+# producer, position of the result).
 ValueClass = tuple[int, int]
 
 

@@ -372,8 +372,8 @@ def _traffic(
     """Returns the arrays that an operator reads or writes in memory, with the bytes.
 
     An operator that takes a part of an array reads only the part. An operator that
-    writes a part of an array writes only the part, in place (openxla/xla,
-    ``HloCostAnalysis``: HandleSlice, HandleGather, HandleDynamicUpdateSlice,
+    writes a part of an array writes only the part, in place (in ``HloCostAnalysis`` of
+    openxla/xla, see HandleSlice, HandleGather, HandleDynamicUpdateSlice and
     HandleScatter).
     """
     fusion, values = memory.fusion, graph.values

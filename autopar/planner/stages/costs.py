@@ -502,8 +502,10 @@ class Priced:
       accumulate: float64 ``[examples]``, seconds of adding the gradients of one
         microbatch to the accumulated gradients.
       possible: ``[scales]``, whether the layouts can split the rows of a microbatch.
-      sent: ``[layers - 1, scales]``, bytes of activations behind each layer.
-      returned: ``[layers - 1, scales]``, bytes of cotangents behind each layer.
+      sent: ``[layers - 1, scales]``, bytes of activations that each layer sends forward
+        to the next.
+      returned: ``[layers - 1, scales]``, bytes of cotangents that the next layer sends
+        back to each layer.
       entering: ``[layers, scales]``, bytes of activations that each layer reads.
     """
 

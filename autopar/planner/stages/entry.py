@@ -430,7 +430,7 @@ def plan_wanted(
     count: int,
     codecs: CodecRequest | None = None,
 ) -> Plan:
-    """Plans the stages that are wanted.
+    """Plans the stages of a pipeline that was chosen already.
 
     Args:
       whole: the step on the whole batch.
@@ -621,7 +621,7 @@ def _sites(cluster: Cluster, stages: int) -> tuple[StageSite, ...]:
 
 
 def wanted_of(choice: PipelineChoice) -> WantedPipeline:
-    """Converts a choice of the planner of stages to a wanted pipeline."""
+    """Converts a choice of `plan_stages` to the pipeline to plan."""
     return WantedPipeline(
         layers=choice.layer_starts,
         parts=choice.cuts[:-1],

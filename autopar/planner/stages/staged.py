@@ -383,7 +383,7 @@ def _over(wanted: WantedPipeline, memory: Sequence[float]) -> list[int]:
 def _rooms(
     wanted: WantedPipeline, costs: StageCosts, memory: Sequence[float]
 ) -> list[float]:
-    """Returns, by stage, the bytes left for one microbatch by kept activations."""
+    """Returns, by stage, the memory that kept activations leave for one microbatch."""
     return [
         max(1.0, site.cluster.device.memory_bytes - (nbytes - once))
         for site, nbytes, once in zip(

@@ -368,7 +368,7 @@ def adjusted_state(old: Any, kept: Any, struct: Any, member: Member) -> Any:
 def _with_inputs(old: Any, struct: Any, member: Member) -> Any:
     """Returns a state with inputs, from an old state with or without inputs.
 
-    None: the old state does not fit.
+    The result is None if the old state does not fit.
     """
     assert member.amounts is not None
     adjusted = is_adjusted(old)
@@ -427,7 +427,7 @@ def _where(same: Any, values: Any) -> Any:
 def _resize_arrays(old: Any, struct: Any) -> Any:
     """Arrays whose last dim is padded with zeros, or cut, to the shapes of ``struct``.
 
-    None: the arrays differ from ``struct`` in more than the last dim.
+    The result is None if the arrays differ from ``struct`` in more than the last dim.
     """
     if jax.tree.structure(old) != jax.tree.structure(struct):
         return None

@@ -234,8 +234,8 @@ def bare_of(assignment: Assignment, value: int) -> int:
 
     Copies, transpositions and reshapes before ``value`` are followed back as long as
     the values are partial over the same mesh axes. The measurement reads this earlier
-    array: the compiler can fuse a transposition with a sum, but would have to store the
-    transposed array if the measurement read it.
+    array, because the compiler can then fuse the transposition with a sum. If the
+    measurement read the transposed array, the compiler would have to store it.
     """
     held = assignment.partial_layout(value)
     while True:

@@ -37,8 +37,8 @@ class Norm:
       array: the array on the mesh; it may have a leading dim of partial sums.
       layout: the layout of the array.
       summed: mesh axes over which partial sums are added up before the square.
-      moment: the second moment that preconditions the array, without the leading dim;
-        None: the array is not preconditioned.
+      moment: the second moment that preconditions the array, without the leading dim.
+        If it is None, the array is not preconditioned.
     """
 
     array: Any
@@ -202,7 +202,7 @@ def measure_of(
       mesh: the mesh.
       gradients: the gradients to measure.
       when: bool scalar: whether this step is measured; otherwise the norms are zero.
-        None: every step is measured.
+        If it is None, every step is measured.
     """
 
     def look(given: Any, parts: Arrays, totals: Callable[[], Arrays]) -> jax.Array:

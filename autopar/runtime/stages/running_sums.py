@@ -278,7 +278,7 @@ class StagedCodecs:
 
     @functools.cached_property
     def decide(self) -> Any:
-        """A jitted function that tells whether all gradients of the step are finite.
+        """A jitted function that returns whether all gradients of the step are finite.
 
         Its arguments are the telemetry and the levels of all stages, and the counters.
         It returns whether all gradients are finite, the joined telemetry and levels,

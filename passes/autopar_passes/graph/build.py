@@ -4,9 +4,9 @@ A model that applies the same block L times has the same sequence of equations L
 in the forward pass, and again in the backward pass. The optimizer also repeats one
 sequence L times, for the parameters of each block. The operators at the same position
 in each repetition form one *class*. The planner makes one set of decisions for each
-class: its operators get the same layouts. A model of 96 layers therefore costs the
-solver about as much as one layer. Repeated layers are found without the names of
-modules.
+class, so all operators of a class get the same layouts. A model of 96 layers therefore
+costs the solver about as much as one layer. Repeated layers are found without the names
+of modules.
 """
 
 from __future__ import annotations

@@ -210,9 +210,9 @@ class _PairSearch:
     def _may_be(self, part: _Part, other: _Part) -> bool:
         """Whether a single array of the result may be the argument's next value.
 
-        Many arrays have the same shape. The names must therefore be equal, with one
-        exception: an argument that is itself an array may match the result itself, or
-        an element of a tuple.
+        Many arrays have the same shape, so the names must be equal. An argument that is
+        itself an array is an exception: it may match the result itself, or an element
+        of a tuple.
         """
         if part.depth == 0 and other.depth <= 1 and not other.name:
             (own,), (new,) = part.arrays, other.arrays

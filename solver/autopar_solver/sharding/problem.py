@@ -7,9 +7,8 @@ Let ``x[i]`` be the strategy of node ``i``::
 
 The contest of ASPLOS/EuroSys 2025 on intra-operator parallelism (google/iopddl) has
 problems of this form, but here a node may have any number of memory terms. All costs
-have the same
-unit: seconds in this project, integers similar to microseconds in the contest. All
-usages of memory have the same unit too, such as bytes.
+have the same unit: in this project seconds, in the contest integers similar to
+microseconds. All usages of memory have the same unit too, such as bytes.
 """
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ from autopar_solver.stages.schedules.play import Schedule, ScheduleKind
 #     minimise sum_(j in R) r[j]   subject to   sum_(j in R) v[j] >= need
 #
 # In addition, every layer in ``R`` must fit while it runs. If layers could be
-# recomputed in part, linear duality would give the least seconds. They are a lower
-# bound: ``sum_j min(0, r[j] - p v[j]) + p need`` for every price ``p``. The best price
-# is one of the ratios ``r[j] / v[j]``. The sums over a range of layers are differences
-# of prefix sums.
+# recomputed in part, linear duality would give the least seconds. For every
+# price ``p``, ``sum_j min(0, r[j] - p v[j]) + p need`` is a lower bound of these least
+# seconds. The best price is one of the ratios ``r[j] / v[j]``. The sums over a range of
+# layers are differences of prefix sums.
 
 
 MAX_PRICES = 8
