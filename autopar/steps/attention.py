@@ -135,7 +135,7 @@ def _free(graph: OperatorGraph) -> frozenset[int]:
 
 
 class _Group:
-    """One group of values, and the operators that read or compute values of the group."""
+    """A group of values, and the operators that read or compute values of the group."""
 
     def __init__(
         self, graph: OperatorGraph, groups: _Groups, root: int, ops: list[Operator]

@@ -388,7 +388,7 @@ def in_program_order(life: Lifetimes) -> Lifetimes:
     """Returns the lifetimes of a stage that consists of several programs.
 
     Each program runs its operators as soon as it can, but waits for other programs.
-    Results that a program makes early stay in memory while the program runs. Their
+    Results that a program computes early stay in memory while the program runs. Their
     lifetimes are not modelled; instead, the peak is multiplied by a factor.
 
     Args:

@@ -254,7 +254,7 @@ def _operator_of(assignment: Assignment, value: int) -> int:
     """Returns the operator of a stage that computes a value, or its first reader.
 
     Some values of an update have no operator on the stage that computes them: values
-    that other stages have made, and values joined from all microbatches.
+    that other stages have computed, and values joined from all microbatches.
     """
     made = assignment.contraction.producer.get(value)
     if made is not None:

@@ -463,9 +463,9 @@ def estimates(norms: Any, groups: Groups) -> tuple[Any, Any]:
     Args:
       norms: (gradients, 3). Column 0 is the sum over the groups of the squared norms of
         their partial gradients; these partial gradients add up to the gradient. Column
-        1 is the squared norm of the gradient, column 2 the squared norm of the sum that
-        the codec makes. If a gradient has only one group, its two groups are half the
-        gradient of this step and half the gradient of the step before.
+        1 is the squared norm of the gradient, column 2 the squared norm of the codec's
+        sum. If a gradient has only one group, its two groups are half the gradient of
+        this step and half the gradient of the step before.
       groups: the number of groups of each gradient.
     """
     alone = groups.alone

@@ -2,9 +2,9 @@
 
 Each element counts once, also if several devices hold a copy of it. A gradient that a
 codec sends has three norms: the norm of the replicas' partial gradients, the norm of
-their exact sum, and the norm of the sum that the codec makes. The exact sum needs a
-second communication without the codec. So these norms are measured only in some steps,
-in the program that sums the gradient.
+their exact sum, and the norm of the codec's sum. The exact sum needs a second
+communication without the codec. So these norms are measured only in some steps, in the
+program that sums the gradient.
 """
 
 from __future__ import annotations

@@ -498,7 +498,8 @@ class StagePipeline:
     ) -> dict[TaskKey, tuple[Carried, ...]]:
         """Update -> the state that it restores itself.
 
-        An update can restore state if it reads the old value and makes the new value.
+        An update can restore state if it reads the old value and computes the new
+        value.
         """
         known = {c.new: c for c in state if c.alone}
         out: dict[TaskKey, tuple[Carried, ...]] = {}
@@ -553,7 +554,7 @@ class StagePipeline:
         return {s: tuple(values) for s, values in out.items() if values}
 
     def _crossing_readers(self, stage: int) -> dict[int, set[int]]:
-        """Value of microbatches that a stage makes -> stages whose updates read it."""
+        """Value of microbatches that a stage computes -> stages whose updates read it."""
         out: dict[int, set[int]] = defaultdict(set)
         for task in self.cut.tasks.values():
             if task.key.phase is not Phase.UPDATE:
@@ -618,7 +619,7 @@ class StagePipeline:
         return tuple(out)
 
     def _results_not_summed(self) -> Iterator[tuple[int, int]]:
-        """Results that microbatches make and that are not summed, with their stages."""
+        """Results that microbatches compute and that are not summed, with their stages."""
         found: set[int] = set()
         wanted = self.outputs & {*self.crossed.same, *self.crossed.rows}
         for key, task in self.cut.tasks.items():

@@ -248,7 +248,7 @@ class Transfers:
             self.told[value] = self.show(stage, value, array, source)
 
     def show(self, stage: int, value: int, array: Any, source: NamedSharding) -> Any:
-        """Copies a result to this process from the process that made it."""
+        """Copies a result to this process from the process that computed it."""
         links = self.pipeline.links
         assert links is not None
         tag = ("shown", value)
@@ -522,8 +522,8 @@ class _Run(Transfers):
 
         The smallest result is kept, because it stays in memory until the last task of
         the microbatches is issued. Running sums cannot be kept, because the next
-        microbatch reuses their memory. If the task only makes running sums, this method
-        waits for the task at once.
+        microbatch reuses their memory. If the task only computes running sums, this
+        method waits for the task at once.
         """
         if rest:
             kept = _smallest(made[:rest])

@@ -324,7 +324,7 @@ class Reader:
         return Found(made, (WIDENED,) if narrow else ())
 
     def _source(self, scope: Scope, op: Instruction, index: int) -> str:
-        """Returns the operation of the user's program that made a collective's array.
+        """Returns the user's operation that computed the array of a collective.
 
         A combined all-reduce has one name for each array.
         """

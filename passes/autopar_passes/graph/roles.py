@@ -104,8 +104,8 @@ def operator_roles(
 def dependents(marked: Sequence[bool], reads: Sequence[Sequence[int]]) -> list[bool]:
     """Returns, for each operator, whether it is marked or depends on a marked one.
 
-    A loop's carry comes before the body that makes its next value. With loops, one pass
-    over the operators is therefore not enough.
+    A loop's carry comes before the body that computes its next value. With loops, one
+    pass over the operators is therefore not enough.
 
     Args:
       marked: for each operator, whether it is marked.

@@ -233,7 +233,7 @@ def verify(graph: OperatorGraph) -> None:
       does not depend on the backward pass, except through carries of loops. An operator
       of the update depends on the backward pass, or only the update reads it.
     * Classes: the operators of a class differ only in the values that they read and
-      make.
+      compute.
     * Inputs and outputs: the first operators are the inputs, and the last operators
       return the outputs. Carried state keeps its shape and dtype.
 

@@ -576,7 +576,7 @@ def _forward_values(pair: Pair, graph: OperatorGraph) -> set[int]:
 
 
 def _normalising(pair: Pair, graph: OperatorGraph) -> set[int]:
-    """The values without rows from which the forward pass makes values with rows."""
+    """The values without rows from which the forward pass computes values with rows."""
     found: set[int] = set()
     # Loop until nothing changes: an iteration may read what the previous one computes.
     for _ in range(2):

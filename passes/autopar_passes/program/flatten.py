@@ -497,7 +497,7 @@ class Builder:
           function: a function of arrays, without constants, that returns one array.
           atoms: the values that the function is called with.
           stack: the name stack of the equations.
-          result: the value to store the result in, which no equation makes yet; None
+          result: the value to store the result in, which no equation computes yet; None
             for a new value.
         """
         results = () if result is None else (result,)

@@ -71,7 +71,7 @@ class Cut:
     Attributes:
       parts: the part of each equation.
       stage_of: part -> stage.
-      crossings: the values that microbatches make and that equations which run once
+      crossings: the values that microbatches compute and that equations which run once
         read.
       tasks: all tasks: forward tasks in the order of parts, backward tasks in the
         reverse order, update tasks by level.
@@ -194,7 +194,7 @@ class _Cutter:
         return out
 
     def made_values(self, key: TaskKey, equations: Iterable[int]) -> list[int]:
-        """Returns the values that a task makes for other tasks, in program order."""
+        """Returns the values that a task computes for other tasks, in program order."""
         found: list[int] = []
         for index in equations:
             own = self.owner.get(index) == key or key in self.kept.get(index, ())
@@ -287,9 +287,9 @@ class _Cutter:
                 yield from self.makers_behind(maker)
 
     def make_crossings(self, groups: dict[TaskKey, list[int]]) -> None:
-        """Assigns crossings that free equations make to the last forward task.
+        """Assigns crossings that free equations compute to the last forward task.
 
-        Results of the step that free equations make are assigned to level 0 of the
+        Results of the step that free equations compute are assigned to level 0 of the
         update.
         """
         flow = self.flow
@@ -344,7 +344,7 @@ class _Cutter:
     def inputs(
         self, key: TaskKey, equations: Sequence[int]
     ) -> list[tuple[int, TaskKey | None]]:
-        """Returns the values that a task reads but does not make, with their makers."""
+        """Returns the values that a task reads but does not compute, with their makers."""
         flow = self.flow
         own = {v for index in equations for v in flow.equations[index].outputs}
         own.update(self.constants)

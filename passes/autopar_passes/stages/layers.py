@@ -20,12 +20,10 @@ from autopar_passes.program.equations import Program
 from autopar_passes.stages.parts import Flow
 
 # Cuts a chain of units, such as operators, into stretches of about equal work, at
-# boundaries that few bytes cross. The cost that is minimised is
+# boundaries that few bytes cross. The stretches minimise
 #
-# The stretches minimise
-#
-#     sum over stretches of (work / mean)^2 + WEIGHT * sum over cuts of crossing /
-# typical
+#     sum over stretches of (work / mean)^2
+#         + WEIGHT * sum over cuts of crossing / typical
 #
 # Here ``mean`` is the work of the whole chain divided by the number of stretches, and
 # ``typical`` is the median of the bytes that cross a boundary. The squares are least if
@@ -137,8 +135,8 @@ class ForwardChain:
     Attributes:
       equations: the indices of the equations, in program order.
       work: float64 ``[equations]``, FLOPs of each equation.
-      crossing: float64 ``[equations]``, bytes of the values that earlier equations make
-        and that this or later equations read, each value counted once.
+      crossing: float64 ``[equations]``, bytes of the values that earlier equations
+        compute and that this or later equations read, each value counted once.
       classes: the classes of the operators of each equation.
     """
 

@@ -457,7 +457,7 @@ class _Placer:
             self.homes.setdefault(value, 0)
 
     def place(self, value: int) -> int | None:
-        """Returns the part that makes or holds a value."""
+        """Returns the part that computes or holds a value."""
         if value in self.homes:
             return self.homes[value]
         maker = self.flow.maker.get(value)

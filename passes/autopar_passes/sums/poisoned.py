@@ -70,7 +70,7 @@ def find_poisoned(
 def _backward(
     program: Program, graph: OperatorGraph, equations: Iterable[Equation]
 ) -> Iterator[int]:
-    """Yields the floating-point values that the backward pass makes."""
+    """Yields the floating-point values that the backward pass computes."""
     backward = {op.equation for op in graph.operators if op.role is Role.BACKWARD}
     for eqn in equations:
         if eqn.index in backward:

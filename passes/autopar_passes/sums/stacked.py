@@ -200,7 +200,7 @@ class Deferral:
       members: every value on a path, including the ends.
       hoisted: whether the deferral moves a sum over devices out of a loop that
         accumulates the partial results.
-      gradients: the ends that the backward pass makes and the update reads, once per
+      gradients: the ends that the backward pass computes and the update reads, once per
         step.
     """
 
