@@ -247,7 +247,7 @@ def _source(
     name: str,
     rows: int,
 ) -> GradientSource:
-    """Returns the source of a gradient that a task computes once for each microbatch."""
+    """Returns the source of a gradient that a task computes in each microbatch."""
     count = cut.found.microbatches
     replicas = replicas_of(assignment, value)
     workers = math.prod(assignment.sizes[a] for a in replicas)

@@ -619,7 +619,7 @@ class StagePipeline:
         return tuple(out)
 
     def _results_not_summed(self) -> Iterator[tuple[int, int]]:
-        """Results that microbatches compute and that are not summed, with their stages."""
+        """Unsummed results that microbatches compute, with their stages."""
         found: set[int] = set()
         wanted = self.outputs & {*self.crossed.same, *self.crossed.rows}
         for key, task in self.cut.tasks.items():

@@ -287,7 +287,7 @@ def _axes_of(eqn: Equation) -> set[str]:
 
 
 def _replace(program: Program, same: Mapping[int, Atom]) -> Program:
-    """Returns a program in which given atoms replace values that no equation computes."""
+    """Returns a program in which given atoms replace values without an equation."""
 
     def atoms(found: Sequence[Atom]) -> tuple[Atom, ...]:
         return tuple(same.get(a, a) if isinstance(a, int) else a for a in found)

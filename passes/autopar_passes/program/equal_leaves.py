@@ -154,7 +154,7 @@ class EqualGroups:
         return found
 
     def _link(self, atom: Atom, root: int) -> int | None:
-        """The addition that computes a term of a sum, if nothing else reads the term."""
+        """The addition that computes a sum's term, if nothing else reads the term."""
         if isinstance(atom, Scalar) or len(self.readers[atom]) > 1:
             return None
         at = self.maker.get(atom)
@@ -591,7 +591,7 @@ def _topological(
 
 
 def _compact(program: Program) -> Program:
-    """Renumbers the values of a program, without the values that no equation computes."""
+    """Renumbers the values of a program; drops values that no equation computes."""
     numbers: dict[int, int] = {}
     values: list[Value] = []
 
