@@ -554,7 +554,7 @@ class StagePipeline:
         return {s: tuple(values) for s, values in out.items() if values}
 
     def _crossing_readers(self, stage: int) -> dict[int, set[int]]:
-        """Value of microbatches that a stage computes -> stages whose updates read it."""
+        """Crossing value of a stage -> the stages whose updates read the value."""
         out: dict[int, set[int]] = defaultdict(set)
         for task in self.cut.tasks.values():
             if task.key.phase is not Phase.UPDATE:

@@ -344,7 +344,7 @@ class _Cutter:
     def inputs(
         self, key: TaskKey, equations: Sequence[int]
     ) -> list[tuple[int, TaskKey | None]]:
-        """Returns the values that a task only reads, each with the task computing it."""
+        """Returns values that a task only reads, each with the task computing it."""
         flow = self.flow
         own = {v for index in equations for v in flow.equations[index].outputs}
         own.update(self.constants)
