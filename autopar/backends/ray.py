@@ -253,6 +253,7 @@ class RayLauncher:
             self._asked = workers
 
     def _request(self, workers: int) -> None:
+        # Ray is an optional dependency.
         sdk = importlib.import_module("ray.autoscaler.sdk")
         sdk.request_resources(bundles=[self._resources] * workers)
 

@@ -18,6 +18,7 @@ MODULES = checkout.modules()
 # The modules that must be imported late. A comment above each import says why.
 LATE = {
     'autopar/backends/ray.py: return importlib.import_module("ray")',
+    'autopar/backends/ray.py: sdk = importlib.import_module("ray.autoscaler.sdk")',
     "autopar/cli/app.py: from autopar.errors import TargetError",
     "autopar/cli/failures.py: from autopar.errors import AutoparError, "
     "InfeasibleError, InternalError",
