@@ -457,6 +457,30 @@ class Cluster:
         groups, between = membership.groups_with_link(self, level, *rate)
         return type(self)(groups=groups, between=between)
 
+    def with_speeds(self, speeds: Sequence[float]) -> Self:
+        """The same cluster while some of its parts compute at other speeds.
+
+        Args:
+          speeds: for each part of the outermost level, or for each of several equally
+            large blocks of its parts, the speed divided by the present speed.
+
+        Returns:
+          A cluster of groups, in the order of the devices. If all speeds are equal, the
+          result has no groups.
+
+        Raises:
+          ClusterError: the cluster has groups or lacks devices, or the speeds are not
+            as many as the parts.
+
+        >>> cluster = Cluster.parse("4x1:cpu").with_speeds([1, 0.5, 1, 1])
+        >>> [group.num_devices for group in cluster.groups]
+        [1, 1, 2]
+        """
+        groups, between = membership.with_speeds(self, speeds)
+        if len(groups) == 1:
+            return dataclasses.replace(self, device=groups[0].device)
+        return type(self)(groups=groups, between=between)
+
     def _rejoin(self, left: Sequence[Self]) -> Self:
         """Makes one cluster of the remaining groups; a cluster of groups if several are
         left.

@@ -449,6 +449,38 @@ def groups_with_link(
     return tuple(changed), between
 
 
+def with_speeds(
+    cluster: AnyCluster, speeds: Sequence[float]
+) -> tuple[tuple[AnyCluster, ...], LinkSpec]:
+    """The groups of parts with equal speeds, and the link between them; see
+    `autopar.cluster.Cluster.with_speeds`.
+    """
+    if cluster.groups or cluster.members is not None:
+        raise ClusterError(
+            "with_speeds: the cluster must consist of equal devices, all in use."
+        )
+    outer = cluster.levels[0]
+    each, rest = divmod(outer.size, len(speeds)) if speeds else (0, 1)
+    if rest or not each:
+        raise ClusterError(
+            f"with_speeds: {len(speeds)} speeds for {outer.size} parts of level "
+            f"{outer.name!r}: give a speed for each part, or for parts of equal size."
+        )
+    rest_sizes = tuple(level.size for level in cluster.levels[1:])
+    groups = tuple(
+        dataclasses.replace(
+            cluster,
+            device=cluster.device.at_speed(speed),
+            levels=cut_all(
+                cluster.device, cluster.levels, (each * len(list(run)), *rest_sizes)
+            ),
+        )
+        for speed, run in itertools.groupby(speeds)
+    )
+    # The link between groups has no measured times (`check_groups`).
+    return groups, dataclasses.replace(outer.link, topology="switch", measured=())
+
+
 def _missing(of: Members) -> dict[str, set[int]]:
     """Host of the whole cluster -> positions of its missing devices, maybe none."""
     size, there = of.whole[-1].size, _there(of)

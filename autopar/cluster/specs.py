@@ -441,6 +441,25 @@ class DeviceSpec:
             return min(self.vector_peak, peaks["float32"])
         return peaks["float32"]
 
+    def at_speed(self, speed: float) -> DeviceSpec:
+        """The same device while it computes, and moves its memory, at another speed.
+
+        Args:
+          speed: new speed divided by the old speed, above 0.
+        """
+        _positive(f"DeviceSpec {self.name!r}", "speed", speed)
+        peaks = tuple((dtype, x * speed) for dtype, x in self.peak_flops_per_s)
+        codecs = tuple((text, x / speed) for text, x in self.codec_s_per_element)
+        return dataclasses.replace(
+            self,
+            peak_flops_per_s=peaks,
+            vector_flops_per_s=self.vector_flops_per_s * speed,
+            memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s * speed,
+            host_bytes_per_s=self.host_bytes_per_s * speed,
+            kernel_latency_s=self.kernel_latency_s / speed,
+            codec_s_per_element=codecs,
+        )
+
     @property
     def corrections(self) -> Calibration:
         """The corrections of the cost model for this device."""

@@ -1,8 +1,9 @@
-"""The training script of `link_change.py`: a GPT for a cluster with given links.
+"""The training script of `link_change.py` and `throttled_host.py`: a GPT.
 
-Usage: autopar run ... link_script.py OUT CLUSTER CODEC LAYERS
-The first process of a world appends to OUT when each step had ended, and worlds to
-the ledger OUT.ledger.
+Usage: autopar run ... link_script.py OUT CLUSTER CODEC LAYERS [MICROBATCHES]
+MICROBATCHES is a number, or one for each replica, such as 3+3+1.
+The first process of a world appends to OUT when each step had ended, worlds to the
+ledger OUT.ledger, and the microbatches of each replica of a plan to OUT.shares.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import gpt
 
 import autopar
 
-OUT, CLUSTER, CODEC, LAYERS = sys.argv[1:]
+OUT, CLUSTER, CODEC, LAYERS, *SHARES = sys.argv[1:]
 BATCH, SEQUENCE = 32, 64
 TRAINING = gpt.training(layers=int(LAYERS), batch=BATCH, seq=SEQUENCE)
 
@@ -35,7 +36,10 @@ def source(position: int, rows: int) -> Any:
 
 def main() -> None:
     """Trains until it is stopped."""
-    step = autopar.parallelize(TRAINING.step, cluster=CLUSTER, compression=CODEC)
+    shares = [int(n) for text in SHARES for n in text.split("+")]
+    step = autopar.parallelize(
+        TRAINING.step, cluster=CLUSTER, compression=CODEC, microbatches=shares or None
+    )
     run = autopar.elastic(
         step,
         TRAINING.create_state,
@@ -45,10 +49,14 @@ def main() -> None:
         args=(jax.random.key(0),),
         ledger=f"{OUT}.ledger",
     )
-    with open(OUT, "a") as file:
-        for _ in run:
-            if jax.process_index() == 0:
-                print(time.time(), file=file, flush=True)
+    with open(OUT, "a") as file, open(f"{OUT}.shares", "a") as shares_file:
+        for done in run:
+            if jax.process_index() != 0:
+                continue
+            print(time.time(), file=file, flush=True)
+            if (plan := done.plan) is not None:
+                dealt = [r.microbatches for r in plan.replicas] or [plan.microbatches]
+                print("+".join(map(str, dealt)), file=shares_file, flush=True)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,11 @@ class Fake:
     def close(self, generation: int) -> None:
         pass
 
-    def on_sent(self, worker: int, message: Any) -> None:
+    def on_measured(self, worker: int, message: Any) -> None:
         self.said.append((worker, message))
+
+    def dropped_cluster(self, reason: str) -> None:
+        self.said.append(reason)
 
     def log(self, event: str, **data: Any) -> None:
         self.printed += self._console.lines(event, data)

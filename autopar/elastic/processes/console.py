@@ -82,6 +82,8 @@ class Console:
                 return [f"host {data['name']} joined, with room for {room}"]
             case "host":
                 return [f"host {data['name']} is gone"]
+            case "speeds":
+                return [_describe_speeds(data["speeds"])]
             case "prepare":
                 return [
                     "the links or devices have changed: the run trains on while it "
@@ -144,6 +146,24 @@ def say(text: str) -> None:
     """Prints a line of the supervisor."""
     sys.stderr.write(f"autopar run: {text}\n")
     sys.stderr.flush()
+
+
+def _describe_speeds(speeds: Mapping[str, float]) -> str:
+    """Which workers compute more slowly than the others.
+
+    >>> _describe_speeds({"0": 1.0, "1": 0.5})
+    'worker 1 has a CPU quota with which it computes at 0.5 of the speed of the others'
+    """
+    slow = [f"worker {w}" for w, x in speeds.items() if x < 1]
+    if not slow:
+        return "all workers compute at the same speed again"
+    values = [f"{x:g}" for x in speeds.values() if x < 1]
+    verb = "has" if len(slow) == 1 else "have"
+    it = "it computes" if len(slow) == 1 else "they compute"
+    return (
+        f"{' and '.join(slow)} {verb} a CPU quota with which {it} at "
+        f"{' and '.join(values)} of the speed of the others"
+    )
 
 
 def _describe_leaving(data: Mapping[str, Any]) -> str:

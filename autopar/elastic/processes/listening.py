@@ -18,11 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.cluster.specs import ClusterError
 from autopar.elastic.events import Event, Inbox, Notes, Resolved, ids_there
 from autopar.elastic.processes.links import LinkWatch, SentBytes
 from autopar.elastic.processes.members import MemberLimits
 from autopar.elastic.processes.records import workers_command
 from autopar.elastic.processes.sizing import cluster_of
+from autopar.elastic.processes.speeds import CpuUse, SpeedWatch
 from autopar.elastic.sources.http import Http
 from autopar.elastic.sources.named import source_of
 from autopar.elastic.sources.source import Source
@@ -76,20 +78,28 @@ class Listening:
         self._world: Cluster | None = None
         self._devices = 1
         self._sources: dict[str, Source] = {}
-        self._links = LinkWatch()
+        self._links, self._speeds = LinkWatch(), SpeedWatch()
+        # The last cluster of equal devices for which a world has planned, the workers
+        # by rank, the speeds for which they are to plan, and the cluster with these.
+        self._equal: Cluster | None = None
+        self._workers: tuple[int, ...] = ()
+        self._wanted_speeds: tuple[float, ...] = ()
+        self._uneven: Cluster | None = None
         # The bandwidths of the links between hosts for which worlds have planned.
         self._rates: list[float] = []
 
-    def on_world(self, said: Mapping[str, Any]) -> None:
+    def on_world(self, said: Mapping[str, Any], hosts: Mapping[int, str]) -> None:
         """Records a world that has formed; starts the sources that its script names.
 
         Args:
           said: message of a process of the world, with ``cluster``, the planned cluster
             as data; ``devices``, the number of devices of each process; and ``events``,
             the texts that name sources.
+          hosts: the workers of the world by rank -> addresses of their hosts.
         """
         world = Cluster.from_data(said["cluster"])
         self._links.begin(time.monotonic())
+        self._watch_speeds(world, hosts)
         with self._lock:
             self._world, self._devices = world, said["devices"]
             if not world.groups and world.levels:
@@ -151,6 +161,54 @@ class Listening:
                 source="links",
             )
         )
+
+    def _watch_speeds(self, world: Cluster, hosts: Mapping[int, str]) -> None:
+        """Begins to compare the speeds of a world's workers with the planned ones."""
+        planned: tuple[float, ...] = ()
+        if not world.groups:
+            self._equal = world
+            # A world of other devices or without preparation plans for no speeds.
+            if world.device.kind == "cpu" and self._limits.prepares:
+                planned = (1.0,) * len(hosts)
+        elif world == self._uneven and len(hosts) == len(self._wanted_speeds):
+            planned = self._wanted_speeds
+        self._workers, self._wanted_speeds = tuple(hosts), planned
+        self._speeds.begin(time.monotonic(), hosts, planned)
+
+    def on_computed(self, worker: int, use: CpuUse) -> Mapping[int, float]:
+        """Records the CPU time of a worker of the world.
+
+        If a host computes more slowly or faster than the plan assumes, this method
+        makes an event of it: a cluster in which the devices of each host have its
+        speed.
+
+        Returns:
+          Worker -> its speed as a fraction of the fastest worker's speed, if a speed
+          has changed; otherwise empty.
+        """
+        speeds = self._speeds.take(time.monotonic(), worker, use)
+        if speeds is None or self._equal is None:
+            return {}
+        self._wanted_speeds = speeds
+        try:
+            self._uneven = self._equal.with_speeds(speeds)
+            event = Event(kind="cluster", cluster=self._uneven, source="speeds")
+            accepted = self.put(event).status == "accepted"
+        except ClusterError as error:
+            self.wrong("speeds", str(error))
+            accepted = False
+        if not accepted:
+            self._speeds.assume(speeds)
+        return dict(zip(self._workers, speeds, strict=True))
+
+    def on_dropped(self) -> None:
+        """Settles for the present cluster, because a changed one has no plan."""
+        with self._lock:
+            if self._inbox is not None and self._world is not None:
+                self._inbox.take()
+                self._inbox.settle(self._world)
+        # The run plans again only for other speeds than these.
+        self._speeds.assume(self._wanted_speeds)
 
     # The methods that sources of events call (`autopar.elastic.sources.source.Sink`).
 

@@ -229,8 +229,15 @@ class Actions(Protocol):
         """Called with an event, as plain data, that a worker's script has sent."""
         ...
 
-    def on_sent(self, worker: int, message: Message) -> None:
-        """Called with a worker's report about the bytes that it sent to other hosts."""
+    def on_measured(self, worker: int, message: Message) -> None:
+        """Called with a worker's report about its CPU time, and the bytes that it sent.
+
+        The report has the fields of `SentBytes` and of `CpuUse`.
+        """
+        ...
+
+    def dropped_cluster(self, reason: str) -> None:
+        """Called if the world trains on because a changed cluster has no plan."""
         ...
 
     def log(self, event: str, **data: Any) -> None:

@@ -111,7 +111,7 @@ class NextWorlds:
                     wanted = order["processes"], given, order["rows"], base
                     found |= self._prepare(*wanted)
                 except AutoparError as error:  # for example, the batch cannot be split
-                    found["error"] = str(error)
+                    found |= {"error": str(error), "refused": True}
                 orders.sendall(json.dumps(found).encode() + b"\n")
         sys.exit(0)
 

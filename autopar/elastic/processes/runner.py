@@ -57,6 +57,7 @@ from autopar.elastic.processes.recovery import (
     remove_shared,
     shared_prefix,
 )
+from autopar.elastic.processes.speeds import CpuUse
 from autopar.elastic.processes.stacks import StackRequests
 from autopar.elastic.processes.standby import wait_for_run
 from autopar.elastic.processes.supervisor import Supervisor
@@ -436,7 +437,13 @@ class Runner:
 
     def formed_world(self, message: Message) -> None:
         """See `Actions`."""
-        self._listening.on_world(message)
+        workers = self.supervisor.members
+        hosts = {
+            w: split_address(ready["address"])[0]
+            for w in self.supervisor.world
+            if (ready := workers[w].ready)
+        }
+        self._listening.on_world(message, hosts)
         if self._service_before is not None:
             self._service_before.kill()
             self._service_before = None
@@ -446,10 +453,18 @@ class Runner:
         """See `Actions`."""
         self._listening.heard(event)
 
-    def on_sent(self, worker: int, message: Message) -> None:
+    def on_measured(self, worker: int, message: Message) -> None:
         """See `Actions`."""
         found = SentBytes(int(message["nbytes"]), float(message["busy_s"]))
         self._listening.on_sent(worker, found)
+        speeds = self._listening.on_computed(worker, CpuUse.from_data(message))
+        if speeds:
+            self.log("speeds", speeds={str(w): x for w, x in speeds.items()})
+
+    def dropped_cluster(self, reason: str) -> None:
+        """See `Actions`."""
+        self.log("refused", reason=reason)
+        self._listening.on_dropped()
 
     def _follow(self, wanted: WantedAction) -> None:
         cluster = None if wanted.cluster is None else wanted.cluster.to_data()

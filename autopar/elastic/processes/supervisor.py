@@ -132,8 +132,7 @@ class Supervisor:
         """Takes over a worker that is missing in the earlier supervisor's notes.
 
         Returns:
-          Returns False if the worker counted as gone and a new world has formed since:
-            it must then end.
+          False if the worker counted as gone and a new world has formed: it must end.
         """
         if worker in self.members or self.result is not None:
             return True
@@ -191,9 +190,8 @@ class Supervisor:
         """Orders the first worker to plan and compile for the next cluster."""
         self._preparation += 1
         self._prepare_by_s = self._clock() + self.limits.prepare_s
-        number, count = self._preparation, len(self.world)
-        self._do.log("prepare", processes=count)
-        self._order_preparation(number, count, self._next)
+        self._do.log("prepare", processes=len(self.world))
+        self._order_preparation(self._preparation, len(self.world), self._next)
 
     def _prepare_likely(self) -> None:
         """Orders the first worker to plan and compile for worlds of other sizes."""
@@ -210,7 +208,12 @@ class Supervisor:
     ) -> None:
         names = ("number", "processes", "plan_s", "compile_s", "compiled", "error")
         self._do.log("prepared", **{k: message[k] for k in names if k in message})
-        if message["number"] == self._preparation and self._next is not None:
+        if message["number"] != self._preparation or self._next is None:
+            return
+        if message.get("refused"):  # the world trains on as planned
+            self._next, self._prepare_by_s = None, math.inf
+            self._do.dropped_cluster(message["error"])
+        else:
             self._use_next()
 
     def _use_next(self) -> None:
@@ -525,9 +528,11 @@ class Supervisor:
     def _take_event(self, worker: int, member: WorkerMember, message: Message) -> None:
         self._do.heard(message["event"])
 
-    def _take_sent(self, worker: int, member: WorkerMember, message: Message) -> None:
+    def _take_measured(
+        self, worker: int, member: WorkerMember, message: Message
+    ) -> None:
         if self.state == "run" and worker in self.world and self._all_train():
-            self._do.on_sent(worker, message)
+            self._do.on_measured(worker, message)
 
     def _take_leave(self, worker: int, member: WorkerMember, message: Message) -> None:
         """Handles a worker's request to leave, which it repeats until it is killed."""
@@ -560,7 +565,6 @@ class Supervisor:
             self._breaks.wait(worker)
 
     def _take_lost(self, worker: int, member: WorkerMember, message: Message) -> None:
-        del worker, member
         self.stop(message["reason"], 1)
 
     def _take_finished(
@@ -583,7 +587,6 @@ class Supervisor:
         member.leave_by_s = self._clock() + _SAVE_S
 
     def _take_resize(self, worker: int, member: WorkerMember, message: Message) -> None:
-        del worker, member
         self.resize(int(message["processes"]))
 
     def _advance(self) -> None:
@@ -794,7 +797,6 @@ class Supervisor:
         """A short description of the run, as plain data."""
         workers = members.describe(self.members)
         for worker in self.members:
-            doing = self.watch.describe(worker, self._clock())
-            workers[str(worker)]["doing"] = doing
+            workers[str(worker)]["doing"] = self.watch.describe(worker, self._clock())
         known = {"state": self.state, "workers": workers, "hangs": self.watch.texts()}
         return {**self.notes(), **known}

@@ -51,6 +51,7 @@ from autopar.elastic.processes.relay import (
     shut_down,
 )
 from autopar.elastic.processes.respawning import Respawning
+from autopar.elastic.processes.speeds import CpuMeter
 from autopar.errors import PlanError, RunError
 from autopar.runtime.key_values import KeyValueExchange
 from autopar.runtime.threads import Threads
@@ -276,7 +277,7 @@ class Team:
             ) from error
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
         if not self._network.is_local:
-            threading.Thread(target=self._tell_sent, daemon=True, name="sent").start()
+            threading.Thread(target=self._measure, daemon=True, name="measure").start()
 
     @property
     def is_orphaned(self) -> bool:
@@ -328,13 +329,15 @@ class Team:
         """The error of a run without supervisor; ``saved`` tells what was saved."""
         return self._link.lost_error(saved)
 
-    def _tell_sent(self) -> None:
-        """Reports regularly how many bytes this process has sent to other hosts."""
-        traffic = Traffic(self._network.host)
+    def _measure(self) -> None:
+        """Reports regularly the bytes sent to other hosts, and the CPU time."""
+        traffic, meter = Traffic(self._network.host), CpuMeter()
         while True:
             time.sleep(TELL_S)
-            sent = traffic.take()
-            self._link.say("sent", nbytes=sent.nbytes, busy_s=sent.busy_s)
+            sent, use = traffic.take(), meter.take()
+            self._link.say(
+                "measured", nbytes=sent.nbytes, busy_s=sent.busy_s, **use.to_data()
+            )
 
     def _watch(self) -> None:
         """Makes all processes stop at the same step if the supervisor is gone for good.

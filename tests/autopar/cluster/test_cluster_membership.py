@@ -306,3 +306,44 @@ class TestMeasuredLinks:
         for text in ("2x4:h100", "2x2:h100+1x4:a100"):
             with pytest.raises(ClusterError, match="no level"):
                 Cluster.parse(text).with_link(level, latency_s=1.0)
+
+
+class TestSpeeds:
+    """Parts of a cluster that compute at other speeds."""
+
+    def test_a_slow_host_is_a_group_in_its_place(self) -> None:
+        whole = Cluster.parse("4x2:cpu,network=1Gb/s")
+        found = whole.with_speeds([1, 0.5, 1, 1])
+        assert [group.num_devices for group in found.groups] == [2, 2, 4]
+        assert found.ids == whole.ids
+        assert found.between == whole.levels[0].link
+        fast, slow, _ = found.groups
+        assert fast.device == whole.device
+        for dtype in ("float32", "bfloat16"):
+            assert slow.device.peak(dtype) == 0.5 * whole.device.peak(dtype)
+        assert slow.device.vector_peak == 0.5 * whole.device.vector_peak
+        assert slow.device.kernel_latency_s == 2 * whole.device.kernel_latency_s
+        assert slow.device.memory_bytes == whole.device.memory_bytes
+        assert Cluster.from_data(found.to_data()) == found
+
+    def test_equal_speeds_make_no_groups(self) -> None:
+        whole = Cluster.parse("4x2:cpu")
+        assert whole.with_speeds([1, 1]) == whole
+        half = whole.with_speeds([0.5] * 4)
+        assert half.levels == whole.levels
+        assert half.device == whole.device.at_speed(0.5)
+
+    def test_a_flat_cluster_is_cut_into_blocks(self) -> None:
+        found = Cluster.parse("8:cpu").with_speeds([1, 1, 0.25, 1])
+        assert [group.num_devices for group in found.groups] == [4, 2, 2]
+
+    @pytest.mark.parametrize("speeds", [[], [1, 1, 1], [1, 0, 1, 1], [1] * 8])
+    def test_wrong_speeds_are_refused(self, speeds: list[float]) -> None:
+        with pytest.raises(ClusterError):
+            Cluster.parse("4x2:cpu").with_speeds(speeds)
+
+    def test_groups_and_parts_of_clusters_are_refused(self) -> None:
+        whole = Cluster.parse("4x2:cpu")
+        for cluster in (whole.without("host0"), Cluster.parse("2x2:cpu+2x2:h100")):
+            with pytest.raises(ClusterError, match="equal devices"):
+                cluster.with_speeds([1, 0.5])

@@ -13,6 +13,7 @@ from autopar.elastic.events import Event
 from autopar.elastic.processes.links import SentBytes
 from autopar.elastic.processes.listening import Listening, WantedAction
 from autopar.elastic.processes.members import MemberLimits
+from autopar.elastic.processes.speeds import CpuUse
 
 
 class Notes:
@@ -39,8 +40,13 @@ class Heard:
         self.form(cluster, events)
 
     def form(self, cluster: str, events: Any = ()) -> None:
-        data = Cluster.parse(cluster).to_data()
-        self.listening.on_world({"cluster": data, "devices": 2, "events": events})
+        self.take(Cluster.parse(cluster), events)
+
+    def take(self, cluster: Cluster, events: Any = ()) -> None:
+        """A world that has planned for a cluster."""
+        hosts = {w: f"10.0.0.{w}" for w in range(cluster.num_devices // 2)}
+        said = {"cluster": cluster.to_data(), "devices": 2, "events": events}
+        self.listening.on_world(said, hosts)
 
     def put(self, data: Any) -> Any:
         return self.listening.put(Event.from_data(data))
@@ -110,6 +116,72 @@ def test_a_link_that_is_as_before_is_planned_as_before(
     heard.form(str(slow))
     heard.listening.on_sent(0, SentBytes(1, 1.0))
     assert heard.wanted[-1].cluster == Cluster.parse("4x2:cpu,network=1Gb/s")
+
+
+def limited(cores: float) -> CpuUse:
+    return CpuUse(
+        seconds=1.0, used_s=cores, cores=cores, group="/", periods=10, waited=9
+    )
+
+
+class Clock:
+    """Time that passes as workers report what they compute."""
+
+    def __init__(self, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.heard, self.now = heard, 0.0
+        monkeypatch.setattr(
+            "autopar.elastic.processes.listening.time.monotonic", lambda: self.now
+        )
+
+    def run(self, *cores: float) -> dict[int, float]:
+        """The speeds that are found in a minute."""
+        found: dict[int, float] = {}
+        for _ in range(60):
+            self.now += 1.0
+            for worker, x in enumerate(cores):
+                found |= self.heard.listening.on_computed(worker, limited(x))
+        return found
+
+
+def test_a_throttled_host_gets_slower_devices_and_equal_ones_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard = Heard("4x2:cpu")
+    clock = Clock(heard, monkeypatch)
+    heard.form("4x2:cpu")
+    assert clock.run(0.4, 0.4, 0.2, 0.4) == {0: 1.0, 1: 1.0, 2: 0.5, 3: 1.0}
+    (wanted,) = heard.wanted
+    uneven = Cluster.parse("4x2:cpu").with_speeds([1, 1, 0.5, 1])
+    assert wanted == WantedAction(4, (), uneven)
+    heard.take(uneven)
+    assert clock.run(0.4, 0.4, 0.2, 0.4) == {}
+    assert clock.run(0.4, 0.4, 0.4, 0.4) == dict.fromkeys(range(4), 1.0)
+    assert heard.wanted[-1] == WantedAction(4, (), Cluster.parse("4x2:cpu"))
+
+
+def test_speeds_without_a_plan_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The world trains on as planned, and another host may become slow, too."""
+    heard = Heard("4x2:cpu")
+    clock = Clock(heard, monkeypatch)
+    heard.form("4x2:cpu")
+    assert clock.run(0.2, 0.4, 0.4, 0.4)
+    heard.listening.on_dropped()
+    assert clock.run(0.2, 0.4, 0.4, 0.4) == {}
+    assert len(heard.wanted) == 1
+    assert clock.run(0.4, 0.4, 0.4, 0.4) == dict.fromkeys(range(4), 1.0)
+    assert len(heard.wanted) == 1
+    assert clock.run(0.4, 0.2, 0.4, 0.4)[1] == 0.5
+    uneven = Cluster.parse("4x2:cpu").with_speeds([1, 0.5, 1, 1])
+    assert heard.wanted[-1].cluster == uneven
+
+
+def test_speeds_of_accelerators_are_not_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard = Heard("4x2:h100")
+    clock = Clock(heard, monkeypatch)
+    heard.form("4x2:h100")
+    assert clock.run(0.2, 0.4, 0.4, 0.4) == {}
 
 
 @pytest.mark.parametrize(

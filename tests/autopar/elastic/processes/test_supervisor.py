@@ -707,6 +707,21 @@ class TestPreparation:
         assert fake.of("pause")
         assert self.reformed(fake) == {"links": "slow"}
 
+    def test_a_cluster_without_a_plan_is_dropped(self) -> None:
+        """The world trains on, and the next change is planned for."""
+        fake = self.changed()
+        self.prepared(fake, error="no plan fits", refused=True)
+        assert not fake.of("pause")
+        assert fake.said[-1] == "no plan fits"
+        fake.now = 1000.0
+        fake.supervisor.take(0, {"kind": "beat", "worker": 0, "step": 9})
+        fake.supervisor.take(1, {"kind": "beat", "worker": 1, "step": 9})
+        fake.supervisor.tick()
+        assert not fake.of("pause")
+        fake.supervisor.follow(2, [], {"links": "slower"})
+        self.prepared(fake)
+        assert self.reformed(fake) == {"links": "slower"}
+
     def test_a_world_that_breaks_meanwhile_is_followed_by_the_changed_one(self) -> None:
         fake = self.changed()
         fake.supervisor.on_end(1, -9)
