@@ -48,7 +48,7 @@ _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 ConcreteArray: Any = _array.ArrayImpl
 aval_of, sharding_of = ConcreteArray.aval.fget, ConcreteArray._sharding.fget
-ClosedJaxpr = jex_core.ClosedJaxpr
+ClosedJaxpr, Jaxpr = jex_core.ClosedJaxpr, jex_core.Jaxpr
 Literal = jex_core.Literal
 
 

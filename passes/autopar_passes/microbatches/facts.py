@@ -322,6 +322,10 @@ def _equal(a: Any, b: Any, within: tuple[_Functions, ...] = ()) -> bool:
     if dataclasses.is_dataclass(a) and type(a) is type(b):
         held = ((getattr(x, f.name) for f in dataclasses.fields(a)) for x in (a, b))
         return all(_equal(x, y, within) for x, y in zip(*held, strict=True))
+    if isinstance(a, jax_compat.Jaxpr) and isinstance(b, jax_compat.Jaxpr):
+        # How a scatter adds up is a jaxpr, and jaxprs are equal only to themselves.
+        # After `jax.clear_caches`, JAX makes another one. The text has all of it.
+        return str(a) == str(b)
     if getattr(a, "shape", None) != getattr(b, "shape", None):
         # The comparison below would broadcast arrays of different shapes, and could
         # then find them equal.

@@ -15,6 +15,8 @@ from flax import nnx
 from flax.training import train_state
 from microbatch_cases import assert_close, run, split
 
+from autopar.steps.analysis import analyse
+from autopar.steps.microbatches import in_microbatches
 from autopar_passes.microbatches.facts import Combine
 
 ROWS, WIDTH, CLASSES, COUNT = 16, 8, 5, 4
@@ -169,6 +171,14 @@ def test_any_number_of_microbatches_does(count: int) -> None:
     step, batch = sgd(two_means), (X, MASK)
 
     assert_close(run(step, (W, batch), count), jax.jit(step)(W, batch))
+
+
+def test_traces_before_and_after_caches_are_cleared_are_alike() -> None:
+    """Processes clear JAX's caches when they leave a world."""
+    step = sgd(looked_up)
+    whole = analyse(step, (W, X))
+    jax.clear_caches()
+    assert in_microbatches(whole, COUNT).microbatches == COUNT
 
 
 def test_where_no_row_counts_the_others_are_not_spoilt() -> None:
