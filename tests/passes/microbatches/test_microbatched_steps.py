@@ -176,7 +176,7 @@ def test_any_number_of_microbatches_does(count: int) -> None:
 def test_traces_before_and_after_caches_are_cleared_are_alike() -> None:
     """Processes clear JAX's caches when they leave a world."""
     step = sgd(looked_up)
-    whole = analyse(step, (W, X))
+    whole = analyse(step, (W, (X,)))
     jax.clear_caches()
     assert in_microbatches(whole, COUNT).microbatches == COUNT
 
