@@ -211,10 +211,9 @@ class Supervisor:
         if message["number"] != self._preparation or self._next is None:
             return
         if message.get("refused"):  # the world trains on as planned
-            self._next, self._prepare_by_s = None, math.inf
+            self._next = self.cluster
             self._do.dropped_cluster(message["error"])
-        else:
-            self._use_next()
+        self._use_next()
 
     def _use_next(self) -> None:
         """Makes the next cluster the current one, for which a new world forms."""
@@ -570,8 +569,7 @@ class Supervisor:
     def _take_finished(
         self, worker: int, member: WorkerMember, message: Message
     ) -> None:
-        member.finished = True
-        member.leave_by_s = math.inf
+        member.finished, member.leave_by_s = True, math.inf
         self.reached = max(self.reached, message["step"])
         if all(w in self.members and self.members[w].finished for w in self.world):
             self._do.log("finished", step=message["step"])
