@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.codecs.choose import (
     CodecRequest,
     Errors,
@@ -58,7 +58,6 @@ from autopar.plans import NodeDecision, Plan, StagePlan
 from autopar.plans.files import checks_of
 from autopar.plans.schema import Seconds
 from autopar.plans.specs import check_divides, spec_of
-from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_dims, batch_rows
 from autopar.steps.padding import padded_rows, with_row_multiple
@@ -134,13 +133,14 @@ def part_to_try(
     return part if first else None
 
 
-def multiple_to_try(
+def padded_part(
     analysis: Analysis, cluster: Cluster, part: Cluster, options: PlanOptions
-) -> int:
-    """The number of devices to a multiple of which the rows may be padded; 1: none.
+) -> Cluster | None:
+    """The devices that a plan with padded rows may use; None if it cannot pay.
 
-    Padding is worth a search if each device then works on fewer rows than in a part of
-    the cluster.
+    Padding is worth a search if the devices then work on fewer rows each than those of
+    ``part``. Of all numbers of devices with this share of the rows, the number is taken
+    that splits the carried state into the smallest shards.
 
     Args:
       analysis: the step.
@@ -148,17 +148,40 @@ def multiple_to_try(
       part: the part of these devices whose number divides the batch (`part_to_try`).
       options: options of the plan.
     """
-    devices, count = cluster.num_devices, options.count
-    rows = batch_rows(analysis.graph) // count
-    padded = padded_rows(rows, devices)
-    fewer = padded * part.num_devices < rows * devices
-    return devices if options.may_pad and fewer and padded < 2 * rows else 1
+    devices, rows = cluster.num_devices, batch_rows(analysis.graph) // options.count
+    each = -(-rows // devices)
+    if not options.may_pad or each * part.num_devices >= rows:
+        return None
+    counts = [n for n in range(-(-rows // each), devices + 1) if each * n < 2 * rows]
+    if not counts:
+        return None
+    count = min(counts, key=lambda n: (_state_share_bytes(analysis, n), n))
+    if count < devices:
+        few = cluster.without(devices=cluster.ids[count:])
+        if few.ids == cluster.ids[:count]:
+            return few
+    return cluster if counts[-1] == devices else None
+
+
+def _state_share_bytes(analysis: Analysis, count: int) -> float:
+    """Bytes of carried state on a device, if each array has as many shards as it can.
+
+    Args:
+      analysis: the step.
+      count: the number of devices.
+    """
+    out = 0.0
+    for given in analysis.graph.inputs:
+        if given.output >= 0:
+            value, left = analysis.graph.values[given.value], count
+            for size in value.shape:
+                left //= math.gcd(left, size)
+            out += value.nbytes * left / count
+    return out
 
 
 def plan_with_padding(
-    analysis: Analysis,
-    multiple: int,
-    search: Callable[[Analysis], Plan],
+    analysis: Analysis, multiple: int, search: Callable[[Analysis], Plan]
 ) -> Plan:
     """Plans a step with padded rows, and records the number of rows.
 
@@ -182,7 +205,8 @@ def plan_best(
     cluster: Cluster,
     part: Cluster,
     search: Callable[[Cluster], Plan],
-    padded: Callable[[], Plan] | None,
+    few: Cluster | None,
+    search_padded: Callable[[Cluster], Plan],
 ) -> Plan:
     """Returns the fastest of the plans for a cluster, a part of it and padded rows.
 
@@ -190,46 +214,52 @@ def plan_best(
       cluster: the devices to plan for.
       part: a part of these devices (`part_to_try`).
       search: finds a plan.
-      padded: finds a plan with padded rows (`plan_with_padding`); None: rows are not
-        padded.
+      few: the devices of a plan with padded rows (`padded_part`); None: no such plan.
+      search_padded: finds a plan with padded rows.
 
     Raises:
       UnsplitBatchError: no mesh axis divides the batch, it cannot be padded, and the
         part has less than half of the devices.
       InfeasibleError: no plan for the cluster fits the memory of a device.
     """
-    found = list[Plan]()
+    plans = list[Plan]()
     failed: PlanError | None = None
     refused = ""
     try:
-        found.append(search(cluster))
-    except UnsplitBatchError as error:
+        plans.append(search(cluster))
+    except (UnsplitBatchError, InfeasibleError) as error:
         failed = error
-    if padded is not None:
+    if few is not None:
         try:
-            found.append(padded())
+            why = f"{few.num_devices} devices work on as few rows each"
+            plans.append(_with_idle(search_padded(few), cluster, few, why))
         except PlanError as error:
             refused = f"; {str(error).splitlines()[0]}"
-    if not found and failed is not None and 2 * part.num_devices < cluster.num_devices:
+    small = 2 * part.num_devices < cluster.num_devices
+    if (
+        failed is not None
+        and not plans
+        and (small or isinstance(failed, InfeasibleError))
+    ):
         raise failed
     try:
-        smaller = search(part)
+        why = f"{part.num_devices} devices divide the batch{refused}"
+        plans.append(_with_idle(search(part), cluster, part, why))
     # The part may have no plan: for example, with fewer devices, each needs more
     # memory.
     except PlanError:
-        if not found:
+        if not plans:
             raise
-        return _fastest(found)
-    if found and _fastest(found).predicted.step_s <= smaller.predicted.step_s:
-        return _fastest(found)
-    idle = number_of(cluster.num_devices - part.num_devices, "device")
-    why = f"{idle} idle, because {part.num_devices} devices divide the batch{refused}"
-    say(why)
-    return with_status(smaller, f"{smaller.solver.status}; {why}")
-
-
-def _fastest(plans: Sequence[Plan]) -> Plan:
     return min(plans, key=lambda plan: plan.predicted.step_s)
+
+
+def _with_idle(plan: Plan, cluster: Cluster, part: Cluster, why: str) -> Plan:
+    """A plan for a part of a cluster that says why the other devices are idle."""
+    idle = cluster.num_devices - part.num_devices
+    if not idle:
+        return plan
+    text = f"{number_of(idle, 'device')} idle, because {why}"
+    return with_status(plan, f"{plan.solver.status}; {text}")
 
 
 def rebatch_plan(analysis: Analysis, plan: Plan) -> Plan:
@@ -396,14 +426,17 @@ def plan_analysis(
     part = part_to_try(analysis, cluster, options)
     if part is None:
         return search(cluster)
-    multiple = multiple_to_try(analysis, cluster, part, options)
     one_stage = dataclasses.replace(options, stages=1, schedule=None)
 
-    def search_padded(padded: Analysis) -> Plan:
-        return decide(padded, cluster, one_stage, plan, codecs, advise=False)
+    def search_padded(on: Cluster) -> Plan:
+        return plan_with_padding(
+            analysis,
+            on.num_devices,
+            lambda step: decide(step, on, one_stage, plan, codecs, advise=False),
+        )
 
-    padded = functools.partial(plan_with_padding, analysis, multiple, search_padded)
-    return plan_best(cluster, part, search, padded if multiple > 1 else None)
+    few = padded_part(analysis, cluster, part, options)
+    return plan_best(cluster, part, search, few, search_padded)
 
 
 def meshes_of(

@@ -20,7 +20,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.plan import (
     UnsplitBatchError,
     dividing_part,
-    multiple_to_try,
+    padded_part,
     part_to_try,
     plan_analysis,
 )
@@ -113,27 +113,29 @@ def test_less_than_half_of_the_devices_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "rows", "microbatches", "multiple"),
+    ("devices", "rows", "microbatches", "count"),
     [
         (5, 32, None, 5),
         (5, 64, 2, 5),
-        (5, 32, 2, 1),
-        (13, 48, None, 1),
+        (5, 32, 2, 0),  # 4 devices have as few rows each
+        (13, 48, None, 0),
         (6, 32, None, 6),
-        (7, 3, 1, 1),
+        (15, 32, None, 12),  # 12 has more divisors of the width
+        (7, 3, 1, 0),  # there are fewer rows than devices
     ],
 )
 def test_rows_are_padded_if_devices_work_on_fewer(
-    devices: int, rows: int, microbatches: int | None, multiple: int
+    devices: int, rows: int, microbatches: int | None, count: int
 ) -> None:
     found = analyse(small_step.step, small_step.structs(rows))
     cluster = Cluster.parse(f"{devices}:cpu")
     options = PlanOptions(microbatches=microbatches)
     part = part_to_try(found, cluster, options)
     assert part is not None
-    assert multiple_to_try(found, cluster, part, options) == multiple
+    few = padded_part(found, cluster, part, options)
+    assert (few.num_devices if few else 0) == count
     options = PlanOptions(microbatches=microbatches, may_pad=False)
-    assert multiple_to_try(found, cluster, part, options) == 1
+    assert padded_part(found, cluster, part, options) is None
 
 
 @pytest.mark.parametrize(
