@@ -73,11 +73,15 @@ def _decoder(
 
 def scanned(family: str = "gpt", layers: int = 24, **given: Any) -> Made:
     """A decoder with one loop over the stacked parameters of its layers."""
-    model, run = _decoder(family, layers, **given)
+    return scanned_decoder(*_decoder(family, layers, **given))
+
+
+def scanned_decoder(model: decoder.Decoder, run: decoder.Run) -> Made:
+    """A model with one loop over the stacked parameters of its layers."""
     blocks, rest = _stacked(model, run)
 
     def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        return decoder.block(p, x, family=family, how=run.attention), None
+        return decoder.block(p, x, family=model.family, how=run.attention), None
 
     body = layer
     if run.remat != "none":

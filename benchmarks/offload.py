@@ -2,11 +2,12 @@
 
     python benchmarks/offload.py [--only TEXT] [--seconds 10] [--json FILE]
 
-Each row is a model with AdamW in float32 on a cluster of small GPUs, planned with
-everything decided. Beside its predicted step stands that of the fastest plan for the
-same devices with unlimited memory. XLA compiles the plan for the GPUs, which need not
-be there (``pip install 'autopar[gpu-compiler]'``), and the row holds the memory of the
-compiled program. Writes docs/data/offload.json and prints a table.
+Each row is a model with AdamW in float32 and one loop over its layers, on a cluster of
+small GPUs. Everything is decided by the planner. Beside the predicted step stands that
+of the fastest plan for the same devices with unlimited memory. XLA compiles the plan
+for the GPUs, which need not be there (``pip install 'autopar[gpu-compiler]'``), and the
+row holds the memory of the compiled program. Writes docs/data/offload.json and prints a
+table.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import decoder
 import large
 import memory
+import memory_steps
 import workloads
 
 import autopar
@@ -42,12 +44,12 @@ MODELS = {
 }
 # Model, cluster, tokens of a row, and rows of a step.
 ROWS = (
-    ("Llama 8B", "4:l4", 2048, 64),
-    ("Llama 8B", "4:rtx4090", 2048, 64),
-    ("Llama 8B", "4:a100,memory=24GB", 2048, 64),
+    ("Llama 8B", "4:l4", 2048, 16),
     ("Llama 13B", "8:l4", 2048, 64),
+    ("Llama 8B", "4:rtx4090", 2048, 16),
     ("Llama 13B", "8:rtx4090", 2048, 64),
-    ("Llama 13B", "8:a100,memory=24GB", 2048, 128),
+    ("Llama 8B", "4:a100,memory=24GB", 2048, 16),
+    ("Llama 13B", "8:a100,memory=24GB", 2048, 64),
 )
 _NO_LIMIT = "memory=100TB"
 
@@ -63,7 +65,7 @@ def figures(
         remat="full",
         attention="cudnn",
     )
-    step, args = decoder.train_step(MODELS[model], run)
+    step, args = memory_steps.scanned_decoder(MODELS[model], run)
     found: dict[str, Any] = {
         "model": model, "cluster": cluster, "sequence": sequence, "rows": batch,
     }  # fmt: skip
