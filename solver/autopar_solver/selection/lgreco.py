@@ -20,8 +20,8 @@ The rounding of errors makes the total size larger, but only by a bounded amount
 for ``sum_l error buckets / E`` and ``L`` for the number of layers. Since ``error <= q E
 / buckets``, the errors of the programme's choice sum to at most E, so its size is at
 least ``least(E)``. Since ``q < error buckets / E + 1`` unless the error is 0, ``S < x +
-L`` unless all errors are
-0. If all errors are 0, ``S = L``. Because ``S`` is a whole number,
+L`` if some error is not 0. If all errors are 0, ``S = L``. Because ``S`` is a whole
+number,
 
     least(E) <= programme <= least(E (1 - L / buckets))          if S < buckets counts,
     least(E) <= programme <= least(E (1 - (L - 1) / buckets))    if S <= buckets counts
