@@ -506,12 +506,12 @@ def _digest(leaf: Any) -> str:
 
 
 def shared_number(world: World, value: float) -> float:
-    """Returns the number of process 0, on every process."""
+    """Returns on every process the number that process 0 passes."""
     return float(shared_array(world, np.asarray(value)))
 
 
 def shared_array(world: World, values: np.ndarray) -> np.ndarray:
-    """Returns the array of process 0, on every process."""
+    """Returns on every process the array that process 0 passes."""
     if world.process_count == 1:
         return values
     data = world.channel.broadcast(np.ascontiguousarray(values).tobytes())

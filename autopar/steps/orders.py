@@ -200,7 +200,7 @@ def _sequence(rule: FactorRule, dims: Dims, order: Order) -> tuple[int, ...]:
 
 
 def _in_dims(rule: FactorRule, dims: Dims, sequence: tuple[int, ...]) -> Order | None:
-    """The order of dimensions with this sequence of factors; None if none has it."""
+    """Returns the order of dimensions with given factors in sequence; or None."""
     start = {f: i for i, f in enumerate(sequence)}
     large = [tuple(f for f in dim if rule.sizes[f] > 1) for dim in dims]
     present = [d for d, factors in enumerate(large) if factors]

@@ -63,7 +63,7 @@ class HomeValue:
 
     @property
     def foreign(self) -> tuple[Use, ...]:
-        """The uses that may need another layout than that of the values' home."""
+        """Uses that may need another layout than the home layout of the values."""
         return tuple(
             u for u in self.uses if (u.node, u.dims) != (self.home.node, self.home.dims)
         )

@@ -574,7 +574,7 @@ def describe_compression(
       request: the user's request about codecs.
       before_s: seconds of a step without codecs, in the best known layouts.
       after_s: seconds of a step with codecs.
-      more: further text about the step without codecs.
+      more: text that the reason states after the seconds of a step without codecs.
     """
     rows = [(a, c.assignment, c.sending) for a, c in parts if c.sending is not None]
     squares = sum(s.error**2 * elements_of(s) for _, _, s in rows)
