@@ -38,14 +38,14 @@ class Language:
       sequence: tokens of a row.
       rows: rows of a batch for each device.
       remat: rematerialisation, as in `decoder.Run`.
-      experts: experts of each layer; 0: plain MLPs.
+      experts: experts of each layer; None: plain MLPs.
     """
 
     model: decoder.Decoder
     sequence: int
     rows: int
     remat: str
-    experts: int = 0
+    experts: mixture.Experts | None = None
 
     def build(self, cluster: Cluster) -> Built:
         """The step and its arguments for a cluster."""
@@ -90,7 +90,25 @@ LANGUAGE = {
         _decoder("gpt", 96, 12288, 96, 96, 49152, 51200), 2048, 1, "full"
     ),
     "mixtral": Language(
-        _decoder("llama", 32, 4096, 32, 8, 14336, 32000), 2048, 1, "full", experts=8
+        _decoder("llama", 32, 4096, 32, 8, 14336, 32000),
+        2048,
+        1,
+        "full",
+        experts=mixture.Experts(8),
+    ),
+    "mixtral-dropless": Language(
+        _decoder("llama", 32, 4096, 32, 8, 14336, 32000),
+        2048,
+        1,
+        "full",
+        experts=mixture.Experts(8, dropless=True),
+    ),
+    "deepseek-v2": Language(
+        _decoder("llama", 60, 5120, 40, 40, 1536, 102400),
+        4096,
+        1,
+        "full",
+        experts=mixture.Experts(160, chosen=6, shared=2, dropless=True),
     ),
 }
 

@@ -1,12 +1,14 @@
-"""A decoder with experts in every layer, like Mixtral, as a train step.
+"""A decoder with experts in every layer, as a train step.
 
-Every token goes to its two best experts. Each expert takes a limited number of tokens
-of each row. Einsums dispatch the tokens and combine the results (Lepikhin et al.,
-GShard, 2020).
+Every token goes to its best experts. With a capacity, each expert takes a limited
+number of tokens from each row, and einsums dispatch and combine (Lepikhin et al.,
+GShard, 2020). Without one, tokens are sorted by their experts, whose products are
+`jax.lax.ragged_dot` (Gale et al., MegaBlocks, 2022).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +20,47 @@ import optax
 CAPACITY = 1.25  # limit of tokens of an expert, divided by the mean number of tokens
 
 
-def shapes(model: decoder.Decoder, experts: int, sequence: int) -> decoder.Tree:
-    """The parameters by name: those of a decoder, with an MLP for each expert."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of each layer.
+
+    Attributes:
+      count: experts of a layer.
+      chosen: experts of a token.
+      shared: experts of every token.
+      dropless: whether experts take all tokens that are sent to them.
+    """
+
+    count: int
+    chosen: int = 2
+    shared: int = 0
+    dropless: bool = False
+
+
+def shapes(model: decoder.Decoder, given: Experts, sequence: int) -> decoder.Tree:
+    """The parameters, by name: those of a decoder, with an MLP for each expert."""
     whole = decoder.shapes(model, sequence)
-    d, f = model.d_model, model.ffn
+    d, f, experts = model.d_model, model.ffn, given.count
     inner = {"gate": (d, f), "up": (d, f), "down": (f, d)}
+    wide = given.shared * f
+    shared = {
+        "shared_gate": (d, wide),
+        "shared_up": (d, wide),
+        "shared_down": (wide, d),
+    }
+    if not given.shared:
+        shared = {}
     for k in range(model.layers):
         own = {
             name: jax.ShapeDtypeStruct((experts, *shape), jnp.float32)
             for name, shape in inner.items()
         }
         router = jax.ShapeDtypeStruct((d, experts), jnp.float32)
-        whole[f"block_{k}"] = whole[f"block_{k}"] | own | {"router": router}
+        beside = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32)
+            for name, shape in shared.items()
+        }
+        whole[f"block_{k}"] |= own | beside | {"router": router}
     return whole
 
 
@@ -65,7 +96,29 @@ def mlp(p: decoder.Tree, x: jax.Array) -> jax.Array:
     return jnp.einsum("bsec,ebcd->bsd", combine, back)
 
 
-def block(p: decoder.Tree, x: jax.Array, how: str) -> jax.Array:
+def dropless_mlp(p: decoder.Tree, x: jax.Array, chosen: int) -> jax.Array:
+    """The experts of one layer without a capacity, on (batch, sequence, width)."""
+    experts, kind = p["router"].shape[1], x.dtype
+    rows = x.reshape(-1, x.shape[-1])
+    gates = jax.nn.softmax(rows.astype(jnp.float32) @ p["router"])
+    weights, ids = jax.lax.top_k(gates, chosen)
+    weights = weights / weights.sum(-1, keepdims=True)
+    order = jnp.argsort(ids.reshape(-1))
+    sizes = jnp.bincount(ids.reshape(-1), length=experts)
+    sent = rows[order // chosen]
+    up = jax.lax.ragged_dot(sent, p["up"].astype(kind), sizes)
+    gate = jax.lax.ragged_dot(sent, p["gate"].astype(kind), sizes)
+    made = jax.lax.ragged_dot(jax.nn.silu(gate) * up, p["down"].astype(kind), sizes)
+    back = made[jnp.argsort(order)].reshape(*ids.shape, -1)
+    out = jnp.einsum("tkd,tk->td", back, weights.astype(kind)).reshape(x.shape)
+    if "shared_up" in p:
+        up = x @ p["shared_up"].astype(kind)
+        gate = x @ p["shared_gate"].astype(kind)
+        out = out + (jax.nn.silu(gate) * up) @ p["shared_down"].astype(kind)
+    return out
+
+
+def block(p: decoder.Tree, x: jax.Array, how: str, given: Experts) -> jax.Array:
     """One layer."""
     y = decoder.normalised(x, p["norm_1"], "llama")
     q, k, v = (
@@ -74,17 +127,18 @@ def block(p: decoder.Tree, x: jax.Array, how: str) -> jax.Array:
     )
     mixed = decoder.attention(decoder.rotated(q), decoder.rotated(k), v, how)
     x = x + jnp.einsum("bshk,hkd->bsd", mixed, p["out"].astype(x.dtype))
-    return x + mlp(p, decoder.normalised(x, p["norm_2"], "llama"))
+    y = decoder.normalised(x, p["norm_2"], "llama")
+    return x + (dropless_mlp(p, y, given.chosen) if given.dropless else mlp(p, y))
 
 
 def train_step(
-    model: decoder.Decoder, experts: int, run: decoder.Run
+    model: decoder.Decoder, experts: Experts, run: decoder.Run
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step ``(state, batch) -> (state, loss)`` and its abstract arguments."""
     optimizer = optax.adamw(1e-4)
 
     def layer(p: decoder.Tree, x: jax.Array) -> jax.Array:
-        return block(p, x, run.attention)
+        return block(p, x, run.attention, experts)
 
     if run.remat != "none":
         layer = jax.checkpoint(layer, policy=decoder.POLICIES[run.remat])

@@ -57,10 +57,10 @@ from autopar.planner.stages.submeshes import slice_shapes
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
+from autopar.steps.for_devices import equations_of_update
 from autopar.steps.microbatches import numbers_of_microbatches
 from autopar.steps.offload import optimizer_state
 from autopar.steps.remat import layer_starts, named_values
-from autopar.steps.update_batches import equations_of_update
 from autopar_passes.remat.copies import DOTS, FULL, NAMES
 
 # About how many numbers of rematerialised layers the search tries at most, for each

@@ -20,8 +20,8 @@ from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import SEQUENCE
+from autopar.steps.for_devices import for_devices
 from autopar.steps.nodes import Node
-from autopar.steps.update_batches import in_update_batches
 from autopar_passes.graph.roles import Role
 
 
@@ -86,7 +86,7 @@ def expert_plans(
       seconds: time limit of the solver for each plan.
     """
     out: list[Expert] = []
-    analysis = in_update_batches(analysis, cluster.num_devices)
+    analysis = for_devices(analysis, cluster.num_devices)
     sequences = any(SEQUENCE in x.values() for x in analysis.node_labels.values())
     for mesh in candidate_meshes(cluster):
         pricer = Pricer(cluster, mesh)

@@ -60,8 +60,8 @@ from autopar.plans.schema import Seconds
 from autopar.plans.specs import check_divides, spec_of
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_dims, batch_rows
+from autopar.steps.for_devices import for_devices
 from autopar.steps.padding import padded_rows, with_row_multiple
-from autopar.steps.update_batches import in_update_batches
 from autopar.units import number_of
 
 # Plans for a number of devices that does not divide the batch.
@@ -539,7 +539,7 @@ def plan_beside(
         ]
         if not meshes:
             raise
-    analysis = in_update_batches(analysis, cluster.num_devices)
+    analysis = for_devices(analysis, cluster.num_devices)
     pins = _state_pins(analysis, running)
     codecs = request_of(options, sent)
     return _search_layouts(

@@ -32,10 +32,10 @@ from autopar.planner.solving import HIDDEN, TimeOutError, solve_mesh
 from autopar.plans import AS_WRITTEN, Plan, Rematerialisation
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
+from autopar.steps.for_devices import for_devices
 from autopar.steps.nodes import Node
 from autopar.steps.offload import keep_on_host
 from autopar.steps.remat import layer_starts, rematerialise
-from autopar.steps.update_batches import in_update_batches
 from autopar_passes.graph.roles import InputRole
 
 
@@ -90,7 +90,7 @@ def as_asked(
         options.count,
         couple=options.coupled == "microbatch",
     )
-    return in_update_batches(keep_on_host(made, offload), devices)
+    return for_devices(keep_on_host(made, offload), devices)
 
 
 # Time limit of the solver for the layouts of rematerialised operators, in seconds.

@@ -43,11 +43,11 @@ from autopar.plans import (
 )
 from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
+from autopar.steps.for_devices import for_devices
 from autopar.steps.offload import keep_on_host
 from autopar.steps.padding import with_row_multiple
 from autopar.steps.program_text import node_name, operator_name
 from autopar.steps.remat import modules_again, rematerialise
-from autopar.steps.update_batches import in_update_batches
 from autopar.units import seconds_text
 from autopar.version import __version__
 from autopar_passes.graph.roles import InputRole
@@ -235,7 +235,7 @@ def split_as(analysis: Analysis, plan: Plan) -> Analysis:
         analysis = rematerialise(analysis, plan.remat, plan.microbatches, couple=couple)
     analysis = keep_on_host(analysis, plan.offload)
     devices = 1 if plan.replicas else math.prod(plan.axis_sizes)
-    return in_update_batches(analysis, devices)
+    return for_devices(analysis, devices)
 
 
 def check_plan(analysis: Analysis, plan: Plan) -> None:

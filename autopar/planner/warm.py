@@ -29,8 +29,8 @@ from autopar.planner.record import assignment_of, make_plan, split_as
 from autopar.planner.solving import HIDDEN, solve_mesh
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
+from autopar.steps.for_devices import for_devices
 from autopar.steps.nodes import Node
-from autopar.steps.update_batches import in_update_batches
 
 # Time limit of the solver on each mesh, and time after which no further mesh is tried,
 # in seconds.
@@ -97,7 +97,7 @@ def _split(
     same = count in (None, "auto", running.microbatches)
     if same and remat in (None, "auto"):
         unpadded = msgspec.structs.replace(running, row_multiple=1)
-        return in_update_batches(split_as(analysis, unpadded), cluster.num_devices)
+        return for_devices(split_as(analysis, unpadded), cluster.num_devices)
     count = running.microbatches if count in (None, "auto") else options.count
     wanted = dataclasses.replace(options, microbatches=count)
     return as_asked(analysis, wanted, cluster.num_devices)

@@ -200,7 +200,7 @@ class Analysis:
         each operator, and shares its cached properties; None if there is no such
         analysis.
       alone: if the update computes equal matrices in batches
-        (`autopar.steps.update_batches`), the analysis of the step that computes each
+        (`autopar.steps.for_devices`), the analysis of the step that computes each
         matrix separately.
       batches: the number of matrices in each of these batches.
       offload: paths of the state that the plan keeps in host memory

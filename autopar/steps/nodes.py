@@ -47,7 +47,13 @@ _ANCHORED = frozenset(
     }
 )
 _CONTRACTIONS = frozenset(
-    {"dot_general", "conv_general_dilated", "gather", "scatter-add"}
+    {
+        "dot_general",
+        "conv_general_dilated",
+        "gather",
+        "ragged_dot_in_blocks",
+        "scatter-add",
+    }
 )
 
 

@@ -37,6 +37,7 @@ from autopar.planner.stages.submeshes import place
 from autopar.plans import Plan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
+from autopar.steps.for_devices import stages_for_devices
 from autopar.steps.microbatches import one_microbatch, over_microbatches
 from autopar.steps.remat import layer_starts
 from autopar.steps.stages import (
@@ -521,7 +522,8 @@ def cut_for(
       PlanError: the step cannot be cut or split in this way.
     """
     couple = options.coupled == "microbatch"
-    micro = one_microbatch(whole, count, couple=couple)
+    devices = max(len(site.devices) for site in wanted.sites)
+    micro = stages_for_devices(one_microbatch(whole, count, couple=couple), devices)
     try:
         return _cut(
             micro,
@@ -570,6 +572,8 @@ def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
         raise PlanError("the plan has several stages, and does not say what they run.")
     whole = with_pieces(whole, sizes_from_paths(whole, data.pieces))
     micro = one_microbatch(whole, plan.microbatches, couple=bool(plan.local))
+    devices = max(len(stage.devices) for stage in plan.stages)
+    micro = stages_for_devices(micro, devices)
     assert micro.split is not None
     counted = over_microbatches(micro, micro.split)
     if plan.fingerprint != counted.fingerprint:

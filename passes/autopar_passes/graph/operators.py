@@ -16,7 +16,12 @@ from autopar_passes.program.equations import Program, Value
 from autopar_passes.rules.factor_rule import FactorRule, KernelWork
 
 # Primitives of matrix products and convolutions.
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+PRODUCTS = frozenset(
+    {
+        "dot_general", "conv_general_dilated", "ragged_dot_general",
+        "ragged_dot_in_blocks",
+    }
+)  # fmt: skip
 # Operators that pass values into a region or out of it.
 BOUNDARIES = frozenset({"enter", "slice_step", "carry", "stack_step", "merge"})
 # Kinds of operators that copy an array between the memories of a host and its devices.

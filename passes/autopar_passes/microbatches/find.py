@@ -40,6 +40,7 @@ from autopar_passes.program.equations import (
     needed_equations,
 )
 from autopar_passes.program.flatten import Builder, next_index
+from autopar_passes.program.row_orders import find_row_orders
 from autopar_passes.program.trace import TracedStep
 
 # Writes the program of a microbatch from the classes of values and the edits (`Edits`).
@@ -411,7 +412,14 @@ def _follow(
     """Follows all values; also returns the number of rows that must stay together."""
     unit = 1
     while True:
-        follower = Follower(pair, known, unit, couple=couple, hoisted=hoisted)
+        follower = Follower(
+            pair,
+            known,
+            unit,
+            couple=couple,
+            hoisted=hoisted,
+            regrouped=_regrouped(pair, known, unit),
+        )
         try:
             follower.run()
         except Grouped as grouped:
@@ -419,6 +427,18 @@ def _follow(
             _check_unit(pair, unit)
         else:
             return follower, unit
+
+
+def _regrouped(pair: Pair, known: Facts, unit: int) -> frozenset[int]:
+    """The equations on rows that each microbatch may sort alone, to group them."""
+    rows = (pair.rows_of(v) for v in pair.whole.body.inputs if pair.has_rows(v))
+    groups = next(rows, 1) // unit
+    rules = {index: op.rule for index, op in known.operators.items()}
+    whole = find_row_orders(pair.whole, rules, groups)
+    if not whole or groups % pair.count:
+        return frozenset()
+    micro = find_row_orders(pair.micro, rules, groups // pair.count)
+    return whole.inside if micro.moves == whole.moves else frozenset()
 
 
 def _rows_ahead(pair: Pair, follower: Follower, made: Rewritten) -> dict[int, Rows]:

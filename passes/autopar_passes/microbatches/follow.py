@@ -235,6 +235,7 @@ class Follower:
         *,
         couple: bool,
         hoisted: frozenset[int] = frozenset(),
+        regrouped: frozenset[int] = frozenset(),
     ) -> None:
         """Assigns classes to the inputs.
 
@@ -245,11 +246,14 @@ class Follower:
           couple: whether each microbatch computes values that couple the batch from its
             own rows only.
           hoisted: top-level equations that are computed ahead from the whole batch.
+          regrouped: equations on rows that are sorted only to group them
+            (`autopar_passes.program.row_orders`). A microbatch sorts its own rows.
         """
         self.pair = pair
         self.facts = facts
         self.couple = couple
         self.hoisted = hoisted
+        self.regrouped = regrouped
         self.known = Known(pair, facts, unit)
         self.once: set[int] = set()
         self.local: dict[str, None] = {}
@@ -395,11 +399,26 @@ class Follower:
             )
         if not eqn.outputs:
             return []
+        if eqn.index in self.regrouped:
+            return self._grouped_rows(eqn)
         if eqn.primitive == "iota" or Kind.POSITION in kinds:
             return self._positions(eqn, given)
         if Kind.ROWS not in kinds and operators.is_moved(self.pair, eqn):
             return self._couple(eqn, "counts the rows")
         return self._by_classes(eqn, given)
+
+    def _grouped_rows(self, eqn: Equation) -> list[Split]:
+        """Finds the classes of results that have or sum a microbatch's sorted rows."""
+        found = [
+            Split(Kind.ROWS, self.known.adjacent(v)) if self.pair.has_rows(v) else SUM
+            for v in eqn.outputs
+        ]
+        if SUM in found:
+            if self.facts.operators[eqn.index].rule.reduction != "sum":
+                return self._couple(eqn, "brings rows together")
+            if eqn.primitive == "scatter-add":
+                self.known.as_part(eqn, 0)
+        return found
 
     def _positions(self, eqn: Equation, given: list[Split]) -> list[Split]:
         found = operators.positions(self.pair, eqn, given)

@@ -17,8 +17,8 @@ from autopar_passes.layouts import Layout, on_shards, partition_spec
 from autopar_passes.program.equations import Equation
 from autopar_passes.program.flatten import INLINED, call_body
 from autopar_passes.replay.values import Values
-from autopar_passes.rules import kernels, manual, pallas_grid, shardy
-from autopar_passes.rules.factor_rule import FactorRule, worker
+from autopar_passes.rules import kernels, manual, pallas_grid, ragged, shardy
+from autopar_passes.rules.factor_rule import FactorKind, FactorRule, worker
 from autopar_passes.sums import stacked
 from autopar_passes.sums.finish import BY_SHARDS, Sum, behind, run_and_sum
 from autopar_passes.sums.stacked import Stacked, stack_partials, sum_partials
@@ -657,6 +657,8 @@ def _bind(values: Values, eqn: Equation, op: Operator, args: list[Any]) -> list[
         return out
     if op.kernel is not None:
         return _kernel(values, eqn, op, args)
+    if eqn.primitive == ragged.IN_BLOCKS:
+        return [_ragged_product(values, eqn, op, args)]
     if eqn.primitive != shardy.PRIMITIVE or not shardy.is_grouped(eqn.params):
         return jax_compat.bind(eqn.source, *args)
     left, right = (values.plan.operand(op, slot) for slot in range(2))
@@ -667,14 +669,40 @@ def _bind(values: Values, eqn: Equation, op: Operator, args: list[Any]) -> list[
     return [grouped_convolution(eqn.params, args, layouts, op.rule, values.mesh)]
 
 
-def _kernel(values: Values, eqn: Equation, op: Operator, args: list[Any]) -> list[Any]:
-    """Runs a hand-written kernel on shards."""
+def _ragged_product(
+    values: Values, eqn: Equation, op: Operator, args: list[Any]
+) -> Any:
+    """Runs a ragged product of blocks of rows, each device with its own blocks."""
+
+    def run(*shards: Any) -> Any:
+        (out,) = jax_compat.bind(eqn.source, *shards)
+        return out
+
+    layouts, (result,) = _layouts_of(values, op)
+    axes = _axes_of_factors(op.rule, layouts)
+    reduced = (f for f, k in enumerate(op.rule.kinds) if k is FactorKind.REDUCE)
+    summed = tuple(sorted({a for f in reduced for a in axes.get(f, ())}))
+    if not summed:
+        made = partition_spec(values.mesh, result)
+        return on_shards(run, args, layouts, made, values.mesh)
+    partials = stack_partials(run, args, layouts, result, summed, values.mesh)
+    return sum_partials(partials)
+
+
+def _layouts_of(values: Values, op: Operator) -> tuple[list[Layout], list[Layout]]:
+    """The layouts in which an operator reads its operands and makes its results."""
     given = [
-        values.plan.operand(op, slot) or ((),) * jax.numpy.ndim(x)
-        for slot, x in enumerate(args)
+        values.plan.operand(op, slot) or ((),) * len(dims)
+        for slot, dims in enumerate(op.rule.operands)
     ]
     made: list[Layout] = []
     for slot, dims in enumerate(op.rule.results):
         own = values.plan.results(op, slot)
         made.append(own[0] if own else ((),) * len(dims))
+    return given, made
+
+
+def _kernel(values: Values, eqn: Equation, op: Operator, args: list[Any]) -> list[Any]:
+    """Runs a hand-written kernel on shards."""
+    given, made = _layouts_of(values, op)
     return kernel_on_shards(eqn, op.rule, args, given, made, values.mesh)

@@ -115,12 +115,13 @@ def _convolution(
 
 
 @register_flops("ragged_dot_general")
+@register_flops("ragged_dot_in_blocks")
 def _ragged_product(
     operands: Sequence[Value], results: Sequence[Value], params: dict[str, Any]
 ) -> float:
     """Counts one matrix per row, that of the row's group, as a grouped kernel does."""
     del results
-    numbers = params["ragged_dot_dimension_numbers"]
+    numbers = params.get("numbers") or params["ragged_dot_dimension_numbers"]
     (_, contracting), (_, batch) = numbers.dot_dimension_numbers
     inner = {*contracting, *batch, *numbers.rhs_group_dimensions}
     columns = (n for d, n in enumerate(operands[1].shape) if d not in inner)

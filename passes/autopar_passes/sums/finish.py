@@ -131,7 +131,9 @@ def _room(shape: Sequence[int], lanes: int, rows: int) -> float:
 # on the operands' sizes, and the partial results of the shards add up to the result.
 # The partial results of a scatter add up if the scatter adds to zeros and each device
 # has all rows of the zeros.
-BY_SHARDS = frozenset({"dot_general", "reduce_sum", "scatter-add"})
+BY_SHARDS = frozenset(
+    {"dot_general", "reduce_sum", "scatter-add", "ragged_dot_in_blocks"}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

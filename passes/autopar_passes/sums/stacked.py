@@ -35,8 +35,11 @@ from autopar_passes.program.equations import Equation
 
 # Operators whose results are partial if a factor that they reduce is sharded.
 CONTRACTIONS = frozenset(
-    {"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add"}
-)
+    {
+        "dot_general", "reduce_sum", "conv_general_dilated", "scatter-add",
+        "ragged_dot_in_blocks",
+    }
+)  # fmt: skip
 # Operators that add their two operands.
 ADDITIONS = frozenset({"add", "add_any"})
 # Operators that are linear in all operands taken together.

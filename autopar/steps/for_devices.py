@@ -1,0 +1,93 @@
+"""The analysis of a step that is rewritten for a number of devices.
+
+The update computes equal matrices in batches, of which each device takes a part
+(`autopar_passes.program.update_batches`). Rows that are sorted only to group them, such
+as tokens by their experts, are sorted in blocks, so that each device sorts its own rows
+(`autopar_passes.program.row_blocks`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+
+from autopar.steps.analysis import Analysis, analyse_again, with_program
+from autopar_passes.graph.operators import update_equations
+from autopar_passes.graph.roles import Role
+from autopar_passes.program.equations import Program
+from autopar_passes.program.row_blocks import sort_in_blocks
+from autopar_passes.program.row_orders import NO_ORDERS, RowOrders
+from autopar_passes.program.update_batches import batch_updates
+
+
+def for_devices(analysis: Analysis, devices: int) -> Analysis:
+    """Returns the analysis of a step that suits a number of devices.
+
+    Args:
+      analysis: the analysis of the step after the split into microbatches and
+        rematerialisation.
+      devices: the number of devices of the plan, which has one stage.
+
+    Returns:
+      ``analysis`` itself if there is nothing to rewrite.
+    """
+    alone = analysis.alone or analysis
+    if devices == 1 or alone.traced is None:
+        return alone
+    make = functools.partial(_with_batches, alone, devices)
+    return alone.remember(("for devices", devices), make)
+
+
+def stages_for_devices(micro: Analysis, devices: int) -> Analysis:
+    """Returns the analysis of one microbatch, with rows sorted in blocks for devices.
+
+    Args:
+      micro: the analysis of one microbatch (`autopar.steps.microbatches`).
+      devices: the number of devices of a stage.
+    """
+
+    def make() -> Analysis:
+        start = time.perf_counter()
+        program, orders = _sorted_in_blocks(micro, devices)
+        if not orders:
+            return micro
+        found = micro.split
+        assert found is not None
+        traced = dataclasses.replace(found.traced, program=program)
+        split = dataclasses.replace(found, traced=traced)
+        return analyse_again(micro, traced, start, split=split, whole=micro.whole)
+
+    return micro.remember(("for devices", devices), make)
+
+
+def _with_batches(analysis: Analysis, devices: int) -> Analysis:
+    start = time.perf_counter()
+    own = equations_of_update(analysis)
+    program, orders = _sorted_in_blocks(analysis, devices)
+    program, batches = batch_updates(program, own, devices)
+    if not (batches or orders):
+        return analysis
+    return with_program(analysis, program, start, alone=analysis, batches=batches)
+
+
+def _sorted_in_blocks(analysis: Analysis, devices: int) -> tuple[Program, RowOrders]:
+    """The program that sorts rows in as many blocks as divide the devices and rows."""
+    program, orders = analysis.program, NO_ORDERS
+    rules = {op.equation: op.rule for op in analysis.graph.operators}
+    for blocks in range(devices, 1, -1):
+        if devices % blocks == 0 and not orders:
+            program, orders = sort_in_blocks(analysis.program, rules, blocks)
+    return program, orders
+
+
+def equations_of_update(analysis: Analysis) -> frozenset[int]:
+    """Returns the equations of the update, without the loop over microbatches."""
+    operators = analysis.graph.operators
+    others = {op.equation for op in operators if op.role is Role.BACKWARD}
+    whole = analysis.program.by_index()
+    return frozenset(
+        index
+        for index in update_equations(analysis.program, analysis.graph)
+        if others.isdisjoint(e.index for e in whole[index].inner)
+    )

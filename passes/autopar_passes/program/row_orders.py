@@ -1,0 +1,896 @@
+"""Finds rows that are sorted only to group them, such as tokens by their experts.
+
+A mixture of experts without a capacity sorts its rows by their expert, multiplies the
+groups with `jax.lax.ragged_dot`, and puts the rows back into their order. In such a
+program, the rows may be sorted within blocks instead: each block of rows is sorted
+alone, and has its own group sizes. No result changes, apart from the order of sums. The
+blocks can then lie on different devices, or in different microbatches.
+
+This holds if all operators between the sort and the way back treat sorted rows alike.
+The module follows each value that has sorted rows:
+
+* *sorted* values have a row of a sorted order in each place of one dimension;
+* *placed* values have, for each row in the original order, a number computed from its
+  place in the sorted order, such as the inverse permutation.
+
+An integer of a sorted or placed value may be a known function of the row's number. The
+module computes such functions, to prove that a gather or a scatter moves rows only
+within their block. An operator that depends on the places of sorted rows in any other
+way, such as a cumulative sum over them, ends the search for this order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar_passes.program.equal_leaves import ELEMENTWISE, SHAPED
+from autopar_passes.program.equations import Atom, Equation, Program, Region, Scalar
+from autopar_passes.rules.factor_rule import FactorKind, FactorRule
+from autopar_passes.rules.ragged import RAGGED_DOT, ragged_dims
+
+SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul"})
+# Operators that treat the entries of a dimension alike if the dimension is none of
+# those that the parameters name.
+_ALONG = {
+    "argmax": ("axes",),
+    "argmin": ("axes",),
+    "concatenate": ("dimension",),
+    "cumsum": ("axis",),
+    "cummax": ("axis",),
+    "rev": ("dimensions",),
+    "split": ("axis",),
+    "top_k": ("axis",),
+}
+_ALIKE = ELEMENTWISE | SHAPED | _ALONG.keys() | {"slice"}
+# Operators that return their operands.
+_SAME = frozenset({"copy", "copy_p", "optimization_barrier"})
+_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
+# The most operators between a value and those that show how it was made.
+_DEPTH = 64
+# The most elements of a known array that the module computes.
+_MOST_KNOWN = 1 << 24
+
+_UNARY: dict[str, Callable[..., Any]] = {
+    "neg": np.negative, "sign": np.sign, "not": np.logical_not,
+}  # fmt: skip
+_BINARY: dict[str, Callable[..., Any]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum,
+    "min": np.minimum, "rem": np.fmod, "eq": np.equal, "ne": np.not_equal,
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "and": np.logical_and, "or": np.logical_or,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """What is known of a value with rows of a sorted order.
+
+    Attributes:
+      order: the order, by the number that stands for its keys.
+      dim: the dimension of the rows.
+      known: for integers that follow from a row's number: the elements as a function
+        of it. The array has all dimensions of the value; the dimension ``dim`` counts
+        the rows in the original order for sorted values, and in the sorted order for
+        placed values. Other dimensions may have size 1. None if it is not known.
+    """
+
+    order: int
+    dim: int
+    known: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """A gather or scatter of rows between the original and a sorted order.
+
+    Attributes:
+      operand: the dimension of the first operand that the rows are taken from or put
+        to.
+      indices: the dimension of the indices that has the rows.
+      moved: the dimension of the gathered result, or of the updates, that has the rows.
+      column: the entry of the last dimension of the indices that numbers rows.
+      first: the numbers in the first block, as bytes. The other blocks have the same
+        numbers, counted from their own first row.
+    """
+
+    operand: int
+    indices: int
+    moved: int
+    column: int
+    first: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Product:
+    """A ragged product of sorted rows.
+
+    Attributes:
+      order: the order of the rows.
+      groups: the number of groups.
+    """
+
+    order: int
+    groups: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowOrders:
+    """The orders of a program that may be sorted in blocks.
+
+    Attributes:
+      sorts: index of each sort -> the order that it makes or inverts.
+      inverses: indices of the sorts that invert an order.
+      moves: index of each gather or scatter of rows -> its dimensions.
+      products: index of each ragged product -> its order and groups.
+      inside: indices of all equations that read or make sorted or placed values.
+      counts: indices of the equations that only count the rows of groups.
+      refused: for each sort that precedes a ragged product and must stay whole, the
+        reason.
+    """
+
+    sorts: Mapping[int, int]
+    inverses: frozenset[int]
+    moves: Mapping[int, Move]
+    products: Mapping[int, Product]
+    inside: frozenset[int]
+    counts: frozenset[int]
+    refused: Mapping[int, str]
+
+    def __bool__(self) -> bool:
+        """Whether there is such an order."""
+        return bool(self.products)
+
+
+NO_ORDERS = RowOrders({}, frozenset(), {}, {}, frozenset(), frozenset(), {})
+
+
+def find_row_orders(
+    program: Program, rules: Mapping[int, FactorRule], blocks: int
+) -> RowOrders:
+    """Finds the orders of rows that a program may sort within blocks.
+
+    Args:
+      program: a flat program.
+      rules: the sharding rules, by equation.
+      blocks: the number of blocks of equal size.
+    """
+    found = _Finder(program, rules, blocks)
+    if not found.has_products:
+        return NO_ORDERS
+    found.region(program.body)
+    return found.orders()
+
+
+class _Stop(Exception):  # not an error: an order must stay whole, for this reason
+    pass
+
+
+class _Finder:
+    def __init__(
+        self, program: Program, rules: Mapping[int, FactorRule], blocks: int
+    ) -> None:
+        self.program, self.rules, self.blocks = program, rules, blocks
+        self.maker = {v: e for e in program.by_index().values() for v in e.outputs}
+        self.has_products = any(e.primitive == RAGGED_DOT for e in self.maker.values())
+        self.sorted: dict[int, _Rows] = {}
+        self.placed: dict[int, _Rows] = {}
+        self.constants: dict[int, np.ndarray | None] = {}
+        # Input of a loop's body -> the value outside that it equals in all iterations.
+        self.outside: dict[int, Atom] = {}
+        # Values that depend on no input.
+        self.fixed: set[int] = set()
+        # Values that are equal to the places of rows in a sorted order.
+        self.places: dict[int, int] = {}
+        # Value -> the first value with the same elements.
+        self.same: dict[int, int] = {}
+        self.forms: dict[Any, int] = {}
+        # Order -> the number of its rows.
+        self.rows: dict[int, int] = {}
+        self.sorts: dict[int, int] = {}
+        self.inverses: set[int] = set()
+        self.moves: dict[int, tuple[int, Move]] = {}
+        self.products: dict[int, Product] = {}
+        self.inside: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
+        self.broken: dict[int, str] = {}
+
+    def orders(self) -> RowOrders:
+        used = {p.order for p in self.products.values()}
+        good = used - self.broken.keys()
+        return RowOrders(
+            {k: order for k, order in self.sorts.items() if order in good},
+            frozenset(self.inverses),
+            {k: move for k, (order, move) in self.moves.items() if order in good},
+            {k: p for k, p in self.products.items() if p.order in good},
+            frozenset(k for k, order in self.inside.items() if order in good),
+            frozenset(k for k, order in self.counts.items() if order in good),
+            {k: self.broken[o] for k, o in self.sorts.items() if o in used - good},
+        )
+
+    def region(self, region: Region) -> None:
+        for eqn in region.equations:
+            self.equation(eqn)
+        for atom in region.outputs:
+            for rows in self.of(atom):
+                self.broken.setdefault(
+                    rows.order, "a loop or the step returns its rows"
+                )
+
+    def of(self, atom: Atom) -> list[_Rows]:
+        """What is known of an operand with rows of an order."""
+        if isinstance(atom, Scalar):
+            return []
+        found = (self.sorted.get(atom), self.placed.get(atom))
+        return [rows for rows in found if rows is not None]
+
+    def equation(self, eqn: Equation) -> None:
+        self.classify(eqn)
+        given = [rows for a in eqn.inputs for rows in self.of(a)]
+        try:
+            if eqn.primitive == "optimization_barrier":
+                for atom, value in zip(eqn.inputs, eqn.outputs, strict=True):
+                    self.copy(atom, value)
+            elif len({rows.order for rows in given}) > 1:
+                raise _Stop("rows of two orders meet")
+            elif eqn.regions:
+                if given:
+                    raise _Stop("a loop or a branch reads its rows")
+            elif eqn.primitive == "sort":
+                self.sort(eqn)
+            elif given:
+                self.follow(eqn)
+        except _Stop as stop:
+            where = f"{stop.args[0]} ('{eqn.primitive}')"
+            for rows in given:
+                self.broken.setdefault(rows.order, where)
+        for rows in (*given, *(r for v in eqn.outputs for r in self.of(v))):
+            self.inside[eqn.index] = rows.order
+        for value in eqn.arrays:
+            if value in self.places:
+                self.inside[eqn.index] = self.places[value]
+        if eqn.primitive == "scan":
+            consts = eqn.inputs[: eqn.params["num_consts"]]
+            for atom, value in zip(consts, eqn.regions[0].inputs, strict=False):
+                self.enter(atom, value)
+        for region in eqn.regions:
+            self.region(region)
+
+    def enter(self, atom: Atom, value: int) -> None:
+        """Records that an input of a body equals a value outside of the loop."""
+        self.outside[value] = atom
+        if isinstance(atom, Scalar) or atom in self.fixed:
+            self.fixed.add(value)
+        if isinstance(atom, int):
+            self.same[value] = self.same.get(atom, atom)
+
+    def follow(self, eqn: Equation) -> None:
+        match eqn.primitive:
+            case "gather":
+                self.gather(eqn)
+            case kind if kind in SCATTERS:
+                self.scatter(eqn)
+            case kind if kind == RAGGED_DOT:
+                self.product(eqn)
+            case _:
+                self.alike(eqn)
+
+    def copy(self, atom: Atom, value: int) -> None:
+        for table in (self.sorted, self.placed):
+            if isinstance(atom, int) and atom in table:
+                table[value] = table[atom]
+
+    # -- sorts, and moves of rows ----------------------------------------------------
+
+    def sort(self, eqn: Equation) -> None:
+        shape = self.shape(eqn.inputs[0])
+        given = [rows for a in eqn.inputs for rows in self.of(a)]
+        if len(shape) != 1 or eqn.params["num_keys"] != 1 or shape[0] < 2:
+            if given:
+                raise _Stop("its rows are sorted once more")
+            return
+        (count,) = shape
+        known = [self.known(a) for a in eqn.inputs]
+        if given:
+            rows = self.sorted_by(eqn.inputs[0])
+            if len(given) > 1 or rows is None or not _is_identity(rows.known, count):
+                raise _Stop("its rows are sorted once more")
+            for value, numbers in zip(eqn.outputs[1:], known[1:], strict=True):
+                if numbers is None:
+                    raise _Stop("its rows are sorted once more")
+                self.placed[value] = _Rows(rows.order, 0, _spread(numbers, count))
+            self.constants[eqn.outputs[0]] = np.arange(count)
+            self.fixed.add(eqn.outputs[0])
+            self.places[eqn.outputs[0]] = rows.order
+            self.sorts[eqn.index] = rows.order
+            self.inverses.add(eqn.index)
+            return
+        if count % self.blocks:
+            return
+        order = self.number_of(eqn.inputs[0])
+        self.rows[order] = count
+        self.sorts[eqn.index] = order
+        for k, value in enumerate(eqn.outputs):
+            numbers = None if k == 0 or known[k] is None else _spread(known[k], count)
+            self.sorted[value] = _Rows(order, 0, numbers)
+        if not self.is_natural(eqn.inputs[0]):
+            self.broken.setdefault(order, "the sorted keys may be negative")
+
+    def sorted_by(self, atom: Atom) -> _Rows | None:
+        return self.sorted.get(atom) if isinstance(atom, int) else None
+
+    def placed_by(self, atom: Atom) -> _Rows | None:
+        return self.placed.get(atom) if isinstance(atom, int) else None
+
+    def gather(self, eqn: Equation) -> None:
+        array, indices = eqn.inputs
+        numbers = eqn.params["dimension_numbers"]
+        if numbers.operand_batching_dims:
+            raise _Stop("its rows are gathered in batches")
+        rank = len(self.shape(eqn.outputs[0]))
+        batch = [d for d in range(rank) if d not in numbers.offset_dims]
+        by, source = self.sorted_by(indices), self.sorted_by(array)
+        if by is not None and source is None:
+            place = batch[by.dim]
+            if by.known is None:
+                if self.of(array):
+                    raise _Stop("its rows are picked by data")
+                self.sorted[eqn.outputs[0]] = _Rows(by.order, place)
+                return
+            column, dim, first = self.within_blocks(
+                by, self.shape(array), numbers.start_index_map
+            )
+            if dim not in numbers.collapsed_slice_dims:
+                raise _Stop("its rows are gathered in slices")
+            self.note(eqn, by.order, Move(dim, by.dim, place, column, first))
+            self.gathered(eqn, by, array, column, place)
+            return
+        by = self.placed_by(indices)
+        if by is None or source is None or by.order != source.order:
+            raise _Stop("its rows are picked by their places")
+        (dim,) = numbers.start_index_map or (-1,)
+        if (
+            not _is_identity(by.known, self.rows[by.order])
+            or dim != source.dim
+            or dim not in numbers.collapsed_slice_dims
+        ):
+            raise _Stop("its rows are picked by their places")
+        self.note(eqn, by.order, Move(dim, by.dim, batch[by.dim], 0, b""))
+
+    def gathered(
+        self, eqn: Equation, by: _Rows, array: Atom, column: int, place: int
+    ) -> None:
+        """Records what a gather in a sorted order returns."""
+        (value,) = eqn.outputs
+        shape = self.shape(value)
+        table, placed = self.known(array), self.placed_by(array)
+        assert by.known is not None
+        rows = np.take(by.known, column, -1).reshape(-1)
+        if placed is not None:
+            if not _is_identity(rows, len(rows)) or placed.known is None:
+                raise _Stop("its places are gathered")
+            if len(shape) == placed.known.ndim and placed.dim == place:
+                self.constants[value] = placed.known
+                self.fixed.add(value)
+                self.places[value] = by.order
+                return
+            raise _Stop("its places are gathered")
+        known = None
+        if table is not None and table.ndim == 1 and len(shape) == 1:
+            known = np.broadcast_to(table, self.shape(array))[rows]
+        self.sorted[value] = _Rows(by.order, place, known)
+
+    def scatter(self, eqn: Equation) -> None:
+        array, indices, updates = eqn.inputs
+        numbers = eqn.params["dimension_numbers"]
+        if numbers.operand_batching_dims or self.sorted_by(array) is not None:
+            raise _Stop("its rows are overwritten")
+        rank = len(self.shape(updates))
+        batch = [d for d in range(rank) if d not in numbers.update_window_dims]
+        by, moved = self.sorted_by(indices), self.sorted_by(updates)
+        (value,) = eqn.outputs
+        if by is not None and self.placed_by(array) is None:
+            place = batch[by.dim]
+            known = self.known(updates)
+            along = moved is not None and moved.dim == place
+            if not (along or self.is_uniform(updates, place) or known is not None):
+                raise _Stop("rows in two orders meet")
+            if by.known is None:
+                if known is not None and not self.is_uniform(updates, place):
+                    raise _Stop("its places are scattered")
+                if eqn.primitive == "scatter":
+                    raise _Stop("its rows are put to places that data names")
+                return
+            column, dim, first = self.within_blocks(
+                by, self.shape(array), numbers.scatter_dims_to_operand_dims
+            )
+            if dim not in numbers.inserted_window_dims:
+                raise _Stop("its rows are scattered in slices")
+            count = self.rows[by.order]
+            once = _is_identity(np.take(by.known, column, -1), count)
+            if eqn.primitive == "scatter" and not once:
+                raise _Stop("several of its rows are put to one place")
+            self.note(eqn, by.order, Move(dim, by.dim, place, column, first))
+            if known is not None and not self.is_uniform(updates, place):
+                plain = self.known(array) is not None and len(self.shape(value)) == rank
+                if not (once and plain and place == dim):
+                    raise _Stop("its places are scattered")
+                self.placed[value] = _Rows(by.order, dim, known)
+            return
+        by = self.placed_by(indices)
+        if by is None or moved is not None or self.of(updates):
+            raise _Stop("its rows are overwritten")
+        (dim,) = numbers.scatter_dims_to_operand_dims or (-1,)
+        if (
+            not _is_identity(by.known, self.rows[by.order])
+            or dim not in numbers.inserted_window_dims
+            or not self.is_uniform(array, dim)
+        ):
+            raise _Stop("its rows are overwritten")
+        self.note(eqn, by.order, Move(dim, by.dim, batch[by.dim], 0, b""))
+        self.sorted[value] = _Rows(by.order, dim)
+
+    def note(self, eqn: Equation, order: int, move: Move) -> None:
+        self.moves[eqn.index] = (order, move)
+
+    def within_blocks(
+        self, by: _Rows, shape: Sequence[int], dims: Sequence[int]
+    ) -> tuple[int, int, bytes]:
+        """The column of indices that names rows of the same block, and its dimension.
+
+        Also returns the numbers in the first block (`Move.first`).
+
+        Args:
+          by: the indices.
+          shape: the shape of the array that they index.
+          dims: the dimension of the array that each column indexes.
+        """
+        assert by.known is not None
+        count = self.rows[by.order]
+        if by.dim != by.known.ndim - 1:
+            for column, dim in enumerate(dims):
+                size = shape[dim]
+                numbers = np.take(by.known, column, -1).reshape(-1)
+                if size % self.blocks or len(numbers) != count:
+                    continue
+                begin = np.arange(self.blocks)[:, None] * (size // self.blocks)
+                each = numbers.reshape(self.blocks, -1) - begin
+                inside = each[0].min() >= 0 and each[0].max() < size // self.blocks
+                if inside and np.all(each == each[:1]):
+                    return column, dim, each[0].tobytes()
+        raise _Stop("its rows come from several blocks")
+
+    # -- products --------------------------------------------------------------------
+
+    def product(self, eqn: Equation) -> None:
+        lhs, rhs, sizes = eqn.inputs
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        dim, other = ragged_dims(numbers)
+        rows = self.sorted_by(lhs)
+        _, batch = numbers.dot_dimension_numbers
+        if any(batch) or eqn.params["group_offset"] is not None:
+            raise _Stop("a ragged product has batches")
+        if rows is None or rows.dim != dim or self.of(sizes):
+            raise _Stop("a ragged product reads other rows")
+        if other is not None:
+            second = self.sorted_by(rhs)
+            if second is None or second.dim != other:
+                raise _Stop("a ragged product reads other rows")
+        elif self.of(rhs):
+            raise _Stop("a ragged product reads other rows")
+        groups = self.shape(sizes)[-1]
+        seen: list[int] = []
+        self.products[eqn.index] = Product(rows.order, groups)
+        if not self.is_count(sizes, rows.order, groups, seen):
+            raise _Stop("the group sizes are not recognised as counts of the keys")
+        self.counts.update(dict.fromkeys(seen, rows.order))
+        if other is None:
+            (contracted, _), _ = numbers.dot_dimension_numbers
+            left = [d for d in range(len(self.shape(lhs))) if d not in contracted]
+            self.sorted[eqn.outputs[0]] = _Rows(rows.order, left.index(dim))
+
+    def is_count(self, atom: Atom, order: int, groups: int, seen: list[int]) -> bool:
+        """Whether a value counts the rows of each group, whose keys are its number.
+
+        Args:
+          atom: the value, with one dimension.
+          order: the order by these keys.
+          groups: the number of groups.
+          seen: gets the indices of the equations that count.
+        """
+        eqn = self.made(atom)
+        if eqn is None or len(self.shape(atom)) < 1:
+            return False
+        seen.append(eqn.index)
+        if eqn.primitive in (*_SAME, "convert_element_type"):
+            slot = (
+                eqn.outputs.index(atom)
+                if eqn.primitive == "optimization_barrier"
+                else 0
+            )
+            return self.is_count(eqn.inputs[slot], order, groups, seen)
+        if eqn.primitive == "reduce_sum":
+            return self.is_sum_of_equals(eqn, order, groups, seen)
+        if eqn.primitive == "scatter-add":
+            return self.is_sum_of_ones(eqn, order, groups)
+        return False
+
+    def is_sum_of_equals(
+        self, eqn: Equation, order: int, groups: int, seen: list[int]
+    ) -> bool:
+        """Whether a sum counts the keys that equal each of the numbers of groups."""
+        (value,) = eqn.inputs
+        kept = list(range(len(self.shape(value))))
+        while True:
+            axes = eqn.params["axes"] if eqn.primitive == "reduce_sum" else ()
+            kept = [d for k, d in enumerate(kept) if k not in axes] if axes else kept
+            (value,) = eqn.inputs
+            inner = self.made(value)
+            if inner is None:
+                return False
+            seen.append(inner.index)
+            if inner.primitive == "eq":
+                break
+            if inner.primitive not in ("convert_element_type", "reduce_sum", "copy"):
+                return False
+            if inner.primitive == "reduce_sum":
+                return False
+            eqn = inner
+        if len(kept) != 1:
+            return False
+        (dim,) = kept
+        shape = self.shape(value)
+        if shape[dim] != groups or math.prod(shape) != groups * self.rows[order]:
+            return False
+        for keys, numbers in (inner.inputs, inner.inputs[::-1]):
+            known = self.known(numbers)
+            if known is None or known.size != groups or known.ndim != len(shape):
+                continue
+            counted = np.array_equal(known.reshape(-1), np.arange(groups))
+            if counted and known.shape[dim] == groups and self.is_uniform(keys, dim):
+                return self.number_of(keys, spread=True) == order
+        return False
+
+    def is_sum_of_ones(self, eqn: Equation, order: int, groups: int) -> bool:
+        """Whether a scatter adds one for each key to the number of its group."""
+        array, indices, updates = eqn.inputs
+        zeros, ones = self.known(array), self.known(updates)
+        numbers = eqn.params["dimension_numbers"]
+        return (
+            self.shape(array) == (groups,)
+            and zeros is not None
+            and not np.any(zeros)
+            and ones is not None
+            and bool(np.all(ones == 1))
+            and tuple(numbers.scatter_dims_to_operand_dims) == (0,)
+            and tuple(numbers.inserted_window_dims) == (0,)
+            and math.prod(self.shape(indices)) == self.rows[order]
+            and self.number_of(indices, spread=True, natural=True) == order
+        )
+
+    # -- all other operators ---------------------------------------------------------
+
+    def alike(self, eqn: Equation) -> None:
+        """Follows an operator that treats all entries of a dimension alike."""
+        rule = self.rules.get(eqn.index)
+        if rule is None or eqn.primitive not in _ALIKE:
+            raise _Stop("an operator depends on the order")
+        order, factor, table = -1, -1, self.sorted
+        for atom, dims in zip(eqn.inputs, rule.operands, strict=True):
+            for rows in self.of(atom):
+                if len(dims[rows.dim]) != 1 or factor not in (-1, dims[rows.dim][0]):
+                    raise _Stop("its rows are mixed")
+                order, factor = rows.order, dims[rows.dim][0]
+                self.check_params(eqn, rows.dim)
+                assert isinstance(atom, int)
+                table = self.sorted if atom in self.sorted else self.placed
+        for atom, dims in zip(eqn.inputs, rule.operands, strict=True):
+            for dim, own in enumerate(dims):
+                if factor not in own:
+                    continue
+                rows = table.get(atom) if isinstance(atom, int) else None
+                if rows is not None and rows.dim == dim and len(own) == 1:
+                    continue
+                if self.of(atom) or not self.is_uniform(atom, dim):
+                    raise _Stop("its rows meet rows in another order")
+        if rule.kinds[factor] is FactorKind.REDUCE:
+            if table is self.placed or rule.reduction not in ("sum", "max", "min"):
+                raise _Stop("its rows are reduced")
+            return
+        if rule.kinds[factor] is not FactorKind.PASS:
+            raise _Stop("an operator depends on the order")
+        for value, dims in zip(eqn.outputs, rule.results, strict=True):
+            places = [d for d, own in enumerate(dims) if factor in own]
+            if len(places) != 1 or dims[places[0]] != (factor,):
+                raise _Stop("its rows are mixed")
+            known = self.computed(eqn, table)
+            if known is not None and _is_uniform(known, places[0]):
+                self.constants[value] = known
+                self.fixed.add(value)
+                continue
+            table[value] = _Rows(order, places[0], known)
+            if known is None and table is self.placed:
+                raise _Stop("its places are mixed with data")
+
+    def check_params(self, eqn: Equation, dim: int) -> None:
+        params = eqn.params
+        for name in _ALONG.get(eqn.primitive, ()):
+            named = params[name]
+            if dim == named or (isinstance(named, tuple) and dim in named):
+                raise _Stop("an operator depends on the order")
+        if eqn.primitive == "slice":
+            size = self.shape(eqn.inputs[0])[dim]
+            strides = params["strides"]
+            whole = params["start_indices"][dim] == 0
+            whole = whole and params["limit_indices"][dim] == size
+            if not whole or (strides is not None and strides[dim] != 1):
+                raise _Stop("some of its rows are taken")
+
+    # -- known numbers ---------------------------------------------------------------
+
+    def shape(self, atom: Atom) -> tuple[int, ...]:
+        return () if isinstance(atom, Scalar) else self.program.values[atom].shape
+
+    def made(self, atom: Atom) -> Equation | None:
+        return self.maker.get(atom) if isinstance(atom, int) else None
+
+    def classify(self, eqn: Equation) -> None:
+        """Records whether results depend on inputs, and which values equal them."""
+        if eqn.regions or eqn.source.effects:
+            return
+        if all(isinstance(a, Scalar) or a in self.fixed for a in eqn.inputs):
+            self.fixed.update(eqn.outputs)
+        if eqn.primitive in _SAME:
+            for atom, value in zip(eqn.inputs, eqn.outputs, strict=True):
+                if isinstance(atom, int):
+                    self.same[value] = self.same.get(atom, atom)
+            return
+        read = tuple(
+            str(a.value) if isinstance(a, Scalar) else self.same.get(a, a)
+            for a in eqn.inputs
+        )
+        params = repr(sorted(eqn.params.items(), key=lambda item: item[0]))
+        for slot, value in enumerate(eqn.outputs):
+            form = (eqn.primitive, params, read, slot)
+            self.same[value] = self.forms.setdefault(form, value)
+
+    def known(self, atom: Atom) -> np.ndarray | None:
+        """The elements of a value that depends on no input; dims of size 1 if equal."""
+        if isinstance(atom, Scalar):
+            return np.asarray(atom.value)
+        if atom not in self.fixed:
+            return None
+        if atom not in self.constants:
+            eqn = self.maker.get(atom)
+            if atom in self.outside:
+                self.constants[atom] = self.known(self.outside[atom])
+            else:
+                self.constants[atom] = None if eqn is None else self.computed(eqn, {})
+        return self.constants[atom]
+
+    def computed(self, eqn: Equation, table: Mapping[int, _Rows]) -> np.ndarray | None:
+        """Computes a result from known numbers; None if they are not all known.
+
+        Args:
+          eqn: the equation.
+          table: values that count as known, by the numbers of their rows.
+        """
+        of = self.program.values[eqn.outputs[0]]
+        if eqn.primitive == "iota":
+            at, size = eqn.params["dimension"], of.shape[eqn.params["dimension"]]
+            shape = [1] * len(of.shape)
+            shape[at] = size
+            return np.arange(size).reshape(shape) if size <= _MOST_KNOWN else None
+        given: list[np.ndarray] = []
+        for atom in eqn.inputs:
+            rows = table.get(atom) if isinstance(atom, int) else None
+            found = self.known(atom) if rows is None else rows.known
+            if found is None:
+                return None
+            given.append(found)
+        if not given:
+            return None
+        return _evaluate(eqn, given, [self.shape(a) for a in eqn.inputs], of.shape)
+
+    def is_uniform(self, atom: Atom, dim: int, depth: int = _DEPTH) -> bool:
+        """Whether all entries of a value along a dimension are equal."""
+        shape = self.shape(atom)
+        if not shape or shape[dim] == 1:
+            return True
+        known = self.known(atom)
+        if known is not None:
+            return _is_uniform(known, dim)
+        if atom in self.outside and depth:
+            return self.is_uniform(self.outside[atom], dim, depth - 1)
+        eqn = self.made(atom)
+        if eqn is None or self.of(atom) or not depth:
+            return False
+        if eqn.primitive == "broadcast_in_dim":
+            dims = eqn.params["broadcast_dimensions"]
+            if dim not in dims:
+                return True
+            return self.is_uniform(eqn.inputs[0], dims.index(dim), depth - 1)
+        if eqn.primitive == "optimization_barrier":
+            atom = eqn.inputs[eqn.outputs.index(atom)]
+            return self.is_uniform(atom, dim, depth - 1)
+        return eqn.primitive in ELEMENTWISE and all(
+            self.is_uniform(a, dim, depth - 1)
+            for a in eqn.inputs
+            if self.shape(a) == shape
+        )
+
+    def number_of(
+        self, atom: Atom, *, spread: bool = False, natural: bool = False
+    ) -> int:
+        """A number that is equal for values with the same elements in the same order.
+
+        Two computations of a value have the same number, such as one in the forward
+        pass and one in a layer that is computed again.
+
+        Args:
+          atom: the value.
+          spread: whether a broadcast counts as the value that it repeats, and sorted
+            keys as the keys.
+          natural: whether an operator counts as its operand that leaves natural numbers
+            as they are.
+        """
+        while isinstance(atom, int):
+            eqn = self.maker.get(atom)
+            if eqn is None:
+                break
+            plain = eqn.primitive in _RESHAPES or eqn.primitive in ("copy", "copy_p")
+            if eqn.primitive == "convert_element_type":
+                plain = np.dtype(eqn.params["new_dtype"]).kind in "iu"
+            if spread and eqn.primitive in ("broadcast_in_dim", "sort"):
+                plain = eqn.outputs[0] == atom
+            if plain:
+                atom = eqn.inputs[0]
+            elif eqn.primitive == "optimization_barrier":
+                atom = eqn.inputs[eqn.outputs.index(atom)]
+            elif natural and (kept := self.kept_natural(eqn)) is not None:
+                atom = kept
+            else:
+                break
+        return -1 if isinstance(atom, Scalar) else self.same.get(atom, atom)
+
+    def kept_natural(self, eqn: Equation) -> Atom | None:
+        """The operand whose natural numbers an operator returns; None if there is none.
+
+        Such operators wrap or clip indices that are negative.
+        """
+        if eqn.primitive == "max":
+            for a, b in (eqn.inputs, eqn.inputs[::-1]):
+                known = self.known(b)
+                if known is not None and not np.any(known):
+                    return a
+        if eqn.primitive == "select_n" and len(eqn.inputs) == 3:
+            test = self.made(eqn.inputs[0])
+            if test is not None and test.primitive == "lt":
+                known = self.known(test.inputs[1])
+                same = test.inputs[0] == eqn.inputs[1]
+                if same and known is not None and not np.any(known):
+                    return eqn.inputs[1]
+        return None
+
+    def is_natural(self, atom: Atom, depth: int = _DEPTH) -> bool:
+        """Whether all elements of a value are known to be integers of at least 0."""
+        if isinstance(atom, Scalar):
+            return bool(atom.value >= 0)
+        if np.dtype(self.program.values[atom].dtype).kind == "u":
+            return True
+        if atom in self.outside and depth:
+            return self.is_natural(self.outside[atom], depth - 1)
+        eqn = self.maker.get(atom)
+        if eqn is None or not depth:
+            return False
+
+        def natural(a: Atom) -> bool:
+            return self.is_natural(a, depth - 1)
+
+        match eqn.primitive:
+            case "argmax" | "argmin" | "iota":
+                return True
+            case "top_k":
+                return eqn.outputs.index(atom) == 1
+            case "max":
+                return any(map(natural, eqn.inputs))
+            case "optimization_barrier":
+                return natural(eqn.inputs[eqn.outputs.index(atom)])
+            case "rem" | "clamp" | "gather" | "dynamic_slice":
+                return natural(eqn.inputs[0])
+            case "convert_element_type" if self.shape(atom) and not _wraps(eqn):
+                return natural(eqn.inputs[0])
+            case "select_n" | "add" | "mul" | "min" | "concatenate":
+                return all(map(natural, eqn.inputs[eqn.primitive == "select_n" :]))
+            case kind if kind in _RESHAPES | {
+                "copy", "broadcast_in_dim", "slice", "transpose", "reduce_max",
+            }:  # fmt: skip
+                return natural(eqn.inputs[0])
+            case _:
+                known = self.known(atom)
+                return known is not None and bool(np.all(known >= 0))
+
+
+def _wraps(eqn: Equation) -> bool:
+    """Whether a conversion may make a negative integer of a natural number."""
+    (given,) = eqn.source.invars[:1]
+    before, after = np.dtype(given.aval.dtype), np.dtype(eqn.params["new_dtype"])
+    return before.kind not in "iub" or before.itemsize > after.itemsize
+
+
+def _is_uniform(known: np.ndarray, dim: int) -> bool:
+    return known.ndim == 0 or bool(np.all(known == known.take([0], dim)))
+
+
+def _is_identity(known: np.ndarray | None, count: int) -> bool:
+    """Whether numbers of rows are 0, 1, 2 and so on."""
+    return known is not None and np.array_equal(known.reshape(-1), np.arange(count))
+
+
+def _spread(known: np.ndarray | None, count: int) -> np.ndarray | None:
+    return None if known is None else np.broadcast_to(known, (count,))
+
+
+def _evaluate(
+    eqn: Equation,
+    given: Sequence[np.ndarray],
+    shapes: Sequence[tuple[int, ...]],
+    made: tuple[int, ...],
+) -> np.ndarray | None:
+    """Computes an equation on known integers, in which equal dims have size 1."""
+    kind, first = eqn.primitive, given[0]
+    size = math.prod(
+        max(sizes, default=1)
+        for sizes in zip(*(g.shape for g in given if g.ndim), strict=True)
+    )
+    if size > _MOST_KNOWN:
+        return None
+    if kind in _UNARY:
+        return _UNARY[kind](first)
+    if kind in _BINARY:
+        return _BINARY[kind](*given)
+    match kind:
+        case "copy" | "copy_p":
+            return first
+        case "convert_element_type":
+            return first.astype(np.dtype(eqn.params["new_dtype"]))
+        case "div" if all(g.dtype.kind in "iu" for g in given) and np.all(
+            given[1] != 0
+        ):
+            return (
+                (np.abs(first) // np.abs(given[1])) * np.sign(first) * np.sign(given[1])
+            )
+        case "select_n" if len(given) == 3:
+            return np.where(given[0], given[2], given[1])
+        case "clamp":
+            return np.clip(given[1], given[0], given[2])
+        case "broadcast_in_dim":
+            shape = [1] * len(made)
+            for d, at in enumerate(eqn.params["broadcast_dimensions"]):
+                shape[at] = first.shape[d]
+            return first.reshape(shape)
+        case "squeeze":
+            return np.squeeze(first, tuple(eqn.params["dimensions"]))
+        case "expand_dims":
+            return np.expand_dims(first, tuple(eqn.params["dimensions"]))
+        case "reshape":
+            if math.prod(made) > _MOST_KNOWN:
+                return None
+            if [n for n in shapes[0] if n > 1] == [n for n in made if n > 1]:
+                left = iter([first.shape[d] for d, n in enumerate(shapes[0]) if n > 1])
+                return first.reshape([next(left) if n > 1 else 1 for n in made])
+            return np.broadcast_to(first, shapes[0]).reshape(made)
+        case "concatenate":
+            at = eqn.params["dimension"]
+            whole = [max(s) for s in zip(*(g.shape for g in given), strict=True)]
+            parts: list[np.ndarray] = []
+            for g, own in zip(given, shapes, strict=True):
+                shape = [own[d] if d == at else n for d, n in enumerate(whole)]
+                parts.append(np.broadcast_to(g, shape))
+            return np.concatenate(parts, at)
+        case _:
+            return None

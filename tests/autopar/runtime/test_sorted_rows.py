@@ -1,0 +1,98 @@
+"""Experts without a capacity: each device sorts its own tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import expert_steps
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+
+
+def slow_devices(text: str) -> autopar.Cluster:
+    """A cluster whose devices compute so slowly that all work is worth splitting."""
+    cluster = autopar.Cluster.parse(text)
+    rates = tuple(
+        (dtype, 1e-3 * rate) for dtype, rate in cluster.device.peak_flops_per_s
+    )
+    device = dataclasses.replace(cluster.device, peak_flops_per_s=rates)
+    return dataclasses.replace(cluster, device=device)
+
+
+def after(step: Any, state: Any, x: Any, steps: int = 2) -> tuple[list[float], Any]:
+    """Losses of some steps, and the state behind them."""
+    state, found = jax.tree.map(jnp.copy, state), list[float]()
+    for _ in range(steps):
+        state, value = step(state, x)
+        found.append(float(value))
+    return found, state
+
+
+def assert_equal(step: Any, given: Any, tolerance: float = 1e-5) -> None:
+    """The step does what `jax.jit` does."""
+    plain, state, x = given
+    losses, left = after(jax.jit(plain), state, x)
+    found, got = after(step, state, x)
+    np.testing.assert_allclose(found, losses, rtol=tolerance)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(left), strict=True):
+        bound = tolerance * np.abs(b).max()
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=bound)
+
+
+def splits_products(plan: Any) -> bool:
+    """Whether each device multiplies its own rows with the matrices of experts."""
+    return all(axis.repeated < 0.1 for axis in plan.worth.axes)
+
+
+@pytest.mark.parametrize("form", expert_steps.FORMS)
+@pytest.mark.parametrize("cluster", ["8:cpu", "2x4:cpu"])
+def test_devices_sort_their_own_rows(cluster: str, form: str) -> None:
+    given = expert_steps.training(form)
+    step = autopar.parallelize(
+        given[0], cluster=slow_devices(cluster), stages=1, microbatches=1
+    )
+    assert_equal(step, given)
+    assert splits_products(step.plan), str(step.plan)
+    found = autopar.audit(*given, plan=step.plan)
+    assert found.agrees, str(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "made"),
+    [
+        ({"microbatches": 2}, {}),
+        ({"microbatches": 2}, {"again": True, "scanned": True}),
+        ({"microbatches": 4, "remat": "all"}, {"form": "addition"}),
+        ({"microbatches": 2, "stages": 2}, {}),
+        ({"microbatches": 2, "stages": 2}, {"again": True, "form": "addition"}),
+    ],
+)
+def test_rows_are_sorted_in_microbatches_stages_and_again(
+    options: dict[str, Any], made: dict[str, Any]
+) -> None:
+    given = expert_steps.training(**made)
+    step = autopar.parallelize(
+        given[0], cluster=slow_devices("8:cpu"), **({"stages": 1} | options)
+    )
+    assert_equal(step, given)
+
+
+def test_gradients_of_experts_are_sent_as_int8() -> None:
+    given = expert_steps.training()
+    step = autopar.parallelize(
+        given[0],
+        cluster=slow_devices("8:cpu"),
+        stages=1,
+        microbatches=2,
+        compression="int8",
+    )
+    losses, _ = after(step, *given[1:])
+    exact, _ = after(jax.jit(given[0]), *given[1:])
+    np.testing.assert_allclose(losses, exact, rtol=1e-2)
+    sent = {g.codec for g in step.plan.stages[0].gradients if "gate" in g.name}
+    assert sent == {"int8"}
