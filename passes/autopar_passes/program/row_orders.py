@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from autopar_passes.program.equal_leaves import ELEMENTWISE, SHAPED
 from autopar_passes.program.equations import Atom, Equation, Program, Region, Scalar
+from autopar_passes.program.known_numbers import SAME, KnownNumbers, is_uniform
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 from autopar_passes.rules.ragged import RAGGED_DOT, ragged_dims
 
@@ -47,23 +47,6 @@ _ALONG = {
     "top_k": ("axis",),
 }
 _ALIKE = ELEMENTWISE | SHAPED | _ALONG.keys() | {"slice"}
-# Operators that return their operands.
-_SAME = frozenset({"copy", "copy_p", "optimization_barrier"})
-_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
-# The most operators between a value and those that show how it was made.
-_DEPTH = 64
-# The most elements of a known array that the module computes.
-_MOST_KNOWN = 1 << 24
-
-_UNARY: dict[str, Callable[..., Any]] = {
-    "neg": np.negative, "sign": np.sign, "not": np.logical_not,
-}  # fmt: skip
-_BINARY: dict[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum,
-    "min": np.minimum, "rem": np.fmod, "eq": np.equal, "ne": np.not_equal,
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "and": np.logical_and, "or": np.logical_or,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -175,20 +158,14 @@ class _Finder:
         self, program: Program, rules: Mapping[int, FactorRule], blocks: int
     ) -> None:
         self.program, self.rules, self.blocks = program, rules, blocks
-        self.maker = {v: e for e in program.by_index().values() for v in e.outputs}
-        self.has_products = any(e.primitive == RAGGED_DOT for e in self.maker.values())
+        self.numbers = KnownNumbers(program)
+        self.has_products = any(
+            e.primitive == RAGGED_DOT for e in self.numbers.maker.values()
+        )
         self.sorted: dict[int, _Rows] = {}
         self.placed: dict[int, _Rows] = {}
-        self.constants: dict[int, np.ndarray | None] = {}
-        # Input of a loop's body -> the value outside that it equals in all iterations.
-        self.outside: dict[int, Atom] = {}
-        # Values that depend on no input.
-        self.fixed: set[int] = set()
         # Values that are equal to the places of rows in a sorted order.
         self.places: dict[int, int] = {}
-        # Value -> the first value with the same elements.
-        self.same: dict[int, int] = {}
-        self.forms: dict[Any, int] = {}
         # Order -> the number of its rows.
         self.rows: dict[int, int] = {}
         self.sorts: dict[int, int] = {}
@@ -229,7 +206,7 @@ class _Finder:
         return [rows for rows in found if rows is not None]
 
     def equation(self, eqn: Equation) -> None:
-        self.classify(eqn)
+        self.numbers.classify(eqn)
         given = [rows for a in eqn.inputs for rows in self.of(a)]
         try:
             if eqn.primitive == "optimization_barrier":
@@ -256,17 +233,9 @@ class _Finder:
         if eqn.primitive == "scan":
             consts = eqn.inputs[: eqn.params["num_consts"]]
             for atom, value in zip(consts, eqn.regions[0].inputs, strict=False):
-                self.enter(atom, value)
+                self.numbers.enter(atom, value)
         for region in eqn.regions:
             self.region(region)
-
-    def enter(self, atom: Atom, value: int) -> None:
-        """Records that an input of a body equals a value outside of the loop."""
-        self.outside[value] = atom
-        if isinstance(atom, Scalar) or atom in self.fixed:
-            self.fixed.add(value)
-        if isinstance(atom, int):
-            self.same[value] = self.same.get(atom, atom)
 
     def follow(self, eqn: Equation) -> None:
         match eqn.primitive:
@@ -287,14 +256,14 @@ class _Finder:
     # -- sorts, and moves of rows ----------------------------------------------------
 
     def sort(self, eqn: Equation) -> None:
-        shape = self.shape(eqn.inputs[0])
+        shape = self.numbers.shape(eqn.inputs[0])
         given = [rows for a in eqn.inputs for rows in self.of(a)]
         if len(shape) != 1 or eqn.params["num_keys"] != 1 or shape[0] < 2:
             if given:
                 raise _Stop("its rows are sorted once more")
             return
         (count,) = shape
-        known = [self.known(a) for a in eqn.inputs]
+        known = [self.numbers.known(a) for a in eqn.inputs]
         if given:
             rows = self.sorted_by(eqn.inputs[0])
             if len(given) > 1 or rows is None or not _is_identity(rows.known, count):
@@ -303,21 +272,20 @@ class _Finder:
                 if numbers is None:
                     raise _Stop("its rows are sorted once more")
                 self.placed[value] = _Rows(rows.order, 0, _spread(numbers, count))
-            self.constants[eqn.outputs[0]] = np.arange(count)
-            self.fixed.add(eqn.outputs[0])
+            self.numbers.set_known(eqn.outputs[0], np.arange(count))
             self.places[eqn.outputs[0]] = rows.order
             self.sorts[eqn.index] = rows.order
             self.inverses.add(eqn.index)
             return
         if count % self.blocks:
             return
-        order = self.number_of(eqn.inputs[0])
+        order = self.numbers.number_of(eqn.inputs[0])
         self.rows[order] = count
         self.sorts[eqn.index] = order
         for k, value in enumerate(eqn.outputs):
             numbers = None if k == 0 or known[k] is None else _spread(known[k], count)
             self.sorted[value] = _Rows(order, 0, numbers)
-        if not self.is_natural(eqn.inputs[0]):
+        if not self.numbers.is_natural(eqn.inputs[0]):
             self.broken.setdefault(order, "the sorted keys may be negative")
 
     def sorted_by(self, atom: Atom) -> _Rows | None:
@@ -331,7 +299,7 @@ class _Finder:
         numbers = eqn.params["dimension_numbers"]
         if numbers.operand_batching_dims:
             raise _Stop("its rows are gathered in batches")
-        rank = len(self.shape(eqn.outputs[0]))
+        rank = len(self.numbers.shape(eqn.outputs[0]))
         batch = [d for d in range(rank) if d not in numbers.offset_dims]
         by, source = self.sorted_by(indices), self.sorted_by(array)
         if by is not None and source is None:
@@ -342,7 +310,7 @@ class _Finder:
                 self.sorted[eqn.outputs[0]] = _Rows(by.order, place)
                 return
             column, dim, first = self.within_blocks(
-                by, self.shape(array), numbers.start_index_map
+                by, self.numbers.shape(array), numbers.start_index_map
             )
             if dim not in numbers.collapsed_slice_dims:
                 raise _Stop("its rows are gathered in slices")
@@ -366,22 +334,21 @@ class _Finder:
     ) -> None:
         """Records what a gather in a sorted order returns."""
         (value,) = eqn.outputs
-        shape = self.shape(value)
-        table, placed = self.known(array), self.placed_by(array)
+        shape = self.numbers.shape(value)
+        table, placed = self.numbers.known(array), self.placed_by(array)
         assert by.known is not None
         rows = np.take(by.known, column, -1).reshape(-1)
         if placed is not None:
             if not _is_identity(rows, len(rows)) or placed.known is None:
                 raise _Stop("its places are gathered")
             if len(shape) == placed.known.ndim and placed.dim == place:
-                self.constants[value] = placed.known
-                self.fixed.add(value)
+                self.numbers.set_known(value, placed.known)
                 self.places[value] = by.order
                 return
             raise _Stop("its places are gathered")
         known = None
         if table is not None and table.ndim == 1 and len(shape) == 1:
-            known = np.broadcast_to(table, self.shape(array))[rows]
+            known = np.broadcast_to(table, self.numbers.shape(array))[rows]
         self.sorted[value] = _Rows(by.order, place, known)
 
     def scatter(self, eqn: Equation) -> None:
@@ -389,24 +356,26 @@ class _Finder:
         numbers = eqn.params["dimension_numbers"]
         if numbers.operand_batching_dims or self.sorted_by(array) is not None:
             raise _Stop("its rows are overwritten")
-        rank = len(self.shape(updates))
+        rank = len(self.numbers.shape(updates))
         batch = [d for d in range(rank) if d not in numbers.update_window_dims]
         by, moved = self.sorted_by(indices), self.sorted_by(updates)
         (value,) = eqn.outputs
         if by is not None and self.placed_by(array) is None:
             place = batch[by.dim]
-            known = self.known(updates)
+            known = self.numbers.known(updates)
             along = moved is not None and moved.dim == place
-            if not (along or self.is_uniform(updates, place) or known is not None):
+            if not (
+                along or self.numbers.is_uniform(updates, place) or known is not None
+            ):
                 raise _Stop("rows in two orders meet")
             if by.known is None:
-                if known is not None and not self.is_uniform(updates, place):
+                if known is not None and not self.numbers.is_uniform(updates, place):
                     raise _Stop("its places are scattered")
                 if eqn.primitive == "scatter":
                     raise _Stop("its rows are put to places that data names")
                 return
             column, dim, first = self.within_blocks(
-                by, self.shape(array), numbers.scatter_dims_to_operand_dims
+                by, self.numbers.shape(array), numbers.scatter_dims_to_operand_dims
             )
             if dim not in numbers.inserted_window_dims:
                 raise _Stop("its rows are scattered in slices")
@@ -415,8 +384,11 @@ class _Finder:
             if eqn.primitive == "scatter" and not once:
                 raise _Stop("several of its rows are put to one place")
             self.note(eqn, by.order, Move(dim, by.dim, place, column, first))
-            if known is not None and not self.is_uniform(updates, place):
-                plain = self.known(array) is not None and len(self.shape(value)) == rank
+            if known is not None and not self.numbers.is_uniform(updates, place):
+                plain = (
+                    self.numbers.known(array) is not None
+                    and len(self.numbers.shape(value)) == rank
+                )
                 if not (once and plain and place == dim):
                     raise _Stop("its places are scattered")
                 self.placed[value] = _Rows(by.order, dim, known)
@@ -428,7 +400,7 @@ class _Finder:
         if (
             not _is_identity(by.known, self.rows[by.order])
             or dim not in numbers.inserted_window_dims
-            or not self.is_uniform(array, dim)
+            or not self.numbers.is_uniform(array, dim)
         ):
             raise _Stop("its rows are overwritten")
         self.note(eqn, by.order, Move(dim, by.dim, batch[by.dim], 0, b""))
@@ -482,7 +454,7 @@ class _Finder:
                 raise _Stop("a ragged product reads other rows")
         elif self.of(rhs):
             raise _Stop("a ragged product reads other rows")
-        groups = self.shape(sizes)[-1]
+        groups = self.numbers.shape(sizes)[-1]
         seen: list[int] = []
         self.products[eqn.index] = Product(rows.order, groups)
         if not self.is_count(sizes, rows.order, groups, seen):
@@ -490,7 +462,9 @@ class _Finder:
         self.counts.update(dict.fromkeys(seen, rows.order))
         if other is None:
             (contracted, _), _ = numbers.dot_dimension_numbers
-            left = [d for d in range(len(self.shape(lhs))) if d not in contracted]
+            left = [
+                d for d in range(len(self.numbers.shape(lhs))) if d not in contracted
+            ]
             self.sorted[eqn.outputs[0]] = _Rows(rows.order, left.index(dim))
 
     def is_count(self, atom: Atom, order: int, groups: int, seen: list[int]) -> bool:
@@ -502,11 +476,11 @@ class _Finder:
           groups: the number of groups.
           seen: gets the indices of the equations that count.
         """
-        eqn = self.made(atom)
-        if eqn is None or len(self.shape(atom)) < 1:
+        eqn = self.numbers.made(atom)
+        if eqn is None or len(self.numbers.shape(atom)) < 1:
             return False
         seen.append(eqn.index)
-        if eqn.primitive in (*_SAME, "convert_element_type"):
+        if eqn.primitive in (*SAME, "convert_element_type"):
             slot = (
                 eqn.outputs.index(atom)
                 if eqn.primitive == "optimization_barrier"
@@ -524,12 +498,12 @@ class _Finder:
     ) -> bool:
         """Whether a sum counts the keys that equal each of the numbers of groups."""
         (value,) = eqn.inputs
-        kept = list(range(len(self.shape(value))))
+        kept = list(range(len(self.numbers.shape(value))))
         while True:
             axes = eqn.params["axes"] if eqn.primitive == "reduce_sum" else ()
             kept = [d for k, d in enumerate(kept) if k not in axes] if axes else kept
             (value,) = eqn.inputs
-            inner = self.made(value)
+            inner = self.numbers.made(value)
             if inner is None:
                 return False
             seen.append(inner.index)
@@ -543,33 +517,37 @@ class _Finder:
         if len(kept) != 1:
             return False
         (dim,) = kept
-        shape = self.shape(value)
+        shape = self.numbers.shape(value)
         if shape[dim] != groups or math.prod(shape) != groups * self.rows[order]:
             return False
         for keys, numbers in (inner.inputs, inner.inputs[::-1]):
-            known = self.known(numbers)
+            known = self.numbers.known(numbers)
             if known is None or known.size != groups or known.ndim != len(shape):
                 continue
             counted = np.array_equal(known.reshape(-1), np.arange(groups))
-            if counted and known.shape[dim] == groups and self.is_uniform(keys, dim):
-                return self.number_of(keys, spread=True) == order
+            if (
+                counted
+                and known.shape[dim] == groups
+                and self.numbers.is_uniform(keys, dim)
+            ):
+                return self.numbers.number_of(keys, spread=True) == order
         return False
 
     def is_sum_of_ones(self, eqn: Equation, order: int, groups: int) -> bool:
         """Whether a scatter adds one for each key to the number of its group."""
         array, indices, updates = eqn.inputs
-        zeros, ones = self.known(array), self.known(updates)
+        zeros, ones = self.numbers.known(array), self.numbers.known(updates)
         numbers = eqn.params["dimension_numbers"]
         return (
-            self.shape(array) == (groups,)
+            self.numbers.shape(array) == (groups,)
             and zeros is not None
             and not np.any(zeros)
             and ones is not None
             and bool(np.all(ones == 1))
             and tuple(numbers.scatter_dims_to_operand_dims) == (0,)
             and tuple(numbers.inserted_window_dims) == (0,)
-            and math.prod(self.shape(indices)) == self.rows[order]
-            and self.number_of(indices, spread=True, natural=True) == order
+            and math.prod(self.numbers.shape(indices)) == self.rows[order]
+            and self.numbers.number_of(indices, spread=True, natural=True) == order
         )
 
     # -- all other operators ---------------------------------------------------------
@@ -595,7 +573,7 @@ class _Finder:
                 rows = table.get(atom) if isinstance(atom, int) else None
                 if rows is not None and rows.dim == dim and len(own) == 1:
                     continue
-                if self.of(atom) or not self.is_uniform(atom, dim):
+                if self.of(atom) or not self.numbers.is_uniform(atom, dim):
                     raise _Stop("its rows meet rows in another order")
         if rule.kinds[factor] is FactorKind.REDUCE:
             if table is self.placed or rule.reduction not in ("sum", "max", "min"):
@@ -607,10 +585,10 @@ class _Finder:
             places = [d for d, own in enumerate(dims) if factor in own]
             if len(places) != 1 or dims[places[0]] != (factor,):
                 raise _Stop("its rows are mixed")
-            known = self.computed(eqn, table)
-            if known is not None and _is_uniform(known, places[0]):
-                self.constants[value] = known
-                self.fixed.add(value)
+            read = {a: table[a].known for a in eqn.arrays if a in table}
+            known = self.numbers.computed(eqn, read)
+            if known is not None and is_uniform(known, places[0]):
+                self.numbers.set_known(value, known)
                 continue
             table[value] = _Rows(order, places[0], known)
             if known is None and table is self.placed:
@@ -623,7 +601,7 @@ class _Finder:
             if dim == named or (isinstance(named, tuple) and dim in named):
                 raise _Stop("an operator depends on the order")
         if eqn.primitive == "slice":
-            size = self.shape(eqn.inputs[0])[dim]
+            size = self.numbers.shape(eqn.inputs[0])[dim]
             strides = params["strides"]
             whole = params["start_indices"][dim] == 0
             whole = whole and params["limit_indices"][dim] == size
@@ -631,199 +609,6 @@ class _Finder:
                 raise _Stop("some of its rows are taken")
 
     # -- known numbers ---------------------------------------------------------------
-
-    def shape(self, atom: Atom) -> tuple[int, ...]:
-        return () if isinstance(atom, Scalar) else self.program.values[atom].shape
-
-    def made(self, atom: Atom) -> Equation | None:
-        return self.maker.get(atom) if isinstance(atom, int) else None
-
-    def classify(self, eqn: Equation) -> None:
-        """Records whether results depend on inputs, and which values equal them."""
-        if eqn.regions or eqn.source.effects:
-            return
-        if all(isinstance(a, Scalar) or a in self.fixed for a in eqn.inputs):
-            self.fixed.update(eqn.outputs)
-        if eqn.primitive in _SAME:
-            for atom, value in zip(eqn.inputs, eqn.outputs, strict=True):
-                if isinstance(atom, int):
-                    self.same[value] = self.same.get(atom, atom)
-            return
-        read = tuple(
-            str(a.value) if isinstance(a, Scalar) else self.same.get(a, a)
-            for a in eqn.inputs
-        )
-        params = repr(sorted(eqn.params.items(), key=lambda item: item[0]))
-        for slot, value in enumerate(eqn.outputs):
-            form = (eqn.primitive, params, read, slot)
-            self.same[value] = self.forms.setdefault(form, value)
-
-    def known(self, atom: Atom) -> np.ndarray | None:
-        """The elements of a value that depends on no input; dims of size 1 if equal."""
-        if isinstance(atom, Scalar):
-            return np.asarray(atom.value)
-        if atom not in self.fixed:
-            return None
-        if atom not in self.constants:
-            eqn = self.maker.get(atom)
-            if atom in self.outside:
-                self.constants[atom] = self.known(self.outside[atom])
-            else:
-                self.constants[atom] = None if eqn is None else self.computed(eqn, {})
-        return self.constants[atom]
-
-    def computed(self, eqn: Equation, table: Mapping[int, _Rows]) -> np.ndarray | None:
-        """Computes a result from known numbers; None if they are not all known.
-
-        Args:
-          eqn: the equation.
-          table: values that count as known, by the numbers of their rows.
-        """
-        of = self.program.values[eqn.outputs[0]]
-        if eqn.primitive == "iota":
-            at, size = eqn.params["dimension"], of.shape[eqn.params["dimension"]]
-            shape = [1] * len(of.shape)
-            shape[at] = size
-            return np.arange(size).reshape(shape) if size <= _MOST_KNOWN else None
-        given: list[np.ndarray] = []
-        for atom in eqn.inputs:
-            rows = table.get(atom) if isinstance(atom, int) else None
-            found = self.known(atom) if rows is None else rows.known
-            if found is None:
-                return None
-            given.append(found)
-        if not given:
-            return None
-        return _evaluate(eqn, given, [self.shape(a) for a in eqn.inputs], of.shape)
-
-    def is_uniform(self, atom: Atom, dim: int, depth: int = _DEPTH) -> bool:
-        """Whether all entries of a value along a dimension are equal."""
-        shape = self.shape(atom)
-        if not shape or shape[dim] == 1:
-            return True
-        known = self.known(atom)
-        if known is not None:
-            return _is_uniform(known, dim)
-        if atom in self.outside and depth:
-            return self.is_uniform(self.outside[atom], dim, depth - 1)
-        eqn = self.made(atom)
-        if eqn is None or self.of(atom) or not depth:
-            return False
-        if eqn.primitive == "broadcast_in_dim":
-            dims = eqn.params["broadcast_dimensions"]
-            if dim not in dims:
-                return True
-            return self.is_uniform(eqn.inputs[0], dims.index(dim), depth - 1)
-        if eqn.primitive == "optimization_barrier":
-            atom = eqn.inputs[eqn.outputs.index(atom)]
-            return self.is_uniform(atom, dim, depth - 1)
-        return eqn.primitive in ELEMENTWISE and all(
-            self.is_uniform(a, dim, depth - 1)
-            for a in eqn.inputs
-            if self.shape(a) == shape
-        )
-
-    def number_of(
-        self, atom: Atom, *, spread: bool = False, natural: bool = False
-    ) -> int:
-        """A number that is equal for values with the same elements in the same order.
-
-        Two computations of a value have the same number, such as one in the forward
-        pass and one in a layer that is computed again.
-
-        Args:
-          atom: the value.
-          spread: whether a broadcast counts as the value that it repeats, and sorted
-            keys as the keys.
-          natural: whether an operator counts as its operand that leaves natural numbers
-            as they are.
-        """
-        while isinstance(atom, int):
-            eqn = self.maker.get(atom)
-            if eqn is None:
-                break
-            plain = eqn.primitive in _RESHAPES or eqn.primitive in ("copy", "copy_p")
-            if eqn.primitive == "convert_element_type":
-                plain = np.dtype(eqn.params["new_dtype"]).kind in "iu"
-            if spread and eqn.primitive in ("broadcast_in_dim", "sort"):
-                plain = eqn.outputs[0] == atom
-            if plain:
-                atom = eqn.inputs[0]
-            elif eqn.primitive == "optimization_barrier":
-                atom = eqn.inputs[eqn.outputs.index(atom)]
-            elif natural and (kept := self.kept_natural(eqn)) is not None:
-                atom = kept
-            else:
-                break
-        return -1 if isinstance(atom, Scalar) else self.same.get(atom, atom)
-
-    def kept_natural(self, eqn: Equation) -> Atom | None:
-        """The operand whose natural numbers an operator returns; None if there is none.
-
-        Such operators wrap or clip indices that are negative.
-        """
-        if eqn.primitive == "max":
-            for a, b in (eqn.inputs, eqn.inputs[::-1]):
-                known = self.known(b)
-                if known is not None and not np.any(known):
-                    return a
-        if eqn.primitive == "select_n" and len(eqn.inputs) == 3:
-            test = self.made(eqn.inputs[0])
-            if test is not None and test.primitive == "lt":
-                known = self.known(test.inputs[1])
-                same = test.inputs[0] == eqn.inputs[1]
-                if same and known is not None and not np.any(known):
-                    return eqn.inputs[1]
-        return None
-
-    def is_natural(self, atom: Atom, depth: int = _DEPTH) -> bool:
-        """Whether all elements of a value are known to be integers of at least 0."""
-        if isinstance(atom, Scalar):
-            return bool(atom.value >= 0)
-        if np.dtype(self.program.values[atom].dtype).kind == "u":
-            return True
-        if atom in self.outside and depth:
-            return self.is_natural(self.outside[atom], depth - 1)
-        eqn = self.maker.get(atom)
-        if eqn is None or not depth:
-            return False
-
-        def natural(a: Atom) -> bool:
-            return self.is_natural(a, depth - 1)
-
-        match eqn.primitive:
-            case "argmax" | "argmin" | "iota":
-                return True
-            case "top_k":
-                return eqn.outputs.index(atom) == 1
-            case "max":
-                return any(map(natural, eqn.inputs))
-            case "optimization_barrier":
-                return natural(eqn.inputs[eqn.outputs.index(atom)])
-            case "rem" | "clamp" | "gather" | "dynamic_slice":
-                return natural(eqn.inputs[0])
-            case "convert_element_type" if self.shape(atom) and not _wraps(eqn):
-                return natural(eqn.inputs[0])
-            case "select_n" | "add" | "mul" | "min" | "concatenate":
-                return all(map(natural, eqn.inputs[eqn.primitive == "select_n" :]))
-            case kind if kind in _RESHAPES | {
-                "copy", "broadcast_in_dim", "slice", "transpose", "reduce_max",
-            }:  # fmt: skip
-                return natural(eqn.inputs[0])
-            case _:
-                known = self.known(atom)
-                return known is not None and bool(np.all(known >= 0))
-
-
-def _wraps(eqn: Equation) -> bool:
-    """Whether a conversion may make a negative integer of a natural number."""
-    (given,) = eqn.source.invars[:1]
-    before, after = np.dtype(given.aval.dtype), np.dtype(eqn.params["new_dtype"])
-    return before.kind not in "iub" or before.itemsize > after.itemsize
-
-
-def _is_uniform(known: np.ndarray, dim: int) -> bool:
-    return known.ndim == 0 or bool(np.all(known == known.take([0], dim)))
 
 
 def _is_identity(known: np.ndarray | None, count: int) -> bool:
@@ -833,64 +618,3 @@ def _is_identity(known: np.ndarray | None, count: int) -> bool:
 
 def _spread(known: np.ndarray | None, count: int) -> np.ndarray | None:
     return None if known is None else np.broadcast_to(known, (count,))
-
-
-def _evaluate(
-    eqn: Equation,
-    given: Sequence[np.ndarray],
-    shapes: Sequence[tuple[int, ...]],
-    made: tuple[int, ...],
-) -> np.ndarray | None:
-    """Computes an equation on known integers, in which equal dims have size 1."""
-    kind, first = eqn.primitive, given[0]
-    size = math.prod(
-        max(sizes, default=1)
-        for sizes in zip(*(g.shape for g in given if g.ndim), strict=True)
-    )
-    if size > _MOST_KNOWN:
-        return None
-    if kind in _UNARY:
-        return _UNARY[kind](first)
-    if kind in _BINARY:
-        return _BINARY[kind](*given)
-    match kind:
-        case "copy" | "copy_p":
-            return first
-        case "convert_element_type":
-            return first.astype(np.dtype(eqn.params["new_dtype"]))
-        case "div" if all(g.dtype.kind in "iu" for g in given) and np.all(
-            given[1] != 0
-        ):
-            return (
-                (np.abs(first) // np.abs(given[1])) * np.sign(first) * np.sign(given[1])
-            )
-        case "select_n" if len(given) == 3:
-            return np.where(given[0], given[2], given[1])
-        case "clamp":
-            return np.clip(given[1], given[0], given[2])
-        case "broadcast_in_dim":
-            shape = [1] * len(made)
-            for d, at in enumerate(eqn.params["broadcast_dimensions"]):
-                shape[at] = first.shape[d]
-            return first.reshape(shape)
-        case "squeeze":
-            return np.squeeze(first, tuple(eqn.params["dimensions"]))
-        case "expand_dims":
-            return np.expand_dims(first, tuple(eqn.params["dimensions"]))
-        case "reshape":
-            if math.prod(made) > _MOST_KNOWN:
-                return None
-            if [n for n in shapes[0] if n > 1] == [n for n in made if n > 1]:
-                left = iter([first.shape[d] for d, n in enumerate(shapes[0]) if n > 1])
-                return first.reshape([next(left) if n > 1 else 1 for n in made])
-            return np.broadcast_to(first, shapes[0]).reshape(made)
-        case "concatenate":
-            at = eqn.params["dimension"]
-            whole = [max(s) for s in zip(*(g.shape for g in given), strict=True)]
-            parts: list[np.ndarray] = []
-            for g, own in zip(given, shapes, strict=True):
-                shape = [own[d] if d == at else n for d, n in enumerate(whole)]
-                parts.append(np.broadcast_to(g, shape))
-            return np.concatenate(parts, at)
-        case _:
-            return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -123,7 +124,7 @@ def _abstract(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> Any:
     one = jax.ShapeDtypeStruct(sizes.shape[1:], sizes.dtype)
     given = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs))
     made = jax.eval_shape(lambda *x: _one_block(params, *x), *given, one)
-    return jax.core.ShapedArray(made.shape, made.dtype)
+    return ShapedArray(made.shape, made.dtype)
 
 
 @register_rule(IN_BLOCKS)
