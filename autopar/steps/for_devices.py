@@ -15,6 +15,7 @@ import time
 from autopar.steps.analysis import Analysis, analyse_again, with_program
 from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
+from autopar_passes.microbatches.facts import place_of
 from autopar_passes.program.equations import Program
 from autopar_passes.program.row_blocks import sort_in_blocks
 from autopar_passes.program.row_orders import NO_ORDERS, RowOrders
@@ -50,13 +51,14 @@ def stages_for_devices(micro: Analysis, devices: int) -> Analysis:
     def make() -> Analysis:
         start = time.perf_counter()
         program, orders = _sorted_in_blocks(micro, devices)
-        if not orders:
+        if not (orders or orders.refused):
             return micro
         found = micro.split
         assert found is not None
         traced = dataclasses.replace(found.traced, program=program)
         split = dataclasses.replace(found, traced=traced)
-        return analyse_again(micro, traced, start, split=split, whole=micro.whole)
+        made = analyse_again(micro, traced, start, split=split, whole=micro.whole)
+        return _with_reasons(made, micro, orders)
 
     return micro.remember(("for devices", devices), make)
 
@@ -66,19 +68,33 @@ def _with_batches(analysis: Analysis, devices: int) -> Analysis:
     own = equations_of_update(analysis)
     program, orders = _sorted_in_blocks(analysis, devices)
     program, batches = batch_updates(program, own, devices)
-    if not (batches or orders):
+    if not (batches or orders or orders.refused):
         return analysis
-    return with_program(analysis, program, start, alone=analysis, batches=batches)
+    made = with_program(analysis, program, start, alone=analysis, batches=batches)
+    return _with_reasons(made, analysis, orders)
 
 
 def _sorted_in_blocks(analysis: Analysis, devices: int) -> tuple[Program, RowOrders]:
     """The program that sorts rows in as many blocks as divide the devices and rows."""
-    program, orders = analysis.program, NO_ORDERS
     rules = {op.equation: op.rule for op in analysis.graph.operators}
-    for blocks in range(devices, 1, -1):
-        if devices % blocks == 0 and not orders:
-            program, orders = sort_in_blocks(analysis.program, rules, blocks)
-    return program, orders
+    first = NO_ORDERS
+    for blocks in (n for n in range(devices, 1, -1) if devices % n == 0):
+        program, orders = sort_in_blocks(analysis.program, rules, blocks)
+        if orders or not orders.refused:
+            return program, orders
+        first = first if first.refused else orders
+    return analysis.program, first
+
+
+def _with_reasons(made: Analysis, of: Analysis, orders: RowOrders) -> Analysis:
+    """Adds the reasons why rows stay together to what is planned replicated."""
+    if not orders.refused:
+        return made
+    equations = of.program.by_index()
+    reasons = {f"{place_of(equations[k])}: {why}" for k, why in orders.refused.items()}
+    unsupported = tuple(sorted({*made.graph.unsupported, *reasons}))
+    graph = dataclasses.replace(made.graph, unsupported=unsupported)
+    return dataclasses.replace(made, graph=graph)
 
 
 def equations_of_update(analysis: Analysis) -> frozenset[int]:

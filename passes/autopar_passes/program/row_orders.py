@@ -112,8 +112,8 @@ class RowOrders:
       products: index of each ragged product -> its order and groups.
       inside: indices of all equations that read or make sorted or placed values.
       counts: indices of the equations that only count the rows of groups.
-      refused: for each sort that precedes a ragged product and must stay whole, the
-        reason.
+      refused: index of each sort that precedes a ragged product and must stay whole, or
+        of a ragged product of rows in no known order -> the reason.
     """
 
     sorts: Mapping[int, int]
@@ -175,6 +175,7 @@ class _Finder:
         self.inside: dict[int, int] = {}
         self.counts: dict[int, int] = {}
         self.broken: dict[int, str] = {}
+        self.unknown: dict[int, str] = {}
 
     def orders(self) -> RowOrders:
         used = {p.order for p in self.products.values()}
@@ -186,7 +187,8 @@ class _Finder:
             {k: p for k, p in self.products.items() if p.order in good},
             frozenset(k for k, order in self.inside.items() if order in good),
             frozenset(k for k, order in self.counts.items() if order in good),
-            {k: self.broken[o] for k, o in self.sorts.items() if o in used - good},
+            {k: self.broken[o] for k, o in self.sorts.items() if o in used - good}
+            | self.unknown,
         )
 
     def region(self, region: Region) -> None:
@@ -221,6 +223,10 @@ class _Finder:
                 self.sort(eqn)
             elif given:
                 self.follow(eqn)
+            elif eqn.primitive == RAGGED_DOT:
+                self.unknown[eqn.index] = (
+                    f"its rows come from no sort of rows that {self.blocks} divides"
+                )
         except _Stop as stop:
             where = f"{stop.args[0]} ('{eqn.primitive}')"
             for rows in given:

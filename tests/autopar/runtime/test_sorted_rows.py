@@ -96,3 +96,27 @@ def test_gradients_of_experts_are_sent_as_int8() -> None:
     np.testing.assert_allclose(losses, exact, rtol=1e-2)
     sent = {g.codec for g in step.plan.stages[0].gradients if "gate" in g.name}
     assert sent == {"int8"}
+
+
+def test_a_plan_says_why_rows_stay_together() -> None:
+    """Rows that a step counts in another way are planned as one block."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            keys = jnp.argmax(x @ p["router"], -1)
+            order = jnp.argsort(keys)
+            sizes = jnp.minimum(jnp.bincount(keys, length=8), 12)
+            return jnp.mean(jax.lax.ragged_dot(x[order], p["up"], sizes) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    state = {
+        "router": jax.random.normal(keys[0], (16, 8)),
+        "up": jax.random.normal(keys[1], (8, 16, 32)),
+    }
+    given = step, state, jax.random.normal(keys[2], (64, 16))
+    made = autopar.parallelize(step, cluster=slow_devices("8:cpu"), stages=1)
+    assert_equal(made, given)
+    assert "the group sizes are not recognised" in str(made.plan)
