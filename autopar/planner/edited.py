@@ -64,6 +64,7 @@ _WHY_NOT = {
     "microbatches": "other microbatches are another plan: make it with "
     "autopar.plan(..., microbatches=)",
     "row_multiple": "other rows are another plan: make it with autopar.plan",
+    "row_blocks": "other blocks of rows are another plan: make it with autopar.plan",
     "local": "it says what is computed from each microbatch alone",
     "rematerialisation": "it says which modules the layers that are computed again "
     "have",

@@ -46,6 +46,7 @@ from autopar.planner.record import (
 )
 from autopar.planner.replicas import in_layouts_of, plan_replicas
 from autopar.planner.search import (
+    SearchResult,
     candidate_meshes,
     meshes_for_manual,
     search,
@@ -408,8 +409,11 @@ def plan_analysis(
         most_s: float = math.inf,
         meshes: Sequence[MeshShape] = (),
     ) -> Planned:
+        programs = [program]
+        if program.row_blocks > 1:
+            programs.append(for_devices(program, on.num_devices, row_blocks=1))
         return _search_layouts(
-            program,
+            programs,
             on,
             meshes or meshes_of(program, on, asked),
             asked.pins or {},
@@ -543,7 +547,7 @@ def plan_beside(
     pins = _state_pins(analysis, running)
     codecs = request_of(options, sent)
     return _search_layouts(
-        analysis, cluster, meshes, pins, codecs, options.seconds
+        [analysis], cluster, meshes, pins, codecs, options.seconds
     ).plan
 
 
@@ -605,7 +609,7 @@ def _check_axes_of(layouts: Plan, options: PlanOptions) -> None:
 
 
 def _search_layouts(
-    analysis: Analysis,
+    programs: Sequence[Analysis],
     cluster: Cluster,
     meshes: Sequence[MeshShape],
     pins: Pins,
@@ -616,27 +620,43 @@ def _search_layouts(
     weights: Sequence[Weights] | None = None,
     most_s: float = math.inf,
 ) -> Planned:
-    """Returns the fastest layouts, with codecs if the user requested them."""
+    """Returns the fastest layouts of the fastest program of a step.
 
-    def restrict(pricer: Pricer) -> Restriction:
-        return pin_restriction(analysis, pinned_layouts(analysis, pins, pricer.mesh))
-
+    The plan has codecs if the user requested them.
+    """
     asked = None if codecs.mode == "none" else codecs
-    result = search(
-        analysis,
-        cluster,
-        meshes=meshes,
-        seconds=seconds,
-        restriction=restrict if pins else None,
-        codecs=asked,
-        untried=untried,
-        weights=weights,
-        most_s=most_s,
-    )
+    found: list[tuple[Analysis, SearchResult]] = []
+    failed: list[PlanError] = []
+    for program in programs:
+        restrict = functools.partial(_pinned, program, pins)
+        try:
+            result = search(
+                program,
+                cluster,
+                meshes=meshes,
+                seconds=seconds,
+                restriction=restrict if pins else None,
+                codecs=asked,
+                untried=untried,
+                weights=weights,
+                most_s=most_s,
+            )
+        except PlanError as error:
+            failed.append(error)
+        else:
+            found.append((program, result))
+            most_s = min(most_s, result.best.step_s)
+    if not found:
+        raise failed[0]
+    analysis, result = min(found, key=lambda pair: pair[1].best.step_s)
     check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
-    most_s = (1 + NEAR) * result.best.step_s
-    near = tuple(m for m, c in result.tried if c is not None and c.step_s <= most_s)
+    near_s = (1 + NEAR) * result.best.step_s
+    near = tuple(m for m, c in result.tried if c is not None and c.step_s <= near_s)
     return Planned(make_plan(analysis, result, asked), result.slowdown, near)
+
+
+def _pinned(analysis: Analysis, pins: Pins, pricer: Pricer) -> Restriction:
+    return pin_restriction(analysis, pinned_layouts(analysis, pins, pricer.mesh))
 
 
 def _with_layouts(

@@ -114,6 +114,7 @@ def make_plan(
         structure=analysis.structure,
         microbatches=analysis.microbatches,
         row_multiple=analysis.row_multiple,
+        row_blocks=analysis.row_blocks,
         local=() if analysis.split is None else analysis.split.local,
         remat=analysis.remat,
         offload=analysis.offload,
@@ -235,7 +236,7 @@ def split_as(analysis: Analysis, plan: Plan) -> Analysis:
         analysis = rematerialise(analysis, plan.remat, plan.microbatches, couple=couple)
     analysis = keep_on_host(analysis, plan.offload)
     devices = 1 if plan.replicas else math.prod(plan.axis_sizes)
-    return for_devices(analysis, devices)
+    return for_devices(analysis, devices, plan.row_blocks)
 
 
 def check_plan(analysis: Analysis, plan: Plan) -> None:

@@ -197,6 +197,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       microbatches: number of microbatches.
       row_multiple: the number to a multiple of which the rows of each microbatch are
         padded; 1: rows are not padded.
+      row_blocks: the number of blocks in which rows are sorted that are sorted only to
+        group them, such as tokens by their experts; 1: all rows are sorted together.
       replicas: the share of each replica, for replicas of unequal devices. The replicas
         are the positions along the mesh's first axis, which splits no array. Empty:
         every device takes part in all microbatches.
@@ -240,6 +242,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     structure: str = ""
     microbatches: int = 1
     row_multiple: int = 1
+    row_blocks: int = 1
     replicas: tuple[ReplicaPlan, ...] = ()
     local: tuple[str, ...] = ()
     schedule: str = NO_SCHEDULE
@@ -261,8 +264,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError("a plan has at least one stage.")
         if self.microbatches < 1:
             raise PlanError(f"microbatches must be 1 or more, not {self.microbatches}.")
-        if self.row_multiple < 1:
-            raise PlanError(f"row_multiple must be 1 or more, not {self.row_multiple}.")
+        for name in ("row_multiple", "row_blocks"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} must be 1 or more, not {getattr(self, name)}.")
         if self.schedule not in SCHEDULES:
             raise PlanError(
                 f"unknown schedule '{self.schedule}'; there are {', '.join(SCHEDULES)}."

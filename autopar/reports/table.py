@@ -206,6 +206,8 @@ def shape_of_plan(plan: Plan) -> str:
         split = f", {parts} microbatches" if parts > 1 else ""
         if plan.row_multiple > 1:
             split += f", rows padded to a multiple of {plan.row_multiple}"
+        if plan.row_blocks > 1:
+            split += f", rows sorted in {plan.row_blocks} blocks"
         if plan.stage.sums_each_microbatch:
             split += ", gradients summed in each"
         if plan.replicas:

@@ -203,6 +203,8 @@ class Analysis:
         (`autopar.steps.for_devices`), the analysis of the step that computes each
         matrix separately.
       batches: the number of matrices in each of these batches.
+      row_blocks: the number of blocks in which rows are sorted that are sorted only to
+        group them; 1 if all rows are sorted together.
       offload: paths of the state that the plan keeps in host memory
         (`autopar.steps.offload`).
       on_devices: if there is such state, the analysis of the step with all its state in
@@ -233,6 +235,7 @@ class Analysis:
     counted: Analysis | None = None
     alone: Analysis | None = None
     batches: tuple[int, ...] = ()
+    row_blocks: int = 1
     offload: tuple[str, ...] = ()
     on_devices: Analysis | None = None
     programs: Mapping[int, int] | None = None

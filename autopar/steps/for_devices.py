@@ -22,13 +22,17 @@ from autopar_passes.program.row_orders import NO_ORDERS, RowOrders
 from autopar_passes.program.update_batches import batch_updates
 
 
-def for_devices(analysis: Analysis, devices: int) -> Analysis:
+def for_devices(
+    analysis: Analysis, devices: int, row_blocks: int | None = None
+) -> Analysis:
     """Returns the analysis of a step that suits a number of devices.
 
     Args:
       analysis: the analysis of the step after the split into microbatches and
         rematerialisation.
       devices: the number of devices of the plan, which has one stage.
+      row_blocks: the number of blocks in which rows are sorted that are sorted only to
+        group them; None: the largest number that divides the devices and the rows.
 
     Returns:
       ``analysis`` itself if there is nothing to rewrite.
@@ -36,8 +40,8 @@ def for_devices(analysis: Analysis, devices: int) -> Analysis:
     alone = analysis.alone or analysis
     if devices == 1 or alone.traced is None:
         return alone
-    make = functools.partial(_with_batches, alone, devices)
-    return alone.remember(("for devices", devices), make)
+    make = functools.partial(_rewritten, alone, devices, row_blocks)
+    return alone.remember(("for devices", devices, row_blocks), make)
 
 
 def stages_for_devices(micro: Analysis, devices: int) -> Analysis:
@@ -50,7 +54,7 @@ def stages_for_devices(micro: Analysis, devices: int) -> Analysis:
 
     def make() -> Analysis:
         start = time.perf_counter()
-        program, orders = _sorted_in_blocks(micro, devices)
+        program, orders, _ = _sorted_in_blocks(micro, devices, None)
         if not (orders or orders.refused):
             return micro
         found = micro.split
@@ -63,27 +67,36 @@ def stages_for_devices(micro: Analysis, devices: int) -> Analysis:
     return micro.remember(("for devices", devices), make)
 
 
-def _with_batches(analysis: Analysis, devices: int) -> Analysis:
+def _rewritten(analysis: Analysis, devices: int, row_blocks: int | None) -> Analysis:
     start = time.perf_counter()
     own = equations_of_update(analysis)
-    program, orders = _sorted_in_blocks(analysis, devices)
+    program, orders, blocks = _sorted_in_blocks(analysis, devices, row_blocks)
     program, batches = batch_updates(program, own, devices)
     if not (batches or orders or orders.refused):
         return analysis
-    made = with_program(analysis, program, start, alone=analysis, batches=batches)
+    made = with_program(
+        analysis, program, start, alone=analysis, batches=batches, row_blocks=blocks
+    )
     return _with_reasons(made, analysis, orders)
 
 
-def _sorted_in_blocks(analysis: Analysis, devices: int) -> tuple[Program, RowOrders]:
-    """The program that sorts rows in as many blocks as divide the devices and rows."""
+def _sorted_in_blocks(
+    analysis: Analysis, devices: int, row_blocks: int | None
+) -> tuple[Program, RowOrders, int]:
+    """The program that sorts rows in blocks, the orders, and the number of blocks."""
     rules = {op.equation: op.rule for op in analysis.graph.operators}
+    every = [n for n in range(devices, 1, -1) if devices % n == 0]
     first = NO_ORDERS
-    for blocks in (n for n in range(devices, 1, -1) if devices % n == 0):
+    for blocks in every if row_blocks is None else [row_blocks]:
+        if blocks == 1:
+            break
         program, orders = sort_in_blocks(analysis.program, rules, blocks)
-        if orders or not orders.refused:
-            return program, orders
+        if orders:
+            return program, orders, blocks
+        if not orders.refused:
+            break
         first = first if first.refused else orders
-    return analysis.program, first
+    return analysis.program, first, 1
 
 
 def _with_reasons(made: Analysis, of: Analysis, orders: RowOrders) -> Analysis:

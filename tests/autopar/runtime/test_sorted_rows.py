@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
 
@@ -49,15 +50,18 @@ def splits_products(plan: Any) -> bool:
     return all(axis.repeated < 0.1 for axis in plan.worth.axes)
 
 
-@pytest.mark.parametrize("form", expert_steps.FORMS)
-@pytest.mark.parametrize("cluster", ["8:cpu", "2x4:cpu"])
+@pytest.mark.parametrize(
+    ("cluster", "form"),
+    [("8:cpu", "inverse"), ("2x4:cpu", "addition"), ("8:cpu", "setting")],
+)
 def test_devices_sort_their_own_rows(cluster: str, form: str) -> None:
-    given = expert_steps.training(form)
+    given = expert_steps.training(form, layers=1)
     step = autopar.parallelize(
-        given[0], cluster=slow_devices(cluster), stages=1, microbatches=1
+        given[0], cluster=slow_devices(cluster), stages=1, microbatches=1, seconds=2
     )
     assert_equal(step, given)
     assert splits_products(step.plan), str(step.plan)
+    assert step.plan.row_blocks == 8
     found = autopar.audit(*given, plan=step.plan)
     assert found.agrees, str(found)
 
@@ -65,10 +69,8 @@ def test_devices_sort_their_own_rows(cluster: str, form: str) -> None:
 @pytest.mark.parametrize(
     ("options", "made"),
     [
-        ({"microbatches": 2}, {}),
         ({"microbatches": 2}, {"again": True, "scanned": True}),
-        ({"microbatches": 4, "remat": "all"}, {"form": "addition"}),
-        ({"microbatches": 2, "stages": 2}, {}),
+        ({"microbatches": 2, "remat": "all"}, {"form": "addition"}),
         ({"microbatches": 2, "stages": 2}, {"again": True, "form": "addition"}),
     ],
 )
@@ -77,23 +79,28 @@ def test_rows_are_sorted_in_microbatches_stages_and_again(
 ) -> None:
     given = expert_steps.training(**made)
     step = autopar.parallelize(
-        given[0], cluster=slow_devices("8:cpu"), **({"stages": 1} | options)
+        given[0],
+        cluster=slow_devices("8:cpu"),
+        **({"stages": 1, "seconds": 2} | options),
     )
     assert_equal(step, given)
 
 
 def test_gradients_of_experts_are_sent_as_int8() -> None:
-    given = expert_steps.training()
+    given = expert_steps.training(layers=1)
     step = autopar.parallelize(
         given[0],
         cluster=slow_devices("8:cpu"),
         stages=1,
         microbatches=2,
         compression="int8",
+        axis_names=("data",),
+        pins={"*/params/*": P(), "x": P("data")},
     )
     losses, _ = after(step, *given[1:])
     exact, _ = after(jax.jit(given[0]), *given[1:])
-    np.testing.assert_allclose(losses, exact, rtol=1e-2)
+    np.testing.assert_allclose(losses, exact, rtol=1e-3)
+    assert step.plan.row_blocks == 8
     sent = {g.codec for g in step.plan.stages[0].gradients if "gate" in g.name}
     assert sent == {"int8"}
 
