@@ -3,7 +3,7 @@
 The update computes equal matrices in batches, of which each device takes a part
 (`autopar_passes.program.update_batches`). Rows that are sorted only to group them, such
 as tokens by their experts, are sorted in blocks, so that each device sorts its own rows
-(`autopar_passes.program.row_blocks`).
+(`autopar_passes.graph.row_blocks`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import time
 from autopar.steps.analysis import Analysis, analyse_again, with_program
 from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
+from autopar_passes.graph.row_blocks import sort_in_blocks
+from autopar_passes.graph.row_orders import NO_ORDERS, RowOrders
 from autopar_passes.microbatches.facts import place_of
 from autopar_passes.program.equations import Program
-from autopar_passes.program.row_blocks import sort_in_blocks
-from autopar_passes.program.row_orders import NO_ORDERS, RowOrders
 from autopar_passes.program.update_batches import batch_updates
 
 

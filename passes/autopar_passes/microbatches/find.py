@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import OperatorGraph, update_equations
+from autopar_passes.graph.row_orders import find_row_orders
 from autopar_passes.microbatches.draws import draw_rows
 from autopar_passes.microbatches.facts import (
     SAME,
@@ -40,7 +41,6 @@ from autopar_passes.program.equations import (
     needed_equations,
 )
 from autopar_passes.program.flatten import Builder, next_index
-from autopar_passes.program.row_orders import find_row_orders
 from autopar_passes.program.trace import TracedStep
 
 # Writes the program of a microbatch from the classes of values and the edits (`Edits`).

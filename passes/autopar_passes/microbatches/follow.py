@@ -247,7 +247,7 @@ class Follower:
             own rows only.
           hoisted: top-level equations that are computed ahead from the whole batch.
           regrouped: equations on rows that are sorted only to group them
-            (`autopar_passes.program.row_orders`). A microbatch sorts its own rows.
+            (`autopar_passes.graph.row_orders`). A microbatch sorts its own rows.
         """
         self.pair = pair
         self.facts = facts

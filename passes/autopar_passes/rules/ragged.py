@@ -3,7 +3,7 @@
 `jax.lax.ragged_dot` needs all rows of a group next to each other, so that its rows
 cannot be sharded. `ragged_dot_in_blocks` reads rows that are grouped within each of
 several blocks. Each device can therefore multiply the rows of its own blocks
-(`autopar_passes.program.row_blocks` writes such products).
+(`autopar_passes.graph.row_blocks` writes such products).
 """
 
 from __future__ import annotations

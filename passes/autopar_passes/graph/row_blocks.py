@@ -2,7 +2,7 @@
 
 A step that sorts its rows by their group, such as tokens by their experts, needs all
 rows on each device. This pass rewrites such a step to sort blocks of rows, if
-`autopar_passes.program.row_orders` finds that no result depends on the order. Ragged
+`autopar_passes.graph.row_orders` finds that no result depends on the order. Ragged
 products get the group sizes of each block. Gathers and scatters move rows within their
 block. All other equations stay as they are.
 
@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar_passes.graph.row_orders import Move, RowOrders, find_row_orders
 from autopar_passes.program.equations import Atom, Equation, Program, Region, reads
 from autopar_passes.program.flatten import Builder, next_index
-from autopar_passes.program.row_orders import Move, RowOrders, find_row_orders
 from autopar_passes.rules.factor_rule import FactorRule
 from autopar_passes.rules.ragged import ragged_dot_in_blocks
 

@@ -27,9 +27,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from autopar_passes.graph.known_numbers import SAME, KnownNumbers, is_uniform
 from autopar_passes.program.equal_leaves import ELEMENTWISE, SHAPED
 from autopar_passes.program.equations import Atom, Equation, Program, Region, Scalar
-from autopar_passes.program.known_numbers import SAME, KnownNumbers, is_uniform
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 from autopar_passes.rules.ragged import RAGGED_DOT, ragged_dims
 

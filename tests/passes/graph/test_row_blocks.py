@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.row_blocks import sort_in_blocks
+from autopar_passes.graph.row_orders import RowOrders
 from autopar_passes.program.equations import Program, evaluate, walk
-from autopar_passes.program.row_blocks import sort_in_blocks
-from autopar_passes.program.row_orders import RowOrders
 from autopar_passes.program.trace import open_arguments, trace_call
 
 
