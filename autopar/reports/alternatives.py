@@ -311,7 +311,9 @@ def _costs_alone(
 
 
 def plan_choices(assignment: Assignment, formulation: Formulation) -> tuple[int, ...]:
-    """A plan's choices as indices into the strategies of a problem.
+    """Returns, for each node of the solver's problem, the index of the plan's strategy.
+
+    The nodes are those of the program, and then the copies.
 
     Raises:
       PlanError: the plan holds a layout that the planner does not consider.

@@ -64,7 +64,8 @@ class RepeatedCall:
       avals: shape and dtype of each array that ``kept`` selects.
       shardings: sharding of each array that ``kept`` selects.
       loose: the arrays that ``kept`` does not select.
-      consumed: positions of the arrays that the call donates, with their results.
+      consumed: position of each donated argument -> position of the result that is its
+        value for the next step.
       donated: a function that selects the donated arrays.
       moves_state: whether some donated array needs placement in each call, such as a
         random key.
@@ -161,7 +162,8 @@ def repeated_call(
       kwargs: keyword arguments of the call.
       placed: flat arguments of the call, as placed.
       flat: flat results of the call.
-      consumed: positions of the arguments that were donated, with their results.
+      consumed: position of each donated argument -> position of the result that is its
+        value for the next step.
     """
     form = call.form
     keywords = tuple(k for k in form.names[len(args) :] if k in kwargs)

@@ -679,7 +679,10 @@ class Runner:
         return "" if command in _PLAIN else f"no such command: {command}"
 
     def _place(self, places: Mapping[str, int]) -> str:
-        """Moves workers to other places (`Placing`); returns why this failed, or ''."""
+        """Sets how many workers run on each host, as a scheduler decided (`Placing`).
+
+        Returns why this failed, or ''.
+        """
         if not isinstance(self._launcher, Placing):
             return "this run has no places: a scheduler did not start it."
         leaving = self._launcher.move(places)

@@ -314,9 +314,10 @@ class Tiresias:
                 del kept[name]
 
     def _demote(self, name: str, now_s: float, devices: int) -> None:
-        """Adds the device-seconds since the last decision to a job's total.
+        """Adds the seconds since the last decision to the total of a running job.
 
-        A job whose total reaches the threshold moves to the second queue.
+        If this total times the job's devices reaches the threshold, the job moves to
+        the second queue.
         """
         if self._running[name]:
             spent = now_s - self._looked_s.get(name, 0.0)

@@ -28,8 +28,8 @@ Rules and FLOPs of the forward and backward calls of cuDNN's fused attention:
 
 The operands are those of `jax.nn.dot_product_attention(implementation="cudnn")`. The
 query has shape ``(batch, q_seq, heads, head_dim)``. Key and value have ``kv_seq`` and
-``kv_heads`` instead. In layout 1 the heads come before the sequence. An operand that a
-call does not use has no elements.
+``kv_heads`` instead. If the call's parameter ``layout`` is 1 and not 0, the heads come
+before the sequence. An operand that a call does not use has no elements.
 
 Batch and heads may be sharded, where a group of query heads stays with its key head.
 The bias may lack the batch or the heads. The call then sums the gradient of the bias

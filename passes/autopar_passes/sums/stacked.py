@@ -260,7 +260,9 @@ def reassociations(graph: OperatorGraph) -> tuple[Reassociation, ...]:
     def way(value: int | None) -> tuple[int, ...]:
         """Returns the values from an operand back to the value that is all-reduced.
 
-        The result is () if an operation on the way prevents the combination.
+        The result is () if XLA cannot combine this all-reduce with that of the other
+        operand: a value between them has other readers or is an output of the program,
+        or an operation between them does more than change the shape.
         """
         out: list[int] = []
         while value is not None and value not in outputs:
