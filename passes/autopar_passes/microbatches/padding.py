@@ -64,7 +64,7 @@ _OPAQUE = frozenset({"ffi_call", "pallas_call", "custom_partitioning", "shard_ma
 # Products, which add up over a dimension that both operands have.
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 # Operators whose result is zero where their first operand is zero.
-_LINEAR = (UNARY - {"split"}) | {
+_LINEAR = UNARY | {
     "broadcast_in_dim", "dynamic_slice", "gather", "reduce_precision",
     "reduce_window_sum", "cumsum", "real", "imag",
 }  # fmt: skip
