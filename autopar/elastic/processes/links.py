@@ -30,6 +30,8 @@ TELL_S = 1.0
 # link has changed if the rates in its last `_WINDOWS` windows all differ from the first
 # rate.
 _WINDOW_S, _WINDOWS = 5.0, 6
+# After this many windows with a changed rate, a change is expected to last (`expect`).
+EXPECTED = 2
 # The rate in the first `_FIRST` windows of a world counts as the rate that the plan
 # assumes.
 _FIRST = 3
@@ -131,7 +133,7 @@ class LinkWatch:
         self._current: dict[int, SentBytes] = {}
         self._window = -1
         self._rates: dict[int, list[float | None]] = {}
-        self._told = True
+        self._told = self._expected = True
 
     def begin(self, now: float) -> None:
         """Begins a new world, whose first rates count as those that its plan assumes.
@@ -139,7 +141,8 @@ class LinkWatch:
         Args:
           now: time in seconds on a monotonic clock (`time.monotonic`).
         """
-        self._began_s, self._told = now + _SETTLE_S, False
+        self._began_s = now + _SETTLE_S
+        self._told = self._expected = False
         self._current, self._rates, self._window = {}, {}, -1
 
     def take(self, now: float, worker: int, sent: SentBytes) -> float | None:
@@ -156,8 +159,14 @@ class LinkWatch:
             self._end_window()
             self._window = window
         self._current[worker] = self._current.get(worker, _NONE) + sent
-        factor = self._find_factor()
+        factor = self._find_factor(_WINDOWS)
         self._told = factor is not None
+        return factor
+
+    def expect(self) -> float | None:
+        """The factor of a change that may last, before `take` returns it; only once."""
+        factor = None if self._expected else self._find_factor(EXPECTED)
+        self._expected = self._expected or factor is not None
         return factor
 
     def _end_window(self) -> None:
@@ -165,9 +174,10 @@ class LinkWatch:
             self._rates.setdefault(worker, []).append(sent.rate)
         self._current = {}
 
-    def _find_factor(self) -> float | None:
-        """The factor by which the slowest link's rate has changed for long enough."""
-        found = [x for x in map(_factors, self._rates.values()) if x]
+    def _find_factor(self, windows: int) -> float | None:
+        """The factor by which the slowest link's rate has changed for some windows."""
+        rates = self._rates.values()
+        found = [x for x in (_factors(mine, windows) for mine in rates) if x]
         slower = [max(x) <= 1 / _FACTOR for x in found]
         faster = [min(x) >= _FACTOR for x in found]
         if not found or not (any(slower) or all(faster)):
@@ -175,13 +185,13 @@ class LinkWatch:
         return min(statistics.median(x) for x in found)
 
 
-def _factors(rates: list[float | None]) -> list[float]:
+def _factors(rates: list[float | None], windows: int) -> list[float]:
     """A worker's rates in the last windows, divided by its first rate.
 
     Empty if there are too few windows.
     """
     first = [x for x in rates[:_FIRST] if x is not None]
-    last = [x for x in rates[_FIRST:][-_WINDOWS:] if x is not None]
-    if not first or len(last) < _WINDOWS - 1:
+    last = [x for x in rates[_FIRST:][-windows:] if x is not None]
+    if not first or len(last) < windows - windows // _WINDOWS:
         return []
     return [x / statistics.median(first) for x in last]

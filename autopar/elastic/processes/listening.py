@@ -45,11 +45,14 @@ class WantedAction:
       gone: ranks of the processes that leave.
       cluster: the cluster to plan for from now on; None: links and devices do not
         change.
+      expected: whether the cluster may soon change in this way, so that a plan is
+        prepared for it; nothing else changes yet.
     """
 
     processes: int
     gone: tuple[int, ...]
     cluster: Cluster | None
+    expected: bool = False
 
 
 class Listening:
@@ -145,7 +148,8 @@ class Listening:
         an event of it.
         """
         factor = self._links.take(time.monotonic(), worker, sent)
-        world = self._world
+        world, lasts = self._world, factor is not None
+        factor = factor or self._links.expect()
         if factor is None or world is None or world.groups or not world.levels:
             return
         level = world.levels[0]
@@ -153,6 +157,11 @@ class Listening:
         known = min(self._rates, key=lambda x: max(x / found, found / x))
         same = 1 / _SAME_RATE <= known / found <= _SAME_RATE
         rate = known if same else float(f"{found:.2g}")
+        if not lasts:
+            # If the change lasts, it counts as a change to this rate.
+            self._rates.append(rate)
+            self._expect(world.with_link(level.name, bandwidth_bytes_per_s=rate))
+            return
         self.put(
             Event(
                 kind="link",
@@ -187,6 +196,10 @@ class Listening:
           has changed; otherwise empty.
         """
         speeds = self._speeds.take(time.monotonic(), worker, use)
+        expected = None if speeds else self._speeds.expect()
+        if expected and self._equal is not None:
+            with contextlib.suppress(ClusterError):
+                self._expect(self._equal.with_speeds(expected))
         if speeds is None or self._equal is None:
             return {}
         self._wanted_speeds = speeds
@@ -200,6 +213,11 @@ class Listening:
         if not accepted:
             self._speeds.assume(speeds)
         return dict(zip(self._workers, speeds, strict=True))
+
+    def _expect(self, cluster: Cluster) -> None:
+        """Has a plan prepared for a cluster to which the world's may soon change."""
+        processes = cluster.num_devices // self._devices
+        self._follow(WantedAction(processes, (), cluster, expected=True))
 
     def on_dropped(self) -> None:
         """Settles for the present cluster, because a changed one has no plan."""

@@ -154,7 +154,11 @@ class NextWorlds:
 
 
 class PreparingProcess:
-    """Starts a preparing process, and a thread that passes on orders and answers."""
+    """Starts a preparing process, and a thread that passes on orders and answers.
+
+    Attributes:
+      is_open: whether the process takes orders; False once it has ended.
+    """
 
     def __init__(self, answer: Callable[..., Any], *, nice: int) -> None:
         """Starts the process.
@@ -165,6 +169,7 @@ class PreparingProcess:
         """
         self._answer, self._nice = answer, nice
         self._waiting: dict[int, Message] = {}
+        self.is_open = True
         self._child: subprocess.Popen[bytes] | None = None
         self._here, there = socket.socketpair()
         # The preparing process dies with the thread that starts it. So this thread
@@ -178,6 +183,10 @@ class PreparingProcess:
         self._waiting[order["number"]] = order
         with contextlib.suppress(OSError):  # if it has died, the thread answers
             self._here.sendall(json.dumps(order).encode() + b"\n")
+
+    def clusters(self) -> list[Any]:
+        """The clusters of the orders that have no answer yet."""
+        return [order["cluster"] for order in list(self._waiting.values())]
 
     def close(self) -> None:
         """Ends the process; open orders get no answer."""
@@ -204,6 +213,7 @@ class PreparingProcess:
                     self._answer(order, answer)
         child.kill()
         child.wait()
+        self.is_open = False
         error = "the process that prepares plans and programs has ended"
         for order in list(self._waiting.values()):
             self._answer(order, {"error": error})
@@ -213,8 +223,8 @@ class Preparer:
     """Carries out the supervisor's orders to prepare plans and programs.
 
     For a next world that is only likely, it prepares at the lowest CPU priority. For a
-    cluster that the supervisor waits for, it prepares in a second process, at the
-    priority of the training.
+    cluster that the supervisor waits for, or will soon wait for, it prepares in a
+    second process, at the priority of the training.
     """
 
     def __init__(self, say: Callable[..., Any], rows: Callable[[], int]) -> None:
@@ -231,22 +241,28 @@ class Preparer:
         self._done: set[str] = set()
 
     def take(self, order: Message) -> None:
-        """Carries out an order; the order's number is 0 if it is only a guess."""
+        """Carries out an order; its number is 0 if the supervisor does not wait."""
         made = {k: order[k] for k in ("number", "processes", "cluster")}
         made["rows"] = self._rows()
         if jax.default_backend() != "cpu":
             error = "programs can be prepared for CPUs only, because XLA needs devices"
             self._reply(made, {"error": error})
             return
-        urgent = order["number"] > 0
+        urgent = order["number"] > 0 or order.get("expected", False)
+        busy = [] if self._process is None else self._process.clusters()
+        gone = self._process is not None and not self._process.is_open
+        if gone or (not urgent and self._is_urgent and not busy):
+            self._end()  # an expected change did not last
         if urgent:
-            self._end()
-        elif (
-            self._is_urgent or (text := json.dumps(made, sort_keys=True)) in self._done
-        ):
-            return
+            others = [x for x in busy if x != made["cluster"]]
+            if others or not self._is_urgent:
+                self._end()  # nothing waits for these any more
         else:
+            text = json.dumps(made, sort_keys=True)
+            if self._is_urgent or text in self._done:
+                return
             self._done.add(text)
+        if not order["number"]:
             self._guesses -= 1
             made["number"] = self._guesses
         if self._process is None:

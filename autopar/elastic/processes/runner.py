@@ -468,9 +468,21 @@ class Runner:
 
     def _follow(self, wanted: WantedAction) -> None:
         cluster = None if wanted.cluster is None else wanted.cluster.to_data()
+        if wanted.expected:
+            self._events.put(lambda: self._expect(wanted.processes, cluster))
+            return
         self._events.put(
             lambda: self.supervisor.follow(wanted.processes, wanted.gone, cluster)
         )
+
+    def _expect(self, processes: int, cluster: Any) -> None:
+        """Has the first worker plan for a change that is not certain to last."""
+        known = self.supervisor
+        if self._job.limits.prepares and processes == len(known.world):
+            order = {"number": 0, "processes": processes, "cluster": cluster}
+            where = {"generation": known.generation, "expected": True}
+            self.send(known.world[0], "prepare", **where, **order)
+            self.log("expect", processes=processes)
 
     def note(self, found: Resolved) -> None:
         """Logs an event that does not change the cluster (`Notes`)."""

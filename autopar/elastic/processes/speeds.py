@@ -25,6 +25,8 @@ from typing import Any
 
 import msgspec
 
+from autopar.elastic.processes.links import EXPECTED
+
 # A worker's CPU time is measured over intervals of `_WINDOW_S` seconds, called windows.
 # A speed has changed if it differs from the planned one in the last `_WINDOWS` windows.
 _WINDOW_S, _WINDOWS = 5.0, 5
@@ -221,6 +223,8 @@ class SpeedWatch:
         self._current: dict[int, CpuUse] = {}
         self._window = -1
         self._speeds: dict[int, list[tuple[float, bool]]] = {}
+        # The speeds that `expect` has returned last.
+        self._expected: tuple[float, ...] | None = None
         # The most CPUs that each worker has been seen to use, or to be limited to.
         self._most: dict[int, float] = {}
 
@@ -243,6 +247,7 @@ class SpeedWatch:
         """Sets the speeds with which later ones are compared, by rank."""
         self._planned = dict(zip(self._hosts, planned, strict=False))
         self._current, self._speeds, self._window = {}, {}, -1
+        self._expected = None
 
     def take(self, now: float, worker: int, use: CpuUse) -> tuple[float, ...] | None:
         """Takes a worker's report.
@@ -260,10 +265,16 @@ class SpeedWatch:
             self._window = window
         before = self._current.get(worker)
         self._current[worker] = use if before is None else before + use
-        speeds = self._find_speeds()
+        speeds = self._find_speeds(_WINDOWS)
         if speeds is not None:
             self._planned = {}
         return speeds
+
+    def expect(self) -> tuple[float, ...] | None:
+        """By rank, speeds that may last, before `take` returns them; each only once."""
+        found, before = self._find_speeds(EXPECTED), self._expected
+        self._expected = found or before
+        return None if found == before else found
 
     def _end_window(self) -> None:
         current, self._current = self._current, {}
@@ -289,14 +300,14 @@ class SpeedWatch:
         most = self._most[worker] = max(seen, self._most.get(worker, 1e-6))
         return min(quota, most)
 
-    def _find_speeds(self) -> tuple[float, ...] | None:
-        """The speeds to plan for, if they have changed for long enough."""
+    def _find_speeds(self, windows: int) -> tuple[float, ...] | None:
+        """The speeds to plan for, if they have been changed for so many windows."""
         changed: dict[int, float] = {}
         for worker, planned in self._planned.items():
-            last = self._speeds.get(worker, [])[-_WINDOWS:]
+            last = self._speeds.get(worker, [])[-windows:]
             slower = [limited and x * _FACTOR <= planned for x, limited in last]
             faster = [x >= planned * _FACTOR for x, _ in last]
-            if len(last) == _WINDOWS and (all(slower) or all(faster)):
+            if len(last) == windows and (all(slower) or all(faster)):
                 changed[worker] = _rounded(statistics.median(x for x, _ in last))
         if not changed:
             return None

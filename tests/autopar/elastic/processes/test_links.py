@@ -56,6 +56,20 @@ def test_what_passes_in_less_than_half_a_minute_is_no_event() -> None:
     assert changes([10 * MB] * 60 + [MB] * 20 + [10 * MB] * 100) == []
 
 
+def test_a_change_is_expected_before_it_counts() -> None:
+    """So that a plan is ready when it does."""
+    watch, found = LinkWatch(), []
+    watch.begin(0.0)
+    for k in range(80):
+        rate = 10 * MB if k < 60 else MB
+        assert watch.take(float(k), 0, SentBytes(round(rate), 1.0)) is None
+        if (factor := watch.expect()) is not None:
+            found.append((k, factor))
+    ((when, factor),) = found
+    assert factor < 0.5
+    assert 60 + 5 <= when <= 60 + 15
+
+
 def test_few_bytes_say_nothing() -> None:
     assert changes([10 * MB] * 60 + [1e3] * 100) == []
     assert changes([1e3] * 60 + [10 * MB] * 100) == []

@@ -109,6 +109,7 @@ def test_a_link_that_is_as_before_is_planned_as_before(
     heard = Heard("4x2:cpu,network=1Gb/s")
     factors = iter([0.05, 18.5])
     monkeypatch.setattr(heard.listening._links, "take", lambda *_: next(factors))
+    monkeypatch.setattr(heard.listening._links, "expect", lambda: None)
     heard.listening.on_sent(0, SentBytes(1, 1.0))
     slow = heard.wanted[-1].cluster
     assert slow is not None
@@ -150,8 +151,9 @@ def test_a_throttled_host_gets_slower_devices_and_equal_ones_again(
     clock = Clock(heard, monkeypatch)
     heard.form("4x2:cpu")
     assert clock.run(0.4, 0.4, 0.2, 0.4) == {0: 1.0, 1: 1.0, 2: 0.5, 3: 1.0}
-    (wanted,) = heard.wanted
+    expected, wanted = heard.wanted
     uneven = Cluster.parse("4x2:cpu").with_speeds([1, 1, 0.5, 1])
+    assert expected == WantedAction(4, (), uneven, expected=True)
     assert wanted == WantedAction(4, (), uneven)
     heard.take(uneven)
     assert clock.run(0.4, 0.4, 0.2, 0.4) == {}
@@ -167,9 +169,9 @@ def test_speeds_without_a_plan_are_settled(monkeypatch: pytest.MonkeyPatch) -> N
     assert clock.run(0.2, 0.4, 0.4, 0.4)
     heard.listening.on_dropped()
     assert clock.run(0.2, 0.4, 0.4, 0.4) == {}
-    assert len(heard.wanted) == 1
+    assert [x.expected for x in heard.wanted] == [True, False]
     assert clock.run(0.4, 0.4, 0.4, 0.4) == dict.fromkeys(range(4), 1.0)
-    assert len(heard.wanted) == 1
+    assert [x.expected for x in heard.wanted[2:]] == [True]
     assert clock.run(0.4, 0.2, 0.4, 0.4)[1] == 0.5
     uneven = Cluster.parse("4x2:cpu").with_speeds([1, 0.5, 1, 1])
     assert heard.wanted[-1].cluster == uneven
@@ -182,6 +184,21 @@ def test_speeds_of_accelerators_are_not_watched(
     clock = Clock(heard, monkeypatch)
     heard.form("4x2:h100")
     assert clock.run(0.2, 0.4, 0.4, 0.4) == {}
+
+
+def test_a_link_is_planned_for_as_it_was_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rate that lasts is measured anew, and differs a little."""
+    heard = Heard("4x2:cpu,network=1Gb/s")
+    factors = iter([None, 0.051])
+    monkeypatch.setattr(heard.listening._links, "take", lambda *_: next(factors))
+    monkeypatch.setattr(heard.listening._links, "expect", lambda: 0.05)
+    heard.listening.on_sent(0, SentBytes(1, 1.0))
+    heard.listening.on_sent(0, SentBytes(1, 1.0))
+    expected, lasts = heard.wanted
+    assert (expected.expected, lasts.expected) == (True, False)
+    assert expected.cluster == lasts.cluster
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,22 @@ def test_a_throttled_host_is_found_once() -> None:
     assert 60 + 20 <= when <= 60 + 31
 
 
+def test_a_change_is_expected_before_it_counts() -> None:
+    """So that a plan is ready when it does; a short change is only expected."""
+    watch = SpeedWatch()
+    watch.begin(0.0, HOSTS, (1.0, 1.0, 1.0))
+    found = [
+        (second, speeds)
+        for second in range(80)
+        for worker in HOSTS
+        if watch.take(float(second), worker, throttled(second, worker)) is None
+        and (speeds := watch.expect()) is not None
+    ]
+    ((when, speeds),) = found
+    assert speeds == (1.0, 0.5, 1.0)
+    assert 60 + 5 <= when <= 60 + 11
+
+
 def test_a_host_that_was_slow_from_the_start_is_found() -> None:
     ((when, found),) = run(lambda second, worker: use(0.2 if worker == 1 else 0.4))
     assert found == (1.0, 0.5, 1.0)
