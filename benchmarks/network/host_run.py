@@ -26,6 +26,9 @@ LIMIT_S = 180.0
 
 _GROUPS = pathlib.Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
+# The weight of a host's control group is this many times that of another process of the
+# machine. Otherwise other work keeps hosts from using up their quotas.
+_WEIGHT = 4
 # `ip netns exec` mounts another /sys, in which no control groups are mounted. Commands
 # that mount those of version 1 and 2:
 _MOUNT_1 = (
@@ -48,8 +51,10 @@ class CpuShares:
         """Makes the control groups, without quotas."""
         if not self._first:
             (_GROUPS / "cgroup.subtree_control").write_text("+cpu")
+        name, usual = ("cpu.shares", 1024) if self._first else ("cpu.weight", 100)
         for folder in self._folders.values():
             folder.mkdir()
+            (folder / name).write_text(str(_WEIGHT * usual))
         return self
 
     def __exit__(

@@ -1,6 +1,6 @@
 """The training script of `link_change.py` and `throttled_host.py`: a GPT.
 
-Usage: autopar run ... link_script.py OUT CLUSTER CODEC LAYERS [MICROBATCHES]
+Usage: autopar run ... link_script.py OUT CLUSTER CODEC LAYERS SEQUENCE [MICROBATCHES]
 MICROBATCHES is a number, or one for each replica, such as 3+3+1.
 The first process of a world appends to OUT when each step had ended, worlds to the
 ledger OUT.ledger, and the microbatches of each replica of a plan to OUT.shares.
@@ -22,8 +22,8 @@ import gpt
 
 import autopar
 
-OUT, CLUSTER, CODEC, LAYERS, *SHARES = sys.argv[1:]
-BATCH, SEQUENCE = 32, 64
+OUT, CLUSTER, CODEC, LAYERS, LENGTH, *SHARES = sys.argv[1:]
+BATCH, SEQUENCE = 32, int(LENGTH)
 TRAINING = gpt.training(layers=int(LAYERS), batch=BATCH, seq=SEQUENCE)
 
 

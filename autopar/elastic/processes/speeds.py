@@ -270,6 +270,10 @@ class SpeedWatch:
             self._planned = {}
         return speeds
 
+    def deviates(self) -> bool:
+        """Whether a speed differs from the planned one in the last window."""
+        return self._find_speeds(1) is not None
+
     def expect(self) -> tuple[float, ...] | None:
         """By rank, speeds that may last, before `take` returns them; each only once."""
         found, before = self._find_speeds(EXPECTED), self._expected
