@@ -189,10 +189,15 @@ class HostRun:
         return {**parts, "program": found["program"]}
 
     def prepared(self) -> dict[str, Any]:
-        """The seconds in which the last changed cluster was planned for."""
-        found = [x for x in self.log("prepared") if x["number"] > 0]
+        """The seconds in which the last changed cluster was planned for.
+
+        The plan was made when the change was expected, or when it counted.
+        """
+        found = [
+            x for x in self.log("prepared") if x["number"] > 0 or x.get("expected")
+        ]
         names = ("plan_s", "compile_s")
-        return {n: round(found[-1][n], 1) for n in names if found and n in found[-1]}
+        return {n: round(max(x.get(n, 0.0) for x in found[-2:]), 1) for n in names}
 
     def shares(self) -> str:
         """The microbatches of each replica of the last plan, such as ``3+3+1``."""

@@ -57,7 +57,7 @@ class Trial:
             run.close()
             raise SystemExit("no world has formed")
         if not split:  # likely next worlds are prepared
-            run.wait_for("prepared", 3, 60.0)
+            run.wait_for("prepared", 4, 90.0)
         for rank in range(HOSTS):
             self.shares.set(rank, self.given.cores)
         return run

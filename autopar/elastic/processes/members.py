@@ -175,6 +175,12 @@ def has_token(message: Message | None, token: str) -> bool:
     return hmac.compare_digest(given.encode(), token.encode())
 
 
+def own_fields(message: Message) -> dict[str, Any]:
+    """The fields of a worker's message that not all its messages have."""
+    common = ("kind", "worker", "generation")
+    return {k: v for k, v in message.items() if k not in common}
+
+
 # After this many seconds, a run reports that it still waits for a worker's script to
 # join.
 _LATE_S = 15.0

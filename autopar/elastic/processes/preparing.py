@@ -243,12 +243,12 @@ class Preparer:
     def take(self, order: Message) -> None:
         """Carries out an order; its number is 0 if the supervisor does not wait."""
         made = {k: order[k] for k in ("number", "processes", "cluster")}
-        made["rows"] = self._rows()
+        made["rows"], made["expected"] = self._rows(), order.get("expected", False)
         if jax.default_backend() != "cpu":
             error = "programs can be prepared for CPUs only, because XLA needs devices"
             self._reply(made, {"error": error})
             return
-        urgent = order["number"] > 0 or order.get("expected", False)
+        urgent = order["number"] > 0 or made["expected"]
         busy = [] if self._process is None else self._process.clusters()
         gone = self._process is not None and not self._process.is_open
         if gone or (not urgent and self._is_urgent and not busy):
@@ -271,7 +271,7 @@ class Preparer:
         self._process.send(made)
 
     def _reply(self, order: Message, answer: Message) -> None:
-        own = {k: order[k] for k in ("number", "processes")}
+        own = {k: order[k] for k in ("number", "processes", "expected")}
         self._say("prepared", **{**answer, **own})
         if order["number"] > 0:
             self._end()

@@ -46,6 +46,7 @@ from autopar.elastic.processes.members import (
     find_unplaced,
     has_token,
     late,
+    own_fields,
 )
 from autopar.elastic.processes.metrics import RunMetrics
 from autopar.elastic.processes.network import End, Listener, Network, split_address
@@ -622,9 +623,7 @@ class Runner:
         if message["kind"] == "stacks":
             self._stacks.take(worker, message["text"])
         elif message["kind"] == "progress":
-            skipped = ("kind", "worker", "generation")
-            line = {k: v for k, v in message.items() if k not in skipped}
-            self._progress.write("progress", **line)
+            self._progress.write("progress", **own_fields(message))
         else:
             self.supervisor.take(worker, message)
 

@@ -206,8 +206,7 @@ class Supervisor:
     def _take_prepared(
         self, worker: int, member: WorkerMember, message: Message
     ) -> None:
-        names = ("number", "processes", "plan_s", "compile_s", "compiled", "error")
-        self._do.log("prepared", **{k: message[k] for k in names if k in message})
+        self._do.log("prepared", **members.own_fields(message))
         if message["number"] != self._preparation or self._next is None:
             return
         if message.get("refused"):  # the world trains on as planned
