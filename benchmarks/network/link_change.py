@@ -31,7 +31,7 @@ def start(folder: pathlib.Path, bed: Bed, given: Any, rate: float) -> HostRun:
     """Starts a run that plans for links of a rate."""
     bed.set_rate(rate)
     cluster = f"1x1:cpu,network={rate:g}Mb/s"
-    return HostRun(folder, bed, [cluster, given.codec, str(given.layers), "64"])
+    return HostRun(folder, bed, [cluster, given.codec, str(given.layers), "32x64"])
 
 
 def cold(folder: pathlib.Path, bed: Bed, given: Any, rate: float) -> dict[str, Any]:

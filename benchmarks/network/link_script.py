@@ -1,6 +1,7 @@
 """The training script of `link_change.py` and `throttled_host.py`: a GPT.
 
-Usage: autopar run ... link_script.py OUT CLUSTER CODEC LAYERS SEQUENCE [MICROBATCHES]
+Usage: autopar run ... link_script.py OUT CLUSTER CODEC LAYERS BATCH [MICROBATCHES]
+BATCH is a number of rows and their length, such as 32x64.
 MICROBATCHES is a number, or one for each replica, such as 3+3+1.
 The first process of a world appends to OUT when each step had ended, worlds to the
 ledger OUT.ledger, and the microbatches of each replica of a plan to OUT.shares.
@@ -22,8 +23,8 @@ import gpt
 
 import autopar
 
-OUT, CLUSTER, CODEC, LAYERS, LENGTH, *SHARES = sys.argv[1:]
-BATCH, SEQUENCE = 32, int(LENGTH)
+OUT, CLUSTER, CODEC, LAYERS, SIZES, *SHARES = sys.argv[1:]
+BATCH, SEQUENCE = map(int, SIZES.split("x"))
 TRAINING = gpt.training(layers=int(LAYERS), batch=BATCH, seq=SEQUENCE)
 
 

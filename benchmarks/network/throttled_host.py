@@ -29,9 +29,8 @@ from host_run import CpuShares, HostRun
 from autopar import Cluster
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-HOSTS, RATE = 4, 1000
-# Steps of the link script have 32 rows.
-SPLITS = ["3+2+2+1", "5+5+4+2", "5+4+4+3", "9+9+9+5", "10+9+9+4"]
+HOSTS, RATE, ROWS = 4, 1000, 64
+SPLITS = ["5+5+4+2", "5+4+4+3", "9+9+9+5", "10+9+9+4"]
 
 
 class Trial:
@@ -47,7 +46,7 @@ class Trial:
         for rank in range(HOSTS):
             self.shares.set(rank, None)
         self.runs += 1
-        size = [str(self.given.layers), str(self.given.sequence)]
+        size = [str(self.given.layers), f"{ROWS}x{self.given.sequence}"]
         script = [cluster, "none", *size, *split]
         options = ["--no-ahead"] if split else []
         folder = self.place / f"run{self.runs}"
@@ -150,7 +149,7 @@ def main() -> None:
     parser.add_argument("--cores", type=float, default=0.4, help="of each host")
     parser.add_argument("--host", type=int, default=3, help="the throttled one")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each mean")
     parser.add_argument("--splits", nargs="*", default=SPLITS)
     parser.add_argument("--turns", type=int, default=1, help="of the static splits")
