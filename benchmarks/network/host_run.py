@@ -125,6 +125,8 @@ class HostRun:
             words = ["worker", "--supervisor", at, "--secret", str(secret)]
             words += ["--folder", str(folder / f"host{k}")]
             self.processes.append(self._start(host, words))
+            # Workers get their ranks in the order in which hosts join.
+            self.wait_for("host", k + 1)
 
     def _start(self, host: Host, words: list[str]) -> subprocess.Popen[Any]:
         inside = ["ip", "netns", "exec", host.namespace]
