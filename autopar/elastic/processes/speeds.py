@@ -220,6 +220,8 @@ class SpeedWatch:
         # The speed of each worker that the plan assumes; empty: speeds are not watched.
         self._planned: dict[int, float] = {}
         self._hosts: Mapping[int, str] = {}
+        # Whether `take` has returned speeds for which nothing has been planned yet.
+        self._told = False
         self._current: dict[int, CpuUse] = {}
         self._window = -1
         self._speeds: dict[int, list[tuple[float, bool]]] = {}
@@ -247,7 +249,7 @@ class SpeedWatch:
         """Sets the speeds with which later ones are compared, by rank."""
         self._planned = dict(zip(self._hosts, planned, strict=False))
         self._current, self._speeds, self._window = {}, {}, -1
-        self._expected = None
+        self._expected, self._told = None, False
 
     def take(self, now: float, worker: int, use: CpuUse) -> tuple[float, ...] | None:
         """Takes a worker's report.
@@ -267,12 +269,12 @@ class SpeedWatch:
         self._current[worker] = use if before is None else before + use
         speeds = self._find_speeds(_WINDOWS)
         if speeds is not None:
-            self._planned = {}
+            self._planned, self._told = {}, True
         return speeds
 
     def deviates(self) -> bool:
-        """Whether a speed differs from the planned one in the last window."""
-        return self._find_speeds(1) is not None
+        """Whether a speed differs from the planned one, in the last window."""
+        return self._told or self._find_speeds(1) is not None
 
     def expect(self) -> tuple[float, ...] | None:
         """By rank, speeds that may last, before `take` returns them; each only once."""

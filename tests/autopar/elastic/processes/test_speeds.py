@@ -142,7 +142,9 @@ def test_workers_of_a_host_share_its_quota() -> None:
 def test_speeds_that_have_no_plan_are_returned_once() -> None:
     watch = SpeedWatch()
     run(throttled, 100, watch=watch)
+    assert watch.deviates()
     watch.assume((1.0, 0.5, 1.0))
+    assert not watch.deviates()
     after = [
         watch.take(100.0 + s, w, throttled(99, w)) for s in range(90) for w in HOSTS
     ]
