@@ -271,6 +271,24 @@ def enter_world(
     step._batches.enter()
 
 
+def known_errors(step: ParallelStep[..., Any]) -> dict[str, dict[str, float]]:
+    """The errors of codecs that a running step has measured, by gradient and codec."""
+    return step._codecs.known_errors
+
+
+def assume_errors(
+    step: ParallelStep[..., Any], errors: Mapping[str, Mapping[str, float]]
+) -> None:
+    """Plans a step with errors of codecs that another process has measured."""
+    step._codecs.assume_errors(errors)
+
+
+def remember_plan(step: ParallelStep[..., Any], cluster: Cluster, plan: Plan) -> None:
+    """Remembers a plan that the next world of the same devices uses for a cluster."""
+    setting = dataclasses.replace(step._setting, cluster=cluster, devices=None)
+    step.preparation.remember_for_next(step.running.analysed, setting, plan)
+
+
 def is_pure(step: ParallelStep[..., Any]) -> bool:
     """Whether a call of the prepared step changes nothing outside its results.
 

@@ -187,11 +187,20 @@ class CodecRun:
         from *probes*: measurements of unused codecs that a policy requested.
         """
         self._reader.look(wait=True)
+        return self.known_errors
+
+    @property
+    def known_errors(self) -> dict[str, dict[str, float]]:
+        """The errors that have been read so far; any thread may read them."""
         names = {*self._probed, *self._reader.errors}
         return {
             name: self._probed.get(name, {}) | self._reader.errors.get(name, {})
             for name in names
         }
+
+    def assume_errors(self, errors: Mapping[str, Mapping[str, float]]) -> None:
+        """Takes errors that another process has measured as those of probes."""
+        self._probed = {name: dict(found) for name, found in errors.items()}
 
     def start_anew(self) -> None:
         """Drops the codec state of earlier steps, but no restored, unused state."""

@@ -263,6 +263,12 @@ class Preparation:
         """Remembers the plan of a setting, for a later use of the same setting."""
         self._plans.put(self._place(analysed, setting), plan)
 
+    def remember_for_next(
+        self, analysed: Analysed, setting: Setting, plan: Plan
+    ) -> None:
+        """Remembers a plan that the next set of processes uses for a setting."""
+        self._earlier[self._place(analysed, setting)] = plan
+
     @without_mesh()
     def plan(
         self, analysed: Analysed, setting: Setting, beside: Plan | None = None

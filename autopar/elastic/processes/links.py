@@ -182,7 +182,9 @@ class LinkWatch:
         faster = [min(x) >= _FACTOR for x in found]
         if not found or not (any(slower) or all(faster)):
             return None
-        return min(statistics.median(x) for x in found)
+        # Shortly after a change, an earlier window may lie before and after it.
+        lasts = windows == _WINDOWS
+        return min(statistics.median(x) if lasts else x[-1] for x in found)
 
 
 def _factors(rates: list[float | None], windows: int) -> list[float]:

@@ -22,10 +22,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import jax
+import msgspec
 
 from autopar.cluster import Cluster
 from autopar.elastic.processes.beside import rest_structs
@@ -39,6 +40,7 @@ from autopar.elastic.processes.team import local_devices, run_folder
 from autopar.elastic.samples import Samples
 from autopar.errors import AutoparError
 from autopar.planner.cache import PlanCache
+from autopar.plans import Plan
 from autopar.runtime import changing_batches
 from autopar.runtime.creation import StateShapes
 from autopar.runtime.parallel_step import ParallelStep
@@ -108,8 +110,13 @@ class NextWorlds:
                 given = base if cluster is None else Cluster.from_data(cluster)
                 found: dict[str, Any] = {"number": order["number"]}
                 try:
+                    changing_batches.assume_errors(self.step, order["errors"])
                     wanted = order["processes"], given, order["rows"], base
                     found |= self._prepare(*wanted)
+                    if order["errors"]:  # such a plan is not stored
+                        found["plan"] = msgspec.json.encode(self.step.plan).decode()
+                        on = self.step.setting.cluster
+                        found["on"] = None if on is None else on.to_data()
                 except AutoparError as error:  # for example, the batch cannot be split
                     found |= {"error": str(error), "refused": True}
                 orders.sendall(json.dumps(found).encode() + b"\n")
@@ -227,14 +234,23 @@ class Preparer:
     second process, at the priority of the training.
     """
 
-    def __init__(self, say: Callable[..., Any], rows: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        say: Callable[..., Any],
+        rows: Callable[[], int],
+        errors: Callable[[], Mapping[str, Mapping[str, float]]],
+        remember: Callable[[Cluster, Plan], None],
+    ) -> None:
         """Starts no process yet.
 
         Args:
           say: sends a message to the supervisor.
           rows: returns the present batch size in rows.
+          errors: returns the errors of codecs that the step has measured.
+          remember: keeps a plan that was made with these errors, for the next world.
         """
         self._say, self._rows = say, rows
+        self._errors, self._remember = errors, remember
         self._guesses = 0
         self._process: PreparingProcess | None = None
         self._is_urgent = False
@@ -249,6 +265,8 @@ class Preparer:
             self._reply(made, {"error": error})
             return
         urgent = order["number"] > 0 or made["expected"]
+        # Guesses are for other numbers of processes, where gradients have other errors.
+        made["errors"] = self._errors() if urgent else {}
         busy = [] if self._process is None else self._process.clusters()
         gone = self._process is not None and not self._process.is_open
         if gone or (not urgent and self._is_urgent and not busy):
@@ -271,6 +289,9 @@ class Preparer:
         self._process.send(made)
 
     def _reply(self, order: Message, answer: Message) -> None:
+        plan, on = answer.pop("plan", None), answer.pop("on", None)
+        if plan is not None and on is not None:
+            self._remember(Cluster.from_data(on), Plan.from_json(plan))
         own = {k: order[k] for k in ("number", "processes", "expected")}
         self._say("prepared", **{**answer, **own})
         if order["number"] > 0:

@@ -8,6 +8,7 @@ finished step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import sys
@@ -105,7 +106,12 @@ class TeamRun:
         self._create, self._args = create_state, programs.on_host(tuple(args))
         self._team, self._donate, self.ledger = team, donate, ledger
         self._activity = team.activity
-        preparer = Preparer(team.say, lambda: self._samples.batch)
+        preparer = Preparer(
+            team.say,
+            lambda: self._samples.batch,
+            functools.partial(changing_batches.known_errors, step),
+            functools.partial(changing_batches.remember_plan, step),
+        )
         team.on_prepare(preparer.take)
         self._activity.program, self._activity.tasks = step.__name__, self._tasks
         self._base = self._own = step.setting.cluster

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import msgspec
 import pytest
 
+import autopar
+from autopar import Cluster
 from autopar.elastic.processes import preparing
 from autopar.elastic.processes.preparing import Preparer
+from autopar.plans import Plan
+
+ERRORS = {"w": {"int8": 0.01}}
 
 
 class FakeProcess:
@@ -31,10 +38,10 @@ class FakeProcess:
     def close(self) -> None:
         self.closed = True
 
-    def finish(self) -> None:
+    def finish(self, **more: Any) -> None:
         """Answers the oldest order."""
         order = self.orders.pop(0)
-        self.answer(order, {"number": order["number"], "plan_s": 1.0})
+        self.answer(order, {"number": order["number"], "plan_s": 1.0, **more})
 
 
 class Preparation:
@@ -42,7 +49,11 @@ class Preparation:
 
     def __init__(self) -> None:
         self.said: list[dict[str, Any]] = []
-        self.preparer = Preparer(self.say, lambda: 32)
+        self.remembered: list[Any] = []
+        self.preparer = Preparer(self.say, lambda: 32, lambda: ERRORS, self.remember)
+
+    def remember(self, cluster: Cluster, plan: Plan) -> None:
+        self.remembered.append((cluster, plan))
 
     def say(self, kind: str, **data: Any) -> None:
         assert kind == "prepared"
@@ -118,3 +129,19 @@ def test_a_process_that_has_ended_gets_no_order(there: Preparation) -> None:
     there.order(1, "slow")
     assert len(FakeProcess.made) == 2
     assert there.alive.clusters() == ["slow"]
+
+
+def test_a_plan_with_measured_errors_is_remembered_for_the_next_world(
+    there: Preparation,
+) -> None:
+    """Such a plan is not stored, so the next world would make another one."""
+    w = jax.ShapeDtypeStruct((8, 8), "float32")
+    plan = autopar.plan(lambda w: w + 1.0, w, cluster="2x1:cpu")
+    there.order(0, "a")
+    assert there.alive.orders[0]["errors"] == {}
+    there.order(1, "slow")
+    assert there.alive.orders[0]["errors"] == ERRORS
+    text = msgspec.json.encode(plan).decode()
+    there.alive.finish(plan=text, on=Cluster.parse("2x1:cpu").to_data())
+    assert there.remembered == [(Cluster.parse("2x1:cpu"), plan)]
+    assert not there.said[-1].keys() & {"plan", "on"}
