@@ -169,6 +169,9 @@ class Runner:
         # Whether this supervisor has started a worker, or got a message from one.
         self._heard = not known
         self._turned_s = time.monotonic()
+        # Hosts are served once there are workers for them. A host that joined before
+        # would add processes to those with which the run begins.
+        self._begun = threading.Event()
         self._service = ServiceProcess(job.limits.silent_s, job.network)
         # Whether the workers of the world (those that train together) must connect to a
         # new coordination service of this supervisor, because theirs belongs to an
@@ -256,10 +259,13 @@ class Runner:
             )
         if self._metrics is not None:
             say(f"serves metrics at {self._metrics.url}")
+        if self.supervisor.members or self._job.standby:
+            self._begun.set()
         if self._job.standby and not self._take_over():
             return self._give_up("too few hosts of the last world call here")
         if not self.supervisor.members:
             self.supervisor.begin()
+        self._begun.set()
         self._write()
         with self._signals():
             while (code := self.supervisor.result) is None:
@@ -630,6 +636,7 @@ class Runner:
     def _receive_host(self, first: Message, connection: Connection) -> None:
         """Serves the agent of a host, which proves itself by the run's secret."""
         if isinstance(self._launcher, HostLauncher):
+            self._begun.wait()
             self._launcher.serve(first, connection)
             return
         reason = "the run is on one machine: start it with `autopar run --listen`."
