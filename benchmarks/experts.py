@@ -31,6 +31,7 @@ from autopar.planner.experts import Expert, expert_plans
 from autopar.planner.scheme import worth_of
 from autopar.planner.search import search
 from autopar.steps.analysis import analyse
+from autopar.steps.for_devices import for_devices
 
 HEADING = (
     "model", "cluster", "ours ms", "gap", "cold ms", "best expert ms", "expert",
@@ -98,7 +99,7 @@ def measured(row: str, real: bool, options: argparse.Namespace) -> dict[str, Any
     else:
         batch = workloads.batch_for(cluster.num_devices)
         step, args = workloads.arguments(name, batch=batch)
-    analysis = analyse(step, args)
+    analysis = for_devices(analyse(step, args), cluster.num_devices)
     found: dict[str, Any] = {}
     for kind in ("ours", "cold"):
         started = time.process_time()
@@ -117,7 +118,7 @@ def measured(row: str, real: bool, options: argparse.Namespace) -> dict[str, Any
 
 def said(best: Candidate) -> dict[str, Any]:
     """The printed fields of our plan besides its time."""
-    worth = worth_of(best.assignment, best.pricer, best.items, best.step_s)
+    worth = worth_of(best.estimate, best.step_s)
     report = best.report
     return {"gap": report.gap, "status": report.status.value, "scheme": worth.scheme}
 

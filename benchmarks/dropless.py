@@ -1,0 +1,157 @@
+"""Plans of mixtures of experts without a capacity, with rows sorted in blocks or not.
+
+    python benchmarks/dropless.py [--only TEXT] [--seconds 5] [--json FILE] [--audit]
+
+Each row is a model and a cluster. The step is planned with rows sorted in blocks, of
+which each device has its own, and with all rows sorted together. Beside the two plans
+stands the fastest plan of those that people write (`autopar.planner.experts`), with
+rows in blocks. All are predicted by the cost model. With ``--audit``, two layers of
+each model are also compiled for 8x8 H100 without devices, and the bytes that the
+compiled program sends are compared with the prediction. Rows that ``--only`` leaves out
+keep their figures. Writes the figures to ``docs/data/dropless.json`` and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import time
+from typing import Any
+
+import large
+import workloads
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.planner.experts import expert_plans
+from autopar.planner.scheme import worth_of
+from autopar.planner.search import search
+from autopar.steps.analysis import Analysis, analyse
+from autopar.steps.for_devices import for_devices
+
+DATA = pathlib.Path(__file__).parent.parent / "docs" / "data" / "dropless.json"
+ROWS = [
+    (name, cluster)
+    for name in ("mixtral-dropless", "deepseek-v2")
+    for cluster in ("8x8:h100", "4x8x8:v5p")
+]
+
+
+def planned(program: Analysis, cluster: Cluster, seconds: float) -> dict[str, Any]:
+    """The figures of the fastest plan of a program."""
+    begin = time.process_time()
+    try:
+        best = search(program, cluster, seconds=seconds).best
+    except PlanError as error:
+        return {"refused": str(error).split("\n", 1)[0]}
+    worth = worth_of(best.estimate, best.step_s)
+    return {
+        "step_s": best.step_s,
+        "mfu": worth.mfu,
+        "most_repeated": max(axis.repeated for axis in worth.axes),
+        "memory_bytes": best.peak_memory_bytes,
+        "scheme": worth.scheme,
+        "cpu_s": round(time.process_time() - begin, 1),
+    }
+
+
+def figures(name: str, text: str, seconds: float) -> dict[str, Any]:
+    """The figures of one row."""
+    cluster = Cluster.parse(text)
+    step, args = large.CASES[name](cluster)
+    analysis = analyse(step, args)
+    begin = time.process_time()
+    blocks = for_devices(analysis, cluster.num_devices)
+    rewriting_s = round(time.process_time() - begin, 1)
+    together = for_devices(analysis, cluster.num_devices, row_blocks=1)
+    found: dict[str, Any] = {
+        "model": name,
+        "cluster": text,
+        "row_blocks": blocks.row_blocks,
+        "rewriting_cpu_s": rewriting_s,
+        "blocks": planned(blocks, cluster, seconds),
+        "together": planned(together, cluster, seconds),
+    }
+    by_hand = {
+        f"{expert.name} on {expert.mesh}": expert.candidate.step_s
+        for expert in expert_plans(analysis, cluster, seconds=seconds)
+        if expert.candidate is not None
+    }
+    if by_hand:
+        best = min(by_hand, key=lambda n: by_hand[n])
+        found |= {"best_by_hand": best, "best_by_hand_s": by_hand[best]}
+    return found
+
+
+def audited(name: str, seconds: float) -> dict[str, Any]:
+    """Bytes of two layers of a model, predicted and compiled for 8x8 H100."""
+    model, text, device = large.LANGUAGE[name], "8x8:h100", "h100"
+    short = dataclasses.replace(model, model=dataclasses.replace(model.model, layers=2))
+    step, args = short.build(Cluster.parse(text))
+    plan = autopar.plan(
+        *(step, *args), cluster=text, seconds=seconds, stages=1, microbatches=1
+    )
+    stage = autopar.audit(step, *args, plan=plan, target=device).stages[0]
+    assert stage.target is not None
+    return {
+        "row_blocks": plan.row_blocks,
+        "predicted_bytes": dict(stage.predicted),
+        "compiled_bytes": dict(stage.target.bytes_by_kind),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """Prints the rows."""
+    workloads.row(
+        *("model", "cluster", "in blocks s", "MFU %", "repeats %", "GB"),
+        *("together s", "repeats %", "best by hand s", "by hand", "scheme"),
+    )
+    workloads.row(*["---"] * 11)
+    for r in rows:
+        cells: list[str] = []
+        for kind, names in (
+            ("blocks", ("step_s", "mfu", "most_repeated", "memory_bytes")),
+            ("together", ("step_s", "most_repeated")),
+        ):
+            own = r[kind]
+            scale = {"step_s": 1.0, "memory_bytes": 1e-9}
+            cells += [
+                f"{own[n] * scale.get(n, 100.0):.3g}" if n in own else "none fits"
+                for n in names
+            ]
+        hand = (
+            (f"{r['best_by_hand_s']:.3g}", r["best_by_hand"])
+            if "best_by_hand" in r
+            else ("none fits", "")
+        )
+        scheme = r["blocks"].get("scheme", "")
+        workloads.row(r["model"], r["cluster"], *cells, *hand, scheme)
+
+
+def main() -> None:
+    """Runs the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--only", default="", help="rows whose text has this")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of the solver")
+    parser.add_argument("--json", type=pathlib.Path, default=DATA, help="data file")
+    parser.add_argument("--audit", action="store_true", help="compile for H100, too")
+    asked = parser.parse_args()
+    data: dict[str, Any] = {"rows": [], "audits": {}}
+    if asked.json.exists():
+        data = json.loads(asked.json.read_text())
+    known = {(r["model"], r["cluster"]): r for r in data["rows"]}
+    for row in (row for row in ROWS if asked.only in " ".join(row)):
+        known[row] = figures(*row, asked.seconds)
+        if asked.audit and row[0] not in data["audits"]:
+            data["audits"][row[0]] = audited(row[0], asked.seconds)
+    rows = [known[row] for row in ROWS if row in known]
+    table(rows)
+    data = {"command": "python benchmarks/dropless.py --audit"} | data | {"rows": rows}
+    asked.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
