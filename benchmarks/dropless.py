@@ -7,8 +7,9 @@ which each device has its own, and with all rows sorted together. Beside the two
 stands the fastest plan of those that people write (`autopar.planner.experts`), with
 rows in blocks. All are predicted by the cost model. With ``--audit``, two layers of
 each model are also compiled for 8x8 H100 without devices, and the bytes that the
-compiled program sends are compared with the prediction. Rows that ``--only`` leaves out
-keep their figures. Writes the figures to ``docs/data/dropless.json`` and prints a table.
+compiled program sends are compared with the prediction. Rows that ``--only`` leaves
+out keep their figures. Writes the figures to ``docs/data/dropless.json`` and prints a
+table.
 """
 
 from __future__ import annotations
