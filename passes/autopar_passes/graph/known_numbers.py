@@ -50,6 +50,9 @@ class KnownNumbers:
         self.program = program
         self.maker = {v: e for e in program.by_index().values() for v in e.outputs}
         self.constants: dict[int, np.ndarray | None] = {}
+        # Equal layers compute equal numbers. So each result is computed once, for the
+        # same arrays as operands, which the table keeps alive.
+        self.results: dict[Any, tuple[list[np.ndarray], np.ndarray | None]] = {}
         # Input of a loop's body -> the value outside that it equals in all iterations.
         self.outside: dict[int, Atom] = {}
         # Values that depend on no input.
@@ -127,7 +130,12 @@ class KnownNumbers:
             at, size = eqn.params["dimension"], of.shape[eqn.params["dimension"]]
             shape = [1] * len(of.shape)
             shape[at] = size
-            return np.arange(size).reshape(shape) if size <= _MOST_KNOWN else None
+            if size > _MOST_KNOWN:
+                return None
+            key = ("iota", tuple(shape))
+            if key not in self.results:
+                self.results[key] = [], np.arange(size).reshape(shape)
+            return self.results[key][1]
         given: list[np.ndarray] = []
         for atom in eqn.inputs:
             if isinstance(atom, int) and atom in table:
@@ -139,7 +147,15 @@ class KnownNumbers:
             given.append(found)
         if not given:
             return None
-        return _evaluate(eqn, given, [self.shape(a) for a in eqn.inputs], of.shape)
+        shapes = [self.shape(a) for a in eqn.inputs]
+        read = tuple(
+            str(a.value) if isinstance(a, Scalar) else id(g)
+            for a, g in zip(eqn.inputs, given, strict=True)
+        )
+        key = (eqn.primitive, repr(eqn.params), read, tuple(shapes), of.shape)
+        if key not in self.results:
+            self.results[key] = given, _evaluate(eqn, given, shapes, of.shape)
+        return self.results[key][1]
 
     def is_uniform(self, atom: Atom, dim: int, depth: int = _DEPTH) -> bool:
         """Whether all entries of a value along a dimension are equal."""

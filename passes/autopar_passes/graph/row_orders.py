@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -175,6 +176,8 @@ class _Finder:
         self.inside: dict[int, int] = {}
         self.counts: dict[int, int] = {}
         self.broken: dict[int, str] = {}
+        # What was found of known arrays, which the table keeps alive, by their ids.
+        self.seen: dict[Hashable, tuple[np.ndarray, Any]] = {}
         self.unknown: dict[int, str] = {}
 
     def orders(self) -> RowOrders:
@@ -272,7 +275,11 @@ class _Finder:
         known = [self.numbers.known(a) for a in eqn.inputs]
         if given:
             rows = self.sorted_by(eqn.inputs[0])
-            if len(given) > 1 or rows is None or not _is_identity(rows.known, count):
+            if (
+                len(given) > 1
+                or rows is None
+                or not self.is_identity(rows.known, count)
+            ):
                 raise _Stop("its rows are sorted once more")
             for value, numbers in zip(eqn.outputs[1:], known[1:], strict=True):
                 if numbers is None:
@@ -328,7 +335,7 @@ class _Finder:
             raise _Stop("its rows are picked by their places")
         (dim,) = numbers.start_index_map or (-1,)
         if (
-            not _is_identity(by.known, self.rows[by.order])
+            not self.is_identity(by.known, self.rows[by.order])
             or dim != source.dim
             or dim not in numbers.collapsed_slice_dims
         ):
@@ -343,9 +350,10 @@ class _Finder:
         shape = self.numbers.shape(value)
         table, placed = self.numbers.known(array), self.placed_by(array)
         assert by.known is not None
-        rows = np.take(by.known, column, -1).reshape(-1)
+        rows = by.known[..., column].reshape(-1)
         if placed is not None:
-            if not _is_identity(rows, len(rows)) or placed.known is None:
+            same = self.is_identity(by.known, len(rows), column)
+            if not same or placed.known is None:
                 raise _Stop("its places are gathered")
             if len(shape) == placed.known.ndim and placed.dim == place:
                 self.numbers.set_known(value, placed.known)
@@ -386,7 +394,7 @@ class _Finder:
             if dim not in numbers.inserted_window_dims:
                 raise _Stop("its rows are scattered in slices")
             count = self.rows[by.order]
-            once = _is_identity(np.take(by.known, column, -1), count)
+            once = self.is_identity(by.known, count, column)
             if eqn.primitive == "scatter" and not once:
                 raise _Stop("several of its rows are put to one place")
             self.note(eqn, by.order, Move(dim, by.dim, place, column, first))
@@ -404,13 +412,26 @@ class _Finder:
             raise _Stop("its rows are overwritten")
         (dim,) = numbers.scatter_dims_to_operand_dims or (-1,)
         if (
-            not _is_identity(by.known, self.rows[by.order])
+            not self.is_identity(by.known, self.rows[by.order])
             or dim not in numbers.inserted_window_dims
             or not self.numbers.is_uniform(array, dim)
         ):
             raise _Stop("its rows are overwritten")
         self.note(eqn, by.order, Move(dim, by.dim, batch[by.dim], 0, b""))
         self.sorted[value] = _Rows(by.order, dim)
+
+    def is_identity(
+        self, known: np.ndarray | None, count: int, column: int = 0
+    ) -> bool:
+        """Whether a column of numbers of rows is 0, 1, 2 and so on."""
+        if known is None:
+            return False
+        key = id(known), count, column
+        if key not in self.seen:
+            numbers = known if known.ndim == 1 else known[..., column].reshape(-1)
+            same = np.array_equal(numbers, np.arange(count))
+            self.seen[key] = known, same
+        return self.seen[key][1]
 
     def note(self, eqn: Equation, order: int, move: Move) -> None:
         self.moves[eqn.index] = (order, move)
@@ -428,11 +449,23 @@ class _Finder:
           dims: the dimension of the array that each column indexes.
         """
         assert by.known is not None
+        key = (id(by.known), by.dim, self.rows[by.order], tuple(shape), tuple(dims))
+        if key not in self.seen:
+            self.seen[key] = by.known, self.search_blocks(by, by.known, shape, dims)
+        found = self.seen[key][1]
+        if found is None:
+            raise _Stop("its rows come from several blocks")
+        return found
+
+    def search_blocks(
+        self, by: _Rows, known: np.ndarray, shape: Sequence[int], dims: Sequence[int]
+    ) -> tuple[int, int, bytes] | None:
+        """Like `within_blocks`; None if rows come from several blocks."""
         count = self.rows[by.order]
-        if by.dim != by.known.ndim - 1:
+        if by.dim != known.ndim - 1:
             for column, dim in enumerate(dims):
                 size = shape[dim]
-                numbers = np.take(by.known, column, -1).reshape(-1)
+                numbers = known[..., column].reshape(-1)
                 if size % self.blocks or len(numbers) != count:
                     continue
                 begin = np.arange(self.blocks)[:, None] * (size // self.blocks)
@@ -440,7 +473,7 @@ class _Finder:
                 inside = each[0].min() >= 0 and each[0].max() < size // self.blocks
                 if inside and np.all(each == each[:1]):
                     return column, dim, each[0].tobytes()
-        raise _Stop("its rows come from several blocks")
+        return None
 
     # -- products --------------------------------------------------------------------
 
@@ -617,10 +650,7 @@ class _Finder:
     # -- known numbers ---------------------------------------------------------------
 
 
-def _is_identity(known: np.ndarray | None, count: int) -> bool:
-    """Whether numbers of rows are 0, 1, 2 and so on."""
-    return known is not None and np.array_equal(known.reshape(-1), np.arange(count))
-
-
 def _spread(known: np.ndarray | None, count: int) -> np.ndarray | None:
-    return None if known is None else np.broadcast_to(known, (count,))
+    if known is None or known.shape == (count,):
+        return known
+    return np.broadcast_to(known, (count,))
