@@ -158,9 +158,14 @@ def _fixes(options: PlanOptions, held: float) -> Iterator[str]:
 
 
 def _is_near(plan: Plan, memory: float) -> bool:
-    """Whether a plan is a single program near the memory limit."""
+    """Whether a plan is a single program that may not fit.
+
+    A program that keeps state in the memory of the host always counts as one: such
+    plans are made where memory is short.
+    """
     one = len(plan.stages) == 1 and not plan.replicas
-    return one and plan.predicted.peak_memory_bytes > NEAR_LIMIT * memory
+    near = plan.predicted.peak_memory_bytes > NEAR_LIMIT * memory
+    return one and (near or bool(plan.offload))
 
 
 def _part_of(plan: Plan, cluster: Cluster) -> Cluster:
