@@ -628,7 +628,7 @@ def _search_layouts(
     found: list[tuple[Analysis, SearchResult]] = []
     failed: list[PlanError] = []
     for program in programs:
-        restrict = functools.partial(_pinned, program, pins)
+        restrict = functools.partial(_restrict_to_pins, program, pins)
         try:
             result = search(
                 program,
@@ -655,7 +655,7 @@ def _search_layouts(
     return Planned(make_plan(analysis, result, asked), result.slowdown, near)
 
 
-def _pinned(analysis: Analysis, pins: Pins, pricer: Pricer) -> Restriction:
+def _restrict_to_pins(analysis: Analysis, pins: Pins, pricer: Pricer) -> Restriction:
     return pin_restriction(analysis, pinned_layouts(analysis, pins, pricer.mesh))
 
 

@@ -102,7 +102,7 @@ def control_groups(root: pathlib.Path = pathlib.Path("/")) -> list[pathlib.Path]
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
         paths = {name: path for _, name, path in (x.split(":", 2) for x in own)}
         for line in mounts:
-            found = _mounted(line, paths)
+            found = _control_group(line, paths)
             if found is None:
                 continue
             mount, inside = found
@@ -112,7 +112,7 @@ def control_groups(root: pathlib.Path = pathlib.Path("/")) -> list[pathlib.Path]
     return []
 
 
-def _mounted(line: str, paths: Mapping[str, str]) -> tuple[str, str] | None:
+def _control_group(line: str, paths: Mapping[str, str]) -> tuple[str, str] | None:
     """Where a line of ``mountinfo`` (proc(5)) shows the CPU control group of a process.
 
     Args:
@@ -314,12 +314,12 @@ class SpeedWatch:
             slower = [limited and x * _FACTOR <= planned for x, limited in last]
             faster = [x >= planned * _FACTOR for x, _ in last]
             if len(last) == windows and (all(slower) or all(faster)):
-                changed[worker] = _rounded(statistics.median(x for x, _ in last))
+                changed[worker] = _round_speed(statistics.median(x for x, _ in last))
         if not changed:
             return None
         return tuple(changed.get(w, x) for w, x in self._planned.items())
 
 
-def _rounded(speed: float) -> float:
+def _round_speed(speed: float) -> float:
     """A speed to plan for: 1 if it is nearly that, otherwise with two digits."""
     return 1.0 if speed * _FACTOR > 1.0 else float(f"{speed:.2g}")

@@ -78,7 +78,7 @@ class KnownNumbers:
         """The shape of a value or a scalar."""
         return () if isinstance(atom, Scalar) else self.program.values[atom].shape
 
-    def made(self, atom: Atom) -> Equation | None:
+    def maker_of(self, atom: Atom) -> Equation | None:
         """The equation that makes a value; None for inputs and scalars."""
         return self.maker.get(atom) if isinstance(atom, int) else None
 
@@ -102,7 +102,7 @@ class KnownNumbers:
             form = (eqn.primitive, params, read, slot)
             self.same[value] = self.forms.setdefault(form, value)
 
-    def known(self, atom: Atom) -> np.ndarray | None:
+    def numbers_of(self, atom: Atom) -> np.ndarray | None:
         """The elements of a value that depends on no input; dims of size 1 if equal."""
         if isinstance(atom, Scalar):
             return np.asarray(atom.value)
@@ -111,12 +111,12 @@ class KnownNumbers:
         if atom not in self.constants:
             eqn = self.maker.get(atom)
             if atom in self.outside:
-                self.constants[atom] = self.known(self.outside[atom])
+                self.constants[atom] = self.numbers_of(self.outside[atom])
             else:
-                self.constants[atom] = None if eqn is None else self.computed(eqn, {})
+                self.constants[atom] = None if eqn is None else self.compute(eqn, {})
         return self.constants[atom]
 
-    def computed(
+    def compute(
         self, eqn: Equation, table: Mapping[int, np.ndarray | None]
     ) -> np.ndarray | None:
         """Computes a result from known numbers; None if they are not all known.
@@ -141,7 +141,7 @@ class KnownNumbers:
             if isinstance(atom, int) and atom in table:
                 found = table[atom]
             else:
-                found = self.known(atom)
+                found = self.numbers_of(atom)
             if found is None:
                 return None
             given.append(found)
@@ -162,12 +162,12 @@ class KnownNumbers:
         shape = self.shape(atom)
         if not shape or shape[dim] == 1:
             return True
-        known = self.known(atom)
+        known = self.numbers_of(atom)
         if known is not None:
             return is_uniform(known, dim)
         if isinstance(atom, int) and atom in self.outside and depth:
             return self.is_uniform(self.outside[atom], dim, depth - 1)
-        eqn = self.made(atom)
+        eqn = self.maker_of(atom)
         if eqn is None or not depth:
             return False
         if eqn.primitive == "broadcast_in_dim":
@@ -225,13 +225,13 @@ class KnownNumbers:
         """
         if eqn.primitive == "max":
             for a, b in (eqn.inputs, eqn.inputs[::-1]):
-                known = self.known(b)
+                known = self.numbers_of(b)
                 if known is not None and not np.any(known):
                     return a
         if eqn.primitive == "select_n" and len(eqn.inputs) == 3:
-            test = self.made(eqn.inputs[0])
+            test = self.maker_of(eqn.inputs[0])
             if test is not None and test.primitive == "lt":
-                known = self.known(test.inputs[1])
+                known = self.numbers_of(test.inputs[1])
                 same = test.inputs[0] == eqn.inputs[1]
                 if same and known is not None and not np.any(known):
                     return eqn.inputs[1]
@@ -272,7 +272,7 @@ class KnownNumbers:
             }:  # fmt: skip
                 return natural(eqn.inputs[0])
             case _:
-                known = self.known(atom)
+                known = self.numbers_of(atom)
                 return known is not None and bool(np.all(known >= 0))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar_passes.graph.row_orders import Move, RowOrders, find_row_orders
+from autopar_passes.graph.row_orders import RowMove, RowOrders, find_row_orders
 from autopar_passes.program.equations import Atom, Equation, Program, Region, reads
 from autopar_passes.program.flatten import Builder, next_index
 from autopar_passes.rules.factor_rule import FactorRule
@@ -121,7 +121,7 @@ class _Writer:
 
         self.call(eqn, run)
 
-    def move(self, eqn: Equation, move: Move) -> None:
+    def move(self, eqn: Equation, move: RowMove) -> None:
         blocks = self.blocks
 
         def run(array: Any, indices: Any, *updates: Any) -> Any:
@@ -157,7 +157,7 @@ class _Writer:
         found = self.orders.products[eqn.index]
         key = found.order, found.groups
         if key not in self.sizes:
-            self.sizes[key] = self.counted(eqn, *key)
+            self.sizes[key] = self.count_groups(eqn, *key)
         params = eqn.params
 
         def run(lhs: Any, rhs: Any, sizes: Any) -> Any:
@@ -173,7 +173,7 @@ class _Writer:
         inputs = (*eqn.inputs[:2], self.sizes[key])
         self.call(dataclasses.replace(eqn, inputs=inputs), run)
 
-    def counted(self, eqn: Equation, order: int, groups: int) -> Atom:
+    def count_groups(self, eqn: Equation, order: int, groups: int) -> Atom:
         """Writes the group sizes of each block, (blocks, groups)."""
         keys = self.keys[order]
         assert isinstance(keys, int)

@@ -51,7 +51,7 @@ _ALIKE = ELEMENTWISE | SHAPED | _ALONG.keys() | {"slice"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
+class _OrderedRows:
     """What is known of a value with rows of a sorted order.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Rows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Move:
+class RowMove:
     """A gather or scatter of rows between the original and a sorted order.
 
     Attributes:
@@ -90,7 +90,7 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Product:
+class RowProduct:
     """A ragged product of sorted rows.
 
     Attributes:
@@ -119,8 +119,8 @@ class RowOrders:
 
     sorts: Mapping[int, int]
     inverses: frozenset[int]
-    moves: Mapping[int, Move]
-    products: Mapping[int, Product]
+    moves: Mapping[int, RowMove]
+    products: Mapping[int, RowProduct]
     inside: frozenset[int]
     counts: frozenset[int]
     refused: Mapping[int, str]
@@ -143,7 +143,7 @@ def find_row_orders(
       rules: the sharding rules, by equation.
       blocks: the number of blocks of equal size.
     """
-    found = _Finder(program, rules, blocks)
+    found = _OrderFinder(program, rules, blocks)
     if not found.has_products:
         return NO_ORDERS
     found.region(program.body)
@@ -154,7 +154,7 @@ class _Stop(Exception):  # not an error: an order must stay whole, for this reas
     pass
 
 
-class _Finder:
+class _OrderFinder:
     def __init__(
         self, program: Program, rules: Mapping[int, FactorRule], blocks: int
     ) -> None:
@@ -163,16 +163,16 @@ class _Finder:
         self.has_products = any(
             e.primitive == RAGGED_DOT for e in self.numbers.maker.values()
         )
-        self.sorted: dict[int, _Rows] = {}
-        self.placed: dict[int, _Rows] = {}
+        self.sorted: dict[int, _OrderedRows] = {}
+        self.placed: dict[int, _OrderedRows] = {}
         # Values that are equal to the places of rows in a sorted order.
         self.places: dict[int, int] = {}
         # Order -> the number of its rows.
         self.rows: dict[int, int] = {}
         self.sorts: dict[int, int] = {}
         self.inverses: set[int] = set()
-        self.moves: dict[int, tuple[int, Move]] = {}
-        self.products: dict[int, Product] = {}
+        self.moves: dict[int, tuple[int, RowMove]] = {}
+        self.products: dict[int, RowProduct] = {}
         self.inside: dict[int, int] = {}
         self.counts: dict[int, int] = {}
         self.broken: dict[int, str] = {}
@@ -203,7 +203,7 @@ class _Finder:
                     rows.order, "a loop or the step returns its rows"
                 )
 
-    def of(self, atom: Atom) -> list[_Rows]:
+    def of(self, atom: Atom) -> list[_OrderedRows]:
         """What is known of an operand with rows of an order."""
         if isinstance(atom, Scalar):
             return []
@@ -272,7 +272,7 @@ class _Finder:
                 raise _Stop("its rows are sorted once more")
             return
         (count,) = shape
-        known = [self.numbers.known(a) for a in eqn.inputs]
+        known = [self.numbers.numbers_of(a) for a in eqn.inputs]
         if given:
             rows = self.sorted_by(eqn.inputs[0])
             if (
@@ -284,7 +284,9 @@ class _Finder:
             for value, numbers in zip(eqn.outputs[1:], known[1:], strict=True):
                 if numbers is None:
                     raise _Stop("its rows are sorted once more")
-                self.placed[value] = _Rows(rows.order, 0, _spread(numbers, count))
+                self.placed[value] = _OrderedRows(
+                    rows.order, 0, _spread(numbers, count)
+                )
             self.numbers.set_known(eqn.outputs[0], np.arange(count))
             self.places[eqn.outputs[0]] = rows.order
             self.sorts[eqn.index] = rows.order
@@ -297,14 +299,14 @@ class _Finder:
         self.sorts[eqn.index] = order
         for k, value in enumerate(eqn.outputs):
             numbers = None if k == 0 or known[k] is None else _spread(known[k], count)
-            self.sorted[value] = _Rows(order, 0, numbers)
+            self.sorted[value] = _OrderedRows(order, 0, numbers)
         if not self.numbers.is_natural(eqn.inputs[0]):
             self.broken.setdefault(order, "the sorted keys may be negative")
 
-    def sorted_by(self, atom: Atom) -> _Rows | None:
+    def sorted_by(self, atom: Atom) -> _OrderedRows | None:
         return self.sorted.get(atom) if isinstance(atom, int) else None
 
-    def placed_by(self, atom: Atom) -> _Rows | None:
+    def placed_by(self, atom: Atom) -> _OrderedRows | None:
         return self.placed.get(atom) if isinstance(atom, int) else None
 
     def gather(self, eqn: Equation) -> None:
@@ -320,15 +322,15 @@ class _Finder:
             if by.known is None:
                 if self.of(array):
                     raise _Stop("its rows are picked by data")
-                self.sorted[eqn.outputs[0]] = _Rows(by.order, place)
+                self.sorted[eqn.outputs[0]] = _OrderedRows(by.order, place)
                 return
             column, dim, first = self.within_blocks(
                 by, self.numbers.shape(array), numbers.start_index_map
             )
             if dim not in numbers.collapsed_slice_dims:
                 raise _Stop("its rows are gathered in slices")
-            self.note(eqn, by.order, Move(dim, by.dim, place, column, first))
-            self.gathered(eqn, by, array, column, place)
+            self.note(eqn, by.order, RowMove(dim, by.dim, place, column, first))
+            self.note_gather(eqn, by, array, column, place)
             return
         by = self.placed_by(indices)
         if by is None or source is None or by.order != source.order:
@@ -340,15 +342,15 @@ class _Finder:
             or dim not in numbers.collapsed_slice_dims
         ):
             raise _Stop("its rows are picked by their places")
-        self.note(eqn, by.order, Move(dim, by.dim, batch[by.dim], 0, b""))
+        self.note(eqn, by.order, RowMove(dim, by.dim, batch[by.dim], 0, b""))
 
-    def gathered(
-        self, eqn: Equation, by: _Rows, array: Atom, column: int, place: int
+    def note_gather(
+        self, eqn: Equation, by: _OrderedRows, array: Atom, column: int, place: int
     ) -> None:
         """Records what a gather in a sorted order returns."""
         (value,) = eqn.outputs
         shape = self.numbers.shape(value)
-        table, placed = self.numbers.known(array), self.placed_by(array)
+        table, placed = self.numbers.numbers_of(array), self.placed_by(array)
         assert by.known is not None
         rows = by.known[..., column].reshape(-1)
         if placed is not None:
@@ -363,7 +365,7 @@ class _Finder:
         known = None
         if table is not None and table.ndim == 1 and len(shape) == 1:
             known = np.broadcast_to(table, self.numbers.shape(array))[rows]
-        self.sorted[value] = _Rows(by.order, place, known)
+        self.sorted[value] = _OrderedRows(by.order, place, known)
 
     def scatter(self, eqn: Equation) -> None:
         array, indices, updates = eqn.inputs
@@ -376,7 +378,7 @@ class _Finder:
         (value,) = eqn.outputs
         if by is not None and self.placed_by(array) is None:
             place = batch[by.dim]
-            known = self.numbers.known(updates)
+            known = self.numbers.numbers_of(updates)
             along = moved is not None and moved.dim == place
             if not (
                 along or self.numbers.is_uniform(updates, place) or known is not None
@@ -397,15 +399,15 @@ class _Finder:
             once = self.is_identity(by.known, count, column)
             if eqn.primitive == "scatter" and not once:
                 raise _Stop("several of its rows are put to one place")
-            self.note(eqn, by.order, Move(dim, by.dim, place, column, first))
+            self.note(eqn, by.order, RowMove(dim, by.dim, place, column, first))
             if known is not None and not self.numbers.is_uniform(updates, place):
                 plain = (
-                    self.numbers.known(array) is not None
+                    self.numbers.numbers_of(array) is not None
                     and len(self.numbers.shape(value)) == rank
                 )
                 if not (once and plain and place == dim):
                     raise _Stop("its places are scattered")
-                self.placed[value] = _Rows(by.order, dim, known)
+                self.placed[value] = _OrderedRows(by.order, dim, known)
             return
         by = self.placed_by(indices)
         if by is None or moved is not None or self.of(updates):
@@ -417,8 +419,8 @@ class _Finder:
             or not self.numbers.is_uniform(array, dim)
         ):
             raise _Stop("its rows are overwritten")
-        self.note(eqn, by.order, Move(dim, by.dim, batch[by.dim], 0, b""))
-        self.sorted[value] = _Rows(by.order, dim)
+        self.note(eqn, by.order, RowMove(dim, by.dim, batch[by.dim], 0, b""))
+        self.sorted[value] = _OrderedRows(by.order, dim)
 
     def is_identity(
         self, known: np.ndarray | None, count: int, column: int = 0
@@ -433,15 +435,15 @@ class _Finder:
             self.seen[key] = known, same
         return self.seen[key][1]
 
-    def note(self, eqn: Equation, order: int, move: Move) -> None:
+    def note(self, eqn: Equation, order: int, move: RowMove) -> None:
         self.moves[eqn.index] = (order, move)
 
     def within_blocks(
-        self, by: _Rows, shape: Sequence[int], dims: Sequence[int]
+        self, by: _OrderedRows, shape: Sequence[int], dims: Sequence[int]
     ) -> tuple[int, int, bytes]:
         """The column of indices that names rows of the same block, and its dimension.
 
-        Also returns the numbers in the first block (`Move.first`).
+        Also returns the numbers in the first block (`RowMove.first`).
 
         Args:
           by: the indices.
@@ -458,7 +460,11 @@ class _Finder:
         return found
 
     def search_blocks(
-        self, by: _Rows, known: np.ndarray, shape: Sequence[int], dims: Sequence[int]
+        self,
+        by: _OrderedRows,
+        known: np.ndarray,
+        shape: Sequence[int],
+        dims: Sequence[int],
     ) -> tuple[int, int, bytes] | None:
         """Like `within_blocks`; None if rows come from several blocks."""
         count = self.rows[by.order]
@@ -495,7 +501,7 @@ class _Finder:
             raise _Stop("a ragged product reads other rows")
         groups = self.numbers.shape(sizes)[-1]
         seen: list[int] = []
-        self.products[eqn.index] = Product(rows.order, groups)
+        self.products[eqn.index] = RowProduct(rows.order, groups)
         if not self.is_count(sizes, rows.order, groups, seen):
             raise _Stop("the group sizes are not recognised as counts of the keys")
         self.counts.update(dict.fromkeys(seen, rows.order))
@@ -504,7 +510,7 @@ class _Finder:
             left = [
                 d for d in range(len(self.numbers.shape(lhs))) if d not in contracted
             ]
-            self.sorted[eqn.outputs[0]] = _Rows(rows.order, left.index(dim))
+            self.sorted[eqn.outputs[0]] = _OrderedRows(rows.order, left.index(dim))
 
     def is_count(self, atom: Atom, order: int, groups: int, seen: list[int]) -> bool:
         """Whether a value counts the rows of each group, whose keys are its number.
@@ -515,7 +521,7 @@ class _Finder:
           groups: the number of groups.
           seen: gets the indices of the equations that count.
         """
-        eqn = self.numbers.made(atom)
+        eqn = self.numbers.maker_of(atom)
         if eqn is None or len(self.numbers.shape(atom)) < 1:
             return False
         seen.append(eqn.index)
@@ -542,7 +548,7 @@ class _Finder:
             axes = eqn.params["axes"] if eqn.primitive == "reduce_sum" else ()
             kept = [d for k, d in enumerate(kept) if k not in axes] if axes else kept
             (value,) = eqn.inputs
-            inner = self.numbers.made(value)
+            inner = self.numbers.maker_of(value)
             if inner is None:
                 return False
             seen.append(inner.index)
@@ -560,7 +566,7 @@ class _Finder:
         if shape[dim] != groups or math.prod(shape) != groups * self.rows[order]:
             return False
         for keys, numbers in (inner.inputs, inner.inputs[::-1]):
-            known = self.numbers.known(numbers)
+            known = self.numbers.numbers_of(numbers)
             if known is None or known.size != groups or known.ndim != len(shape):
                 continue
             counted = np.array_equal(known.reshape(-1), np.arange(groups))
@@ -575,7 +581,7 @@ class _Finder:
     def is_sum_of_ones(self, eqn: Equation, order: int, groups: int) -> bool:
         """Whether a scatter adds one for each key to the number of its group."""
         array, indices, updates = eqn.inputs
-        zeros, ones = self.numbers.known(array), self.numbers.known(updates)
+        zeros, ones = self.numbers.numbers_of(array), self.numbers.numbers_of(updates)
         numbers = eqn.params["dimension_numbers"]
         return (
             self.numbers.shape(array) == (groups,)
@@ -625,11 +631,11 @@ class _Finder:
             if len(places) != 1 or dims[places[0]] != (factor,):
                 raise _Stop("its rows are mixed")
             read = {a: table[a].known for a in eqn.arrays if a in table}
-            known = self.numbers.computed(eqn, read)
+            known = self.numbers.compute(eqn, read)
             if known is not None and is_uniform(known, places[0]):
                 self.numbers.set_known(value, known)
                 continue
-            table[value] = _Rows(order, places[0], known)
+            table[value] = _OrderedRows(order, places[0], known)
             if known is None and table is self.placed:
                 raise _Stop("its places are mixed with data")
 

@@ -418,7 +418,7 @@ def _follow(
             unit,
             couple=couple,
             hoisted=hoisted,
-            regrouped=_regrouped(pair, known, unit),
+            regrouped=_rows_to_group(pair, known, unit),
         )
         try:
             follower.run()
@@ -429,7 +429,7 @@ def _follow(
             return follower, unit
 
 
-def _regrouped(pair: Pair, known: Facts, unit: int) -> frozenset[int]:
+def _rows_to_group(pair: Pair, known: Facts, unit: int) -> frozenset[int]:
     """The equations on rows that each microbatch may sort alone, to group them."""
     rows = (pair.rows_of(v) for v in pair.whole.body.inputs if pair.has_rows(v))
     groups = next(rows, 1) // unit

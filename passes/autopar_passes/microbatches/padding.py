@@ -208,7 +208,7 @@ class _Padder:
             pairs = zip(whole.regions, wide.regions, strict=True)
             regions = tuple(self._region(a, b) for a, b in pairs)
         elif wide.source.effects:
-            made = self._called(whole)
+            made = self._check_call(whole)
             inputs = [self._cut_rows(a) for a in inputs]
         else:
             for slot, number in self._masks(whole, wide).items():
@@ -223,7 +223,7 @@ class _Padder:
         self.builder.equations.append(made)
         self._keep_rows(unmasked, value, 0, wide.name_stack, result=value)
 
-    def _called(self, whole: Equation) -> Equation:
+    def _check_call(self, whole: Equation) -> Equation:
         """A call of the host, which gets the rows of the batch."""
         if any(map(self.pair.has_rows, whole.outputs)):
             raise MicrobatchError(f"{place_of(whole)} makes rows outside of JAX.")
@@ -473,10 +473,12 @@ class _Padder:
         if eqn.primitive == "cond":
             found, ends = set[int](), list[list[bool]]()
             for region in eqn.regions:
-                inner = self._zeros(region, _chosen(region.inputs, given[1:]))
+                inner = self._zeros(region, _choose_values(region.inputs, given[1:]))
                 ends.append([self._is_zero(a, inner) for a in region.outputs])
                 found |= inner
-            return found.union(_chosen(eqn.outputs, map(all, zip(*ends, strict=True))))
+            return found.union(
+                _choose_values(eqn.outputs, map(all, zip(*ends, strict=True)))
+            )
         body, first = eqn.regions[-1], 0
         if eqn.primitive == "scan":
             first, count = eqn.params["num_consts"], eqn.params["num_carry"]
@@ -487,14 +489,14 @@ class _Padder:
             first, count = eqn.params["body_nconsts"], len(eqn.outputs)
             given = given[tests:]
         while True:
-            inner = self._zeros(body, _chosen(body.inputs, given))
+            inner = self._zeros(body, _choose_values(body.inputs, given))
             ends = [self._is_zero(a, inner) for a in body.outputs]
             left = [a and b for a, b in zip(given[first:], ends[:count], strict=False)]
             if left == given[first : first + count]:
                 break
             given[first : first + count] = left
         ends = [*left, *ends[count:]]
-        return inner.union(_chosen(eqn.outputs, ends))
+        return inner.union(_choose_values(eqn.outputs, ends))
 
 
 class _LinearFlow:
@@ -597,7 +599,7 @@ def keep_rows(x: Any, dim: int, rows: int, number: Any) -> Any:
     return jax.lax.select(kept, x, jax.lax.full_like(x, number))
 
 
-def _chosen(values: Iterable[int], which: Iterable[bool]) -> list[int]:
+def _choose_values(values: Iterable[int], which: Iterable[bool]) -> list[int]:
     return [v for v, chosen in zip(values, which, strict=True) if chosen]
 
 
