@@ -41,7 +41,7 @@ def pieces(text: str) -> set[str]:
 def test_a_long_reason_is_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last column of a table never makes lines of hundreds of letters."""
     monkeypatch.delenv("COLUMNS", raising=False)
-    out = run(*COMMANDS["sweep"]).out
+    out = run(*COMMANDS["sweep"], "--axis-names", "data", "--max-axes", "1").out
 
     assert "…" in out
     assert max(map(len, out.splitlines())) < 200
