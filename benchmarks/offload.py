@@ -12,8 +12,6 @@ table.
 
 from __future__ import annotations
 
-import argparse
-import json
 import pathlib
 import time
 from typing import Any
@@ -126,22 +124,5 @@ def table(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def main() -> None:
-    """Runs the rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--only", default="", help="rows whose text has this")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of the solver")
-    parser.add_argument("--json", type=pathlib.Path, default=DATA, help="data file")
-    asked = parser.parse_args()
-    rows = [
-        figures(*row, asked.seconds)
-        for row in ROWS
-        if asked.only in " ".join(map(str, row))
-    ]
-    table(rows)
-    data = {"command": "python benchmarks/offload.py", "rows": rows}
-    asked.json.write_text(json.dumps(data, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    workloads.measure_rows(__doc__, ROWS, figures, table, DATA)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import pathlib
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 EXAMPLES_DIR = pathlib.Path(__file__).resolve().parent.parent / "examples"
@@ -61,6 +64,43 @@ def batch_for(devices: int) -> int:
 def row(*cells: object) -> None:
     """Prints one row of a Markdown table."""
     print("| " + " | ".join(str(c) for c in cells) + " |", flush=True)
+
+
+def measure_rows(
+    doc: str | None,
+    rows: Sequence[tuple[Any, ...]],
+    figures: Callable[..., dict[str, Any]],
+    table: Callable[[list[dict[str, Any]]], None],
+    data: pathlib.Path,
+) -> None:
+    """Runs a benchmark of plans: prints a table, and writes the figures as JSON.
+
+    The command has options for the rows to run, the solver's time limit, and the file.
+
+    Args:
+      doc: docstring of the benchmark.
+      rows: the arguments of ``figures`` for each row, without the time limit.
+      figures: returns the figures of a row; its last argument is the time limit of the
+        solver in seconds.
+      table: prints the figures of all rows.
+      data: the default file.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n", 1)[0])
+    parser.add_argument("--only", default="", help="rows whose text has this")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the solver")
+    parser.add_argument("--json", type=pathlib.Path, default=data, help="data file")
+    asked = parser.parse_args()
+    found = [
+        figures(*row, asked.seconds)
+        for row in rows
+        if asked.only in " ".join(map(str, row))
+    ]
+    table(found)
+    command = f"python benchmarks/{pathlib.Path(sys.argv[0]).name}"
+    if asked.seconds != parser.get_default("seconds"):
+        command += f" --seconds {asked.seconds:g}"
+    written = {"command": command, "rows": found}
+    asked.json.write_text(json.dumps(written, indent=1) + "\n")
 
 
 def nudged(state: Any, seed: int = 0) -> Any:
