@@ -19,6 +19,7 @@ from autopar.errors import StageError as StageError
 from autopar.errors import TargetError as TargetError
 from autopar.errors import TraceError as TraceError
 from autopar.plans.schema import Plan as Plan
+from autopar.runtime.local.entry import local_steps as local_steps
 from autopar.runtime.parallel_step import ParallelStep as ParallelStep
 from autopar.runtime.parallelize import parallelize as parallelize
 from autopar.version import __version__ as __version__
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "audit",
     "elastic",
+    "local_steps",
     "parallelize",
     "plan",
     "register_rule",

@@ -1,0 +1,1 @@
+"""Training by local steps: replicas that synchronise once in several steps."""

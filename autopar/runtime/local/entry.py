@@ -1,0 +1,97 @@
+"""The function `autopar.local_steps`."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.compression.codecs.registry import parse_codec
+from autopar.errors import PlanError
+from autopar.planner.options import as_cluster
+from autopar.runtime.local.outer import Outer
+from autopar.runtime.local.steps import LocalSteps
+from autopar.runtime.world import World
+from autopar_errors import check_type
+
+
+def local_steps(
+    step: Callable[..., Any],
+    *,
+    every: int,
+    replicas: int | None = None,
+    outer: Outer | None = None,
+    codec: str = "dense",
+    fragments: int = 1,
+    cluster: Cluster | str | None = None,
+    world: World | None = None,
+    **options: Any,
+) -> LocalSteps:
+    """Makes a train step whose replicas synchronise once in several steps.
+
+    >>> train_step = autopar.local_steps(  # doctest: +SKIP
+    ...     step, every=32, codec="int8", cluster="4x8:h100,network=1Gb/s"
+    ... )
+    >>> state = train_step.init(create_state, key, batch=batch)  # doctest: +SKIP
+    >>> state, loss = train_step(state, batch)  # doctest: +SKIP
+
+    Args:
+      step: the train step, which takes its state first and returns it first.
+      every: number of steps of a replica between two outer steps, H.
+      replicas: number of replicas; None: the parts of the cluster's outermost level,
+        such as its hosts.
+      outer: the outer optimizer; None: that of DiLoCo (arXiv 2311.08105), Nesterov's
+        momentum of 0.9 with a rate of 0.7. ``MEAN`` is that of local SGD.
+      codec: the codec of the differences that replicas send, as text, with error
+        feedback if the codec has it. A codec that cannot send an array, such as one of
+        matrices a vector, leaves this array dense.
+      fragments: into how many parts the arrays are divided, which are synchronised at
+        different steps (as in Streaming DiLoCo, arXiv 2501.18512). Each is still
+        synchronised once in ``every`` steps.
+      cluster: the devices of all replicas, or their text; None: those of the world.
+      world: the processes and devices; None: all of JAX's. Each replica lies in one
+        process.
+      options: options of `autopar.parallelize` for the plan of a replica.
+
+    Raises:
+      ClusterError: the text describes no cluster.
+      InputError: there is no such codec.
+      PlanError: a value is out of range, or an option belongs to the cluster.
+    """
+    if not callable(step):
+        raise PlanError(f"local_steps: expected a train step, got {step!r}.")
+    for name, value in (("every", every), ("fragments", fragments)):
+        _check_count(name, value)
+    if replicas is not None:
+        _check_count("replicas", replicas)
+    if fragments > every:
+        raise PlanError(
+            f"local_steps: fragments={fragments} is more than every={every}: each "
+            "fragment needs a step of its own."
+        )
+    if wrong := [name for name in ("plan", "devices", "layouts") if name in options]:
+        raise PlanError(
+            f"local_steps: {wrong[0]}= is of one step; each replica plans for its own "
+            "devices. Leave it out."
+        )
+    if outer is not None:
+        check_type("local_steps: outer=", outer, Outer, "an Outer")
+    parse_codec(codec)
+    return LocalSteps(
+        step,
+        every=int(every),
+        replicas=replicas,
+        outer=outer or Outer(),
+        codec=codec,
+        fragments=int(fragments),
+        cluster=None if cluster is None else as_cluster(cluster),
+        world=world,
+        options=options,
+    )
+
+
+def _check_count(name: str, value: Any) -> None:
+    check_type(f"local_steps: {name}=", value, numbers.Integral, "a whole number")
+    if value < 1:
+        raise PlanError(f"local_steps: {name}={value} must be at least 1.")

@@ -1,0 +1,389 @@
+"""The outer step: replicas send how far their parameters have moved, and agree.
+
+Every replica starts a round at the same parameters, the *anchor*. After its local
+steps, the *difference* of a replica is the anchor minus its parameters. The mean of all
+differences is the gradient of an outer optimizer, which moves the anchor. All replicas
+continue from the new anchor (DiLoCo, arXiv 2311.08105; with the mean alone: local SGD,
+arXiv 1805.09767).
+
+The differences are sent by a codec, with its error feedback, over the links between
+replicas. If devices of a replica hold copies of a parameter, each of them sends another
+part, and the new anchor is gathered over the links inside the replica.
+
+In shapes: r replicas, d devices in all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.cluster import DeviceSpec, MeshAxis
+from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.exchange import MeshLinks
+from autopar.compression.gradient import Feedback, Gradient, init_state
+from autopar.compression.synchronise import synchronise
+from autopar.cost.codecs import local_s
+from autopar.cost.collectives import collective_s
+from autopar.errors import PlanError
+from autopar.planner.replicas import axis_name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outer:
+    """The outer optimizer: SGD with momentum on the mean difference.
+
+    Attributes:
+      rate: the outer learning rate. DiLoCo's is 0.7; with 1 and no momentum, replicas
+        continue from the mean of their parameters.
+      momentum: factor of the last outer gradient's sum. DiLoCo's is 0.9.
+      nesterov: whether the momentum is Nesterov's, as in DiLoCo.
+
+    Raises:
+      PlanError: a value is out of range.
+    """
+
+    rate: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        if not (math.isfinite(self.rate) and self.rate > 0.0):
+            raise PlanError(f"Outer: rate must be positive, got {self.rate!r}.")
+        if not 0.0 <= self.momentum < 1.0:
+            raise PlanError(
+                f"Outer: momentum must be at least 0 and below 1, got "
+                f"{self.momentum!r}."
+            )
+
+    def move(
+        self, anchor: jax.Array, momentum: jax.Array, gradient: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The new anchor and momentum, float32, in the shape of the gradient."""
+        kept = self.momentum * momentum + gradient
+        step = gradient + self.momentum * kept if self.nesterov else kept
+        return anchor - self.rate * step, kept
+
+
+MEAN = Outer(rate=1.0, momentum=0.0, nesterov=False)
+"""The outer optimizer of local SGD: the mean of the parameters."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of the state that replicas synchronise.
+
+    Attributes:
+      path: its path in the state.
+      shape: its global shape in one replica.
+      dtype: its dtype.
+      spec: its partition spec on the mesh of a replica, an entry for each dim.
+      copies: the mesh axes over which a replica holds copies of the array.
+      dim: the dim along which each copy sends another part; -1: no dim divides, so
+        each copy sends the whole array.
+      outer: whether the outer optimizer moves the array; else replicas take the mean.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: tuple[tuple[str, ...], ...]
+    copies: tuple[str, ...]
+    dim: int
+    outer: bool
+
+    def local_shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        """The shape of the part that one device sends."""
+        shape = [
+            n // math.prod(sizes[a] for a in names)
+            for n, names in zip(self.shape, self.spec, strict=True)
+        ]
+        if self.dim >= 0:
+            shape[self.dim] //= math.prod(sizes[a] for a in self.copies)
+        return tuple(shape)
+
+    @property
+    def sent_spec(self) -> PartitionSpec:
+        """The partition spec of the anchor: each device holds the part it sends."""
+        spec = list(self.spec)
+        if self.dim >= 0:
+            spec[self.dim] = (*spec[self.dim], *self.copies)
+        return _spec(spec)
+
+    def stacked_spec(self, axis: str) -> PartitionSpec:
+        """The partition spec of all replicas' arrays, joined along the first dim."""
+        spec = list(self.spec) or [()]
+        spec[0] = (axis, *spec[0])
+        return _spec(spec)
+
+
+def _spec(names: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(axes or None for axes in names))
+
+
+def leaf_of(path: str, array: jax.Array, *, outer: bool) -> Leaf:
+    """Describes an array of a replica's state.
+
+    Raises:
+      PlanError: the array has no layout on a mesh.
+    """
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding):
+        raise PlanError(
+            f"local steps: '{path}' lies on {sharding}, not on the mesh of a plan."
+        )
+    entries = [*sharding.spec, *(None,) * (array.ndim - len(sharding.spec))]
+    spec = tuple(
+        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
+    )
+    sizes = dict(sharding.mesh.shape)
+    split = {name for names in spec for name in names}
+    copies = tuple(a for a in sizes if a not in split and sizes[a] > 1)
+    count = math.prod(sizes[a] for a in copies)
+    held = [
+        n // math.prod(sizes[a] for a in s)
+        for n, s in zip(array.shape, spec, strict=True)
+    ]
+    dims = [k for k, n in enumerate(held) if n % count == 0] if count > 1 else []
+    dim = max(dims, key=lambda k: held[k], default=-1)
+    return Leaf(path, array.shape, array.dtype, spec, copies, dim, outer)
+
+
+class Exchange:
+    """The outer step of arrays that lie on one mesh in every replica."""
+
+    def __init__(
+        self, leaves: Sequence[Leaf], mesh: Mesh, axis: str, outer: Outer, codec: str
+    ) -> None:
+        """Describes the outer step.
+
+        Args:
+          leaves: the arrays.
+          mesh: the devices of all replicas; its first axis is that of the replicas.
+          axis: the name of that axis.
+          outer: the outer optimizer.
+          codec: the codec of the differences, as text.
+
+        Raises:
+          InputError: there is no such codec, or it cannot send an array.
+        """
+        self.leaves, self.mesh, self.axis, self.outer = leaves, mesh, axis, outer
+        self.replicas = mesh.shape[axis]
+        sizes = dict(mesh.shape)
+        made = parse_codec(codec)
+        kind = "residual" if made.feedback else "none"
+        self.gradients = [
+            self._gradient(k, leaf, sizes, made, kind) for k, leaf in enumerate(leaves)
+        ]
+        self._states = [init_state(g, self.replicas) for g in self.gradients]
+        self._step = jax.jit(self._exchange, donate_argnums=(1, 2, 3, 4))
+
+    def _gradient(
+        self, number: int, leaf: Leaf, sizes: dict[str, int], codec: Any, kind: Any
+    ) -> Gradient:
+        shape = leaf.local_shape(sizes)
+        if refused := codec.check(shape, scatter=False):
+            # A codec of matrices, say, sends biases as they are.
+            codec, kind = parse_codec("dense"), "none"
+            del refused
+        feedback = Feedback(kind=kind)
+        return Gradient(leaf.path, shape, codec, feedback, seed=number)
+
+    @property
+    def messages(self) -> dict[tuple[int, str], tuple[float, float]]:
+        """The collectives of an outer step over the links between replicas.
+
+        Returns:
+          By round and kind: its size in bytes, by the convention of
+          `autopar.cluster.specs.Kind`, and the bytes that one device sends.
+        """
+        found: dict[tuple[int, str], tuple[float, float]] = {}
+        for gradient in self.gradients:
+            if not gradient.size:
+                continue
+            made = gradient.codec.messages(gradient.shape, self.replicas, scatter=False)
+            for turn, message in enumerate(made):
+                size, sent = found.get((turn, message.kind), (0.0, 0.0))
+                found[turn, message.kind] = (
+                    size + message.nbytes,
+                    sent + message.sent,
+                )
+        return found
+
+    def seconds(self, between: MeshAxis, device: DeviceSpec) -> float:
+        """Predicted seconds of an outer step: its messages, and its codec."""
+        wire = sum(
+            collective_s(kind, size, (between,))
+            for (_, kind), (size, _) in self.messages.items()
+        )
+        return wire + sum(local_s(g.codec, g.shape, device) for g in self.gradients)
+
+    def anchors(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The anchors of a start: the replicas' arrays, float32, without copies."""
+        specs = [leaf.sent_spec for leaf in self.leaves]
+
+        def begin(given: Sequence[jax.Array]) -> list[jax.Array]:
+            return [
+                self._own(leaf, x).astype(jnp.float32)
+                for leaf, x in zip(self.leaves, given, strict=True)
+            ]
+
+        return self._map(begin, (self._stacked_specs,), specs)(list(arrays))
+
+    def states(self) -> list[Any]:
+        """The states of the codecs before the first exchange, (d, ...) each."""
+        devices = self.mesh.size
+        sharding = NamedSharding(self.mesh, self._all)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_callback(
+                (devices, *jnp.shape(x)),
+                sharding,
+                functools.partial(_repeated, np.asarray(x)),
+            ),
+            self._states,
+        )
+
+    @property
+    def _all(self) -> PartitionSpec:
+        return PartitionSpec(self.mesh.axis_names)
+
+    @property
+    def _stacked_specs(self) -> list[PartitionSpec]:
+        return [leaf.stacked_spec(self.axis) for leaf in self.leaves]
+
+    def _map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def run(
+        self,
+        number: int,
+        arrays: Sequence[jax.Array],
+        anchors: Sequence[jax.Array],
+        momenta: Sequence[jax.Array],
+        states: Sequence[Any],
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], list[Any], jax.Array]:
+        """Runs one outer step; all arrays are consumed.
+
+        Args:
+          number: number of the outer step, from 0.
+          arrays: the arrays of all replicas, joined along the first dim.
+          anchors: the anchors, as in `anchors`.
+          momenta: the momenta, in the layouts of the anchors.
+          states: the states of the codecs, as in `states`.
+
+        Returns:
+          The new arrays, anchors, momenta and states; and for each array three squared
+          norms, summed over the replicas: of the differences, of the codec's error and
+          of the mean difference (once).
+        """
+        return self._step(
+            jnp.int32(number), list(arrays), list(anchors), list(momenta), list(states)
+        )
+
+    def _exchange(
+        self, number: Any, arrays: Any, anchors: Any, momenta: Any, states: Any
+    ) -> Any:
+        sent = [leaf.sent_spec for leaf in self.leaves]
+        held = jax.tree.map(lambda _: self._all, states)
+        stacked = self._stacked_specs
+        return self._map(
+            self._on_device,
+            (PartitionSpec(), stacked, sent, sent, held),
+            (stacked, sent, sent, held, PartitionSpec()),
+        )(number, arrays, anchors, momenta, states)
+
+    def _on_device(
+        self, number: Any, arrays: Any, anchors: Any, momenta: Any, states: Any
+    ) -> Any:
+        """The outer step on the arrays of one device."""
+        owns = [self._own(leaf, x) for leaf, x in zip(self.leaves, arrays, strict=True)]
+        differences = [
+            anchor - own.astype(jnp.float32)
+            for anchor, own in zip(anchors, owns, strict=True)
+        ]
+        links = MeshLinks((self.axis,), self.replicas)
+        before = [jax.tree.map(lambda x: x[0], state) for state in states]
+        totals, after, rows = synchronise(
+            self.gradients,
+            differences,
+            before,
+            links,
+            jax.lax.axis_index(self.axis),
+            number,
+        )
+        new_arrays, new_anchors, new_momenta, means = [], [], [], []
+        for k, leaf in enumerate(self.leaves):
+            mean = totals[k] / self.replicas
+            means.append(jnp.sum(jnp.square(mean)) / self._parts(leaf))
+            outer = self.outer if leaf.outer else MEAN
+            anchor, momentum = outer.move(anchors[k], momenta[k], mean)
+            new_anchors.append(anchor)
+            new_momenta.append(momentum)
+            new_arrays.append(self._whole(leaf, anchor, arrays[k]))
+        norms = jnp.stack([rows[:, 0], rows[:, 1]], axis=1)
+        each = jnp.array([[self._parts(leaf)] for leaf in self.leaves], jnp.float32)
+        seen = jnp.concatenate((norms, jnp.stack(means)[:, None]), axis=1)
+        seen = seen / jnp.concatenate((each, each, jnp.ones_like(each)), axis=1)
+        summed = jax.lax.psum(seen, self.mesh.axis_names)
+        summed = summed.at[:, 2].divide(self.replicas)
+        held = [jax.tree.map(lambda x: x[None], state) for state in after]
+        return new_arrays, new_anchors, new_momenta, held, summed
+
+    def _parts(self, leaf: Leaf) -> int:
+        """How many devices of a replica send the same part of an array."""
+        if leaf.dim >= 0:
+            return 1
+        return math.prod(self.mesh.shape[a] for a in leaf.copies)
+
+    def _own(self, leaf: Leaf, array: jax.Array) -> jax.Array:
+        """The part of a device's array that the device sends."""
+        array = array if leaf.shape else array.reshape(())
+        if leaf.dim < 0:
+            return array
+        size = leaf.local_shape(dict(self.mesh.shape))[leaf.dim]
+        start = jax.lax.axis_index(leaf.copies) * size
+        return jax.lax.dynamic_slice_in_dim(array, start, size, leaf.dim)
+
+    def _whole(self, leaf: Leaf, anchor: jax.Array, like: jax.Array) -> jax.Array:
+        """A device's array, from the anchors of the copies."""
+        if leaf.dim >= 0:
+            anchor = jax.lax.all_gather(anchor, leaf.copies, axis=leaf.dim, tiled=True)
+        return anchor.astype(leaf.dtype).reshape(like.shape)
+
+
+def _repeated(value: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+    rows = index[0]
+    count = (rows.stop or 1) - (rows.start or 0)
+    return np.broadcast_to(value, (count, *value.shape))
+
+
+def joined_mesh(
+    mesh: Mesh, own: Sequence[Any], groups: Sequence[Sequence[Any]]
+) -> Mesh:
+    """The mesh of all replicas' devices, from the mesh of one replica.
+
+    Args:
+      mesh: the mesh of one replica, or of one of its stages.
+      own: the devices of that replica, in order.
+      groups: the devices of each replica, in the same order.
+    """
+    place = {device.id: k for k, device in enumerate(own)}
+    positions = [place[device.id] for device in mesh.devices.flat]
+    devices = np.array([[group[k] for k in positions] for group in groups], object)
+    shape = (len(groups), *mesh.devices.shape)
+    return Mesh(devices.reshape(shape), (axis_name(mesh.axis_names), *mesh.axis_names))

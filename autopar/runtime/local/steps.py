@@ -1,0 +1,645 @@
+"""Local steps: each replica trains alone, and all synchronise once in several steps.
+
+Between slow links, a sum of gradients in every step may take longer than the step. With
+local steps, the devices on one side of the slow links are a *replica*. A replica runs
+the step on its own part of the batch, with a state of its own, under a plan for its own
+devices. Nothing crosses the slow links in such a step. Once in H steps, an outer step
+joins the replicas (`autopar.runtime.local.outer`).
+
+Local steps change what is trained: they are not the synchronous step with other
+layouts. So they are never chosen without being asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.cluster import Cluster, MeshAxis
+from autopar.errors import PlanError
+from autopar.plans import Plan
+from autopar.runtime import arguments, creation
+from autopar.runtime.local.outer import Exchange, Leaf, Outer, joined_mesh, leaf_of
+from autopar.runtime.parallel_step import ParallelStep
+from autopar.runtime.parallelize import parallelize
+from autopar.runtime.recent import Recent
+from autopar.runtime.state_mover import name_arrays
+from autopar.runtime.world import World
+from autopar.units import bytes_text, seconds_text
+from autopar_errors import check_type
+from autopar_passes.graph.roles import InputRole
+from autopar_passes.program.calls import Parameters, StepCall
+from autopar_passes.program.trace import opened_within
+
+# Batches whose rows are remembered.
+_CALLS = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LocalState:
+    """The state of a training by local steps.
+
+    Attributes:
+      replicas: the state of each replica of this process, as the step returns it.
+      anchors: for each fragment, the arrays at the last outer step, float32.
+      momenta: for each fragment, the momenta of the outer optimizer, float32.
+      codecs: for each fragment, the states of the codecs, such as residuals.
+      step: number of steps done.
+    """
+
+    replicas: tuple[Any, ...]
+    anchors: tuple[list[Any], ...]
+    momenta: tuple[list[Any], ...]
+    codecs: tuple[list[Any], ...]
+    step: Any
+
+    @property
+    def state(self) -> Any:
+        """The state of this process's first replica.
+
+        Its parameters are those of all replicas right after an outer step.
+        """
+        return self.replicas[0]
+
+
+class LocalSteps:
+    """A train step whose replicas synchronise once in several steps.
+
+    See `autopar.local_steps`, which creates it.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        every: int,
+        replicas: int | None,
+        outer: Outer,
+        codec: str,
+        fragments: int,
+        cluster: Cluster | None,
+        world: World | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        """See `autopar.local_steps`."""
+        self.function, self.every, self.outer = step, every, outer
+        self.codec, self.fragments = codec, fragments
+        self.__name__ = getattr(step, "__name__", "step")
+        self._replicas, self._cluster, self._world = replicas, cluster, world
+        self._options = dict(options)
+        self._parameters = Parameters.of(step)
+        self._rows: Recent[Any, dict[int, int]] = Recent(_CALLS)
+        self._steps: tuple[ParallelStep[..., Any], ...] = ()
+        self._fragments: tuple[tuple[_Group, ...], ...] = ()
+        self._seen: dict[str, Any] = {}
+
+    # The devices.
+
+    @property
+    def world(self) -> World:
+        """The processes and devices of all replicas."""
+        if self._world is None:
+            self._world = World.current()
+        return self._world
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices of all replicas, and the links between them."""
+        if self._cluster is None:
+            self._cluster = Cluster.local(len(self.world.devices))
+        return self._cluster
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas: by default the parts of the cluster's outermost level."""
+        if self._replicas is None:
+            sizes = [level.size for level in self.cluster.levels if level.size > 1]
+            self._replicas = sizes[0] if sizes else 1
+        return self._replicas
+
+    @property
+    def part(self) -> Cluster:
+        """The devices of one replica.
+
+        Raises:
+          PlanError: the cluster has no such equal parts.
+        """
+        cluster, count = self.cluster, self.replicas
+        if cluster.groups:
+            raise PlanError(
+                f"local_steps: {cluster} has unequal groups; replicas need equal ones."
+            )
+        size, rest = divmod(cluster.num_devices, count)
+        if not rest:
+            for part, number in cluster.slices():
+                if part.num_devices == size and number == count:
+                    shape = [level.size for level in part.levels]
+                    return cluster.slice(shape)
+        raise PlanError(
+            f"local_steps: {cluster} has no {count} equal parts for replicas; choose "
+            "replicas= as the number of hosts, or of equal parts of a host."
+        )
+
+    def _own(self) -> list[int]:
+        """The numbers of this process's replicas.
+
+        Raises:
+          PlanError: a replica has devices of several processes.
+        """
+        world, size = self.world, self.part.num_devices
+        devices = world.devices
+        if len(devices) < size * self.replicas:
+            raise PlanError(
+                f"local_steps: {self.replicas} replicas of {size} devices need "
+                f"{size * self.replicas}; this world has {len(devices)}."
+            )
+        found = []
+        for k in range(self.replicas):
+            homes = {d.process_index for d in self._devices(k)}
+            if len(homes) > 1:
+                raise PlanError(
+                    f"local_steps: replica {k} has devices of processes "
+                    f"{sorted(homes)}. A replica lies in one process: start one "
+                    "process for each replica, or choose replicas= as a multiple of "
+                    "the processes."
+                )
+            if world.process_count == 1 or homes == {jax.process_index()}:
+                found.append(k)
+        return found
+
+    def _devices(self, replica: int) -> tuple[Any, ...]:
+        size = self.part.num_devices
+        return self.world.devices[replica * size : (replica + 1) * size]
+
+    # Planning.
+
+    @property
+    def steps(self) -> tuple[ParallelStep[..., Any], ...]:
+        """The planned step of each replica of this process."""
+        if not self._steps:
+            part = self.part
+            self._steps = tuple(
+                parallelize(
+                    self.function,
+                    cluster=part,
+                    world=World(self._devices(k)),
+                    **self._options,
+                )
+                for k in self._own()
+            )
+        return self._steps
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a replica."""
+        return self.steps[0].plan
+
+    def init(
+        self, create_state: Callable[..., Any], *args: Any, batch: Any = None
+    ) -> LocalState:
+        """Creates the state of all replicas, which start equal.
+
+        Args:
+          create_state: makes the state; a plain tuple holds several leading arguments
+            of the step.
+          args: the arguments of ``create_state``.
+          batch: an example batch: arrays with the rows of this process's replicas, or
+            structs with the rows of all. None for a step that takes nothing but its
+            state.
+
+        Raises:
+          PlanError: the rows of the batch cannot be divided among the replicas, or the
+            state has NNX objects.
+        """
+        given = () if batch is None else (batch,)
+        state = jax.eval_shape(create_state, *args)
+        parts = self._divide(state, given, {})
+        made = [
+            step.init(create_state, *args, batch=part[0][0] if given else None)
+            for step, part in zip(self.steps, parts, strict=True)
+        ]
+        return self._begin(made)
+
+    def _begin(self, states: Sequence[Any]) -> LocalState:
+        """The state of a start, from the equal states of the replicas."""
+        self._fragments = self._find_fragments(states[0])
+        anchors, momenta, codecs = [], [], []
+        arrays = [self._arrays(k, state) for k, state in enumerate(states)]
+        for fragment in self._fragments:
+            begun = [
+                x
+                for group in fragment
+                for x in group.exchange.anchors(group.join(arrays))
+            ]
+            anchors.append(begun)
+            momenta.append([jax.numpy.zeros_like(x) for x in begun])
+            codecs.append([x for group in fragment for x in group.exchange.states()])
+        return LocalState(
+            tuple(states), tuple(anchors), tuple(momenta), tuple(codecs), np.int64(0)
+        )
+
+    def _arrays(self, number: int, state: Any) -> dict[str, Any]:
+        """The arrays of a replica's state, by path."""
+        step = self.steps[number]
+        return name_arrays(self.__name__, step.running.analysed.analysis, state)
+
+    def _find_fragments(self, state: Any) -> tuple[tuple[_Group, ...], ...]:
+        """The arrays that replicas synchronise, by fragment and mesh."""
+        arrays = self._arrays(0, state)
+        inputs = self.steps[0].running.analysed.analysis.graph.inputs
+        roles = {given.path: given.role for given in inputs}
+        leaves = [
+            leaf_of(path, x, outer=roles[path] is InputRole.PARAMETER)
+            for path, x in arrays.items()
+            if roles[path] is not InputRole.OPTIMIZER_STATE
+            and jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+        ]
+        if not any(leaf.outer for leaf in leaves):
+            raise PlanError(
+                f"{self.__name__}: local steps found no parameters in the state: no "
+                "gradient of the step belongs to an array of it."
+            )
+        groups = [self._devices(k) for k in range(self.replicas)]
+        own = groups[self._own()[0]]
+        found = []
+        for members in _divide_evenly(leaves, self.fragments):
+            by_mesh: dict[Any, list[Leaf]] = {}
+            for leaf in members:
+                mesh = arrays[leaf.path].sharding.mesh
+                by_mesh.setdefault(mesh, []).append(leaf)
+            found.append(
+                tuple(
+                    _Group(self._exchange(mesh, alike, own, groups))
+                    for mesh, alike in by_mesh.items()
+                )
+            )
+        return tuple(found)
+
+    def _exchange(
+        self, mesh: Any, leaves: list[Leaf], own: Any, groups: Any
+    ) -> Exchange:
+        joined = joined_mesh(mesh, own, groups)
+        axis = joined.axis_names[0]
+        return Exchange(leaves, joined, axis, self.outer, self.codec)
+
+    # Running.
+
+    def __call__(self, state: LocalState, *rest: Any, **named: Any) -> Any:
+        """Runs one step of every replica of this process, and outer steps that are due.
+
+        Args:
+          state: the state from `init` or from the last call, which is consumed.
+          rest: the other arguments of the step. The rows of the batch are divided
+            evenly among the replicas of this process, the first rows to the first
+            replica. Under ``jax.distributed`` each process passes its own rows.
+          named: arguments by name.
+
+        Returns:
+          What the step returns, with a `LocalState` in place of the state. With one
+          replica in this process the other results are the replica's. With several,
+          floating-point scalars are the means over these replicas, and other arrays
+          get a leading dim over them.
+
+        Raises:
+          PlanError: the state is not of this training, or the rows cannot be divided.
+        """
+        self._check(state)
+        parts = self._divide(state.state, rest, named)
+        states: list[Any] = []
+        results: list[Any] = []
+        for step, own, part in zip(self.steps, state.replicas, parts, strict=True):
+            several = type(own) is tuple
+            given = own if several else (own,)
+            out = step(*given, *part[0], **part[1])
+            new, others = _split_result(self.__name__, out, own)
+            states.append(new)
+            results.append(others)
+        number = int(state.step) + 1
+        made = dataclasses.replace(state, replicas=tuple(states), step=np.int64(number))
+        made = self._synchronise(made, self._due(number))
+        others = _join_results(results)
+        return made if others is None else (made, *others)
+
+    def _check(self, state: Any) -> None:
+        check_type(self.__name__, state, LocalState, "the state that init returned")
+        if not self._fragments:
+            # A state that was restored: its layouts are those of its plan.
+            self._fragments = self._find_fragments(state.state)
+        if len(state.replicas) != len(self.steps):
+            raise PlanError(
+                f"{self.__name__}: the state has {len(state.replicas)} replicas in "
+                f"this process, and the training {len(self.steps)}."
+            )
+
+    def _due(self, number: int) -> list[int]:
+        """The fragments whose outer step follows step ``number``, counted from 1."""
+        return [
+            k
+            for k in range(self.fragments)
+            if (number - k * self.every // self.fragments) % self.every == 0
+            and number > k * self.every // self.fragments
+        ]
+
+    def synchronise(self, state: LocalState) -> LocalState:
+        """Runs the outer step of all fragments now; the state is consumed."""
+        self._check(state)
+        return self._synchronise(state, range(self.fragments))
+
+    def _synchronise(self, state: LocalState, due: Sequence[int]) -> LocalState:
+        for k in due:
+            state = self._synchronise_one(state, k)
+        return state
+
+    def _synchronise_one(self, state: LocalState, number: int) -> LocalState:
+        arrays = [self._arrays(k, own) for k, own in enumerate(state.replicas)]
+        anchors, momenta, codecs = [], [], []
+        start = 0
+        turn = int(state.step) // self.every
+        for group in self._fragments[number]:
+            members = slice(start, start + len(group.exchange.leaves))
+            start = members.stop
+            new, *rest, seen = group.exchange.run(
+                turn,
+                group.join(arrays),
+                state.anchors[number][members],
+                state.momenta[number][members],
+                state.codecs[number][members],
+            )
+            group.part(new, arrays)
+            for whole, more in zip((anchors, momenta, codecs), rest, strict=True):
+                whole.extend(more)
+            for leaf, row in zip(group.exchange.leaves, seen, strict=True):
+                self._seen[leaf.path] = row
+        states = [
+            creation.replace_leaves(own, list(mine.values()))
+            for own, mine in zip(state.replicas, arrays, strict=True)
+        ]
+        return LocalState(
+            tuple(states),
+            _with(state.anchors, number, anchors),
+            _with(state.momenta, number, momenta),
+            _with(state.codecs, number, codecs),
+            state.step,
+        )
+
+    def _divide(
+        self, state: Any, rest: Sequence[Any], named: Mapping[str, Any]
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments after the state of each replica of this process."""
+        given = state if type(state) is tuple else (state,)
+        call = opened_within(self._parameters, (*given, *rest), dict(named))
+        if call.form.objects:
+            raise PlanError(
+                f"{self.__name__}: local steps take states of arrays; split NNX "
+                "objects by nnx.split, and merge them in the step."
+            )
+        local = arguments.abstract(call)
+        key = arguments.signature(local)
+        rows = self._rows.get(key)
+        if rows is None:
+            self._check_result(local, state)
+            rows = self._rows.put(key, arguments.row_dims(self.function, local))
+        paths = call.form.paths(call.arrays)
+        for k, dim in rows.items():
+            count = self._count(call.arrays[k])
+            if (size := call.arrays[k].shape[dim]) % count:
+                raise PlanError(
+                    f"{self.__name__}: '{paths[k]}' has {size} rows, which do not "
+                    f"divide among {count} replicas; choose a multiple."
+                )
+        found = []
+        for replica in range(len(self.steps)):
+            arrays = list(call.arrays)
+            for k, dim in rows.items():
+                arrays[k] = _rows_of(arrays[k], dim, replica, self._count(arrays[k]))
+            args, words = _opened(call, arrays)
+            found.append((args[len(given) :], words))
+        return found
+
+    def _check_result(self, call: StepCall, state: Any) -> None:
+        """Checks that the step returns its state first.
+
+        Raises:
+          PlanError: it does not.
+        """
+
+        def whole(arrays: Sequence[Any]) -> Any:
+            args, words = _opened(call, arrays)
+            return self.function(*args, **words)
+
+        _split_result(self.__name__, jax.eval_shape(whole, call.arrays), state)
+
+    def _count(self, rows: Any) -> int:
+        """The number of replicas that share the rows of an array, or of a struct.
+
+        Structs have the rows of all processes, as in `ParallelStep.init`.
+        """
+        whole = isinstance(rows, jax.ShapeDtypeStruct)
+        return self.replicas if whole else len(self.steps)
+
+    @property
+    def outer_s(self) -> float:
+        """Predicted seconds of the outer steps of all fragments, once in `every` steps.
+
+        Raises:
+          PlanError: no state has been made yet, so nothing is planned.
+        """
+        levels = [level for level in self.cluster.levels if level.size > 1]
+        link = (levels or list(self.cluster.levels))[0].link
+        axis = MeshAxis(name="replica", size=self.replicas, link=link, level=0)
+        device = self.cluster.device
+        return sum(g.exchange.seconds(axis, device) for g in self._groups())
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step, with its share of the outer steps."""
+        return self.plan.predicted.step_s + self.outer_s / self.every
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends between replicas in `every` steps."""
+        messages = [g.exchange.messages for g in self._groups()]
+        return sum(sent for found in messages for _, sent in found.values())
+
+    def _groups(self) -> list[_Group]:
+        if not self._fragments:
+            raise PlanError(
+                f"{self.__name__}: no plan yet: make the state with init first."
+            )
+        return [group for fragment in self._fragments for group in fragment]
+
+    def __str__(self) -> str:
+        """What a step and an outer step take, as predicted, and what is sent."""
+        plan, outer = self.plan, self.outer_s
+        each, every = self.step_s, self.every
+        return "\n".join(
+            (
+                f"{self.replicas} replicas of {self.part.num_devices} devices, "
+                f"{seconds_text(each)} a step",
+                f"step     {seconds_text(plan.predicted.step_s)} of a replica alone",
+                f"outer    {seconds_text(outer)} once in {every} steps: "
+                f"{bytes_text(self.sent_bytes)} a device by {self.codec}",
+            )
+        )
+
+    @property
+    def telemetry(self) -> dict[str, tuple[float, float, float]]:
+        """Of the last outer step of each array: three squared norms.
+
+        They are those of the replicas' differences and of the codec's error, both added
+        up over the replicas, and of the mean difference.
+        """
+        return {
+            path: tuple(float(x) for x in np.asarray(row.addressable_data(0)))
+            for path, row in self._seen.items()
+        }  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        """The step's name, the number of replicas and the interval in one line."""
+        return (
+            f"<LocalSteps {self.__name__}, {self.replicas} replicas of {self.part}, "
+            f"an outer step every {self.every} steps>"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """The arrays of a fragment that lie on one mesh, and their exchange."""
+
+    exchange: Exchange
+
+    def join(self, replicas: Sequence[Mapping[str, Any]]) -> list[jax.Array]:
+        """The arrays of all replicas, joined along the first dim, without copies."""
+        exchange = self.exchange
+        return [
+            _join_replicas(leaf, [own[leaf.path] for own in replicas], exchange)
+            for leaf in exchange.leaves
+        ]
+
+    def part(
+        self, joined: Sequence[jax.Array], replicas: Sequence[dict[str, Any]]
+    ) -> None:
+        """Writes joined arrays back to the arrays of this process's replicas."""
+        for leaf, whole in zip(self.exchange.leaves, joined, strict=True):
+            by_device = {s.device: s.data for s in whole.addressable_shards}
+            for own in replicas:
+                old = own[leaf.path]
+                where = old.sharding.addressable_devices_indices_map(leaf.shape)
+                data = [by_device[device] for device in where]
+                if not leaf.shape:
+                    data = [x.reshape(()) for x in data]
+                own[leaf.path] = jax.make_array_from_single_device_arrays(
+                    leaf.shape, old.sharding, data
+                )
+
+
+def _join_replicas(
+    leaf: Leaf, arrays: Sequence[jax.Array], exchange: Exchange
+) -> jax.Array:
+    data = [s.data for x in arrays for s in x.addressable_shards]
+    shape = leaf.shape or (1,)
+    if not leaf.shape:
+        data = [x.reshape((1,)) for x in data]
+    sharding = jax.sharding.NamedSharding(
+        exchange.mesh, leaf.stacked_spec(exchange.axis)
+    )
+    return jax.make_array_from_single_device_arrays(
+        (exchange.replicas * shape[0], *shape[1:]), sharding, data
+    )
+
+
+def _opened(
+    call: StepCall, arrays: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, by position and by name, with other arrays."""
+    args = tuple(call.form.fixed.join(arrays))
+    split = len(args) - len(call.form.keywords)
+    return args[:split], dict(zip(call.form.keywords, args[split:], strict=True))
+
+
+def _divide_evenly(leaves: Sequence[Leaf], count: int) -> list[list[Leaf]]:
+    """Divides arrays into fragments of about equal size, in their order.
+
+    Raises:
+      PlanError: there are fewer arrays than fragments.
+    """
+    if count > len(leaves):
+        raise PlanError(
+            f"local_steps: fragments={count}, but only {len(leaves)} arrays are "
+            "synchronised."
+        )
+    sizes = [int(np.prod(leaf.shape)) or 1 for leaf in leaves]
+    middles = np.cumsum(sizes) - np.array(sizes) / 2
+    numbers = np.minimum(middles * count // sum(sizes), count - 1).astype(int)
+    found = [
+        [x for x, n in zip(leaves, numbers, strict=True) if n == k]
+        for k in range(count)
+    ]
+    if all(found):
+        return found
+    # A large array fills several fragments alone: equal numbers of arrays instead.
+    return [list(part) for part in np.array_split(np.array(leaves, object), count)]
+
+
+def _rows_of(array: Any, dim: int, part: int, count: int) -> Any:
+    """One of ``count`` equal parts of an array's rows."""
+    size = array.shape[dim] // count
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array.update(shape=(*array.shape[:dim], size, *array.shape[dim + 1 :]))
+    if count == 1:
+        return array
+    index = [slice(None)] * array.ndim
+    index[dim] = slice(part * size, (part + 1) * size)
+    return array[tuple(index)]
+
+
+def _split_result(
+    name: str, out: Any, state: Any
+) -> tuple[Any, tuple[Any, ...] | None]:
+    """The new state in a step's result, and the other results; None without others.
+
+    Raises:
+      PlanError: the result does not begin with the state.
+    """
+    wanted = jax.tree.structure(state)
+    if jax.tree.structure(out) == wanted:
+        return out, None
+    if isinstance(out, tuple):
+        if type(state) is tuple:
+            new, others = out[: len(state)], out[len(state) :]
+        else:
+            new, others = out[0], out[1:]
+        if jax.tree.structure(new) == wanted:
+            return new, others
+    raise PlanError(
+        f"{name}: local steps need a step that returns its new state first, as in "
+        "`return state, loss`."
+    )
+
+
+def _join_results(results: Sequence[tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
+    first = results[0]
+    if len(results) == 1 or first is None:
+        return first
+    return jax.tree.map(_join_values, *results)
+
+
+def _join_values(*values: Any) -> Any:
+    """The mean of floating-point scalars; other arrays get a leading dim."""
+    if not all(isinstance(x, jax.Array) for x in values):
+        return values[0]
+    near = [jax.device_put(x, next(iter(values[0].devices()))) for x in values]
+    stacked = jax.numpy.stack(near)
+    scalar = not values[0].shape
+    if scalar and jax.numpy.issubdtype(stacked.dtype, jax.numpy.floating):
+        return jax.numpy.mean(stacked)
+    return stacked
+
+
+def _with(values: tuple[Any, ...], number: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:number], value, *values[number + 1 :])

@@ -1,0 +1,253 @@
+"""Local steps against a loop over replicas that is written by hand."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.runtime.local.outer import MEAN, Outer
+from autopar_passes.audit.compiled import compiled_audit
+
+TX = optax.adam(1e-2)
+ROWS = 16
+
+
+def create(key: jax.Array, dtype: Any = jnp.float32) -> Any:
+    """A small network with a scalar, vectors, and a matrix that 3 devices divide."""
+    first, second = jax.random.split(key)
+    params = {
+        "first": (0.2 * jax.random.normal(first, (16, 24))).astype(dtype),
+        "bias": jnp.zeros(24, dtype),
+        "second": (0.2 * jax.random.normal(second, (24, 7))).astype(dtype),
+        "scale": jnp.asarray(1.0, dtype),
+    }
+    return {"params": params, "opt": TX.init(params), "count": jnp.int32(0)}
+
+
+def step(state: Any, batch: Any) -> Any:
+    def loss_of(params: Any) -> jax.Array:
+        hidden = jnp.tanh(batch["x"] @ params["first"] + params["bias"])
+        out = params["scale"] * (hidden @ params["second"])
+        return jnp.mean((out - batch["y"]).astype(jnp.float32) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+    updates, opt = TX.update(gradients, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt": opt, "count": state["count"] + 1}, loss
+
+
+def batch(number: int) -> Any:
+    x = np.random.default_rng(number).normal(size=(ROWS, 16)).astype(np.float32)
+    return {"x": x, "y": np.sin(x[:, :7])}
+
+
+def by_hand(replicas: int, every: int, outer: Outer, steps: int) -> Any:
+    """The mean losses of the steps, and the parameters at the end."""
+    states = [create(jax.random.key(0)) for _ in range(replicas)]
+    anchor = {k: np.asarray(x) for k, x in states[0]["params"].items()}
+    momentum = {k: np.zeros_like(x) for k, x in anchor.items()}
+    run, losses = jax.jit(step), []
+    for number in range(1, steps + 1):
+        parts = [
+            {
+                k: x.reshape(replicas, -1, *x.shape[1:])[r]
+                for k, x in batch(number).items()
+            }
+            for r in range(replicas)
+        ]
+        made = [run(s, part) for s, part in zip(states, parts, strict=True)]
+        states = [state for state, _ in made]
+        losses.append(float(np.mean([loss for _, loss in made])))
+        if number % every:
+            continue
+        for k, before in anchor.items():
+            moved = [before - np.asarray(s["params"][k]) for s in states]
+            gradient = np.mean(moved, axis=0)
+            momentum[k] = outer.momentum * momentum[k] + gradient
+            taken = momentum[k]
+            if outer.nesterov:
+                taken = gradient + outer.momentum * momentum[k]
+            anchor[k] = before - outer.rate * taken
+        for state in states:
+            state["params"] = {k: jnp.asarray(x) for k, x in anchor.items()}
+    return losses, [s["params"] for s in states]
+
+
+def train(made: Any, steps: int, **options: Any) -> Any:
+    state = made.init(create, jax.random.key(0), batch=batch(1), **options)
+    losses = []
+    for number in range(1, steps + 1):
+        state, loss = made(state, batch(number))
+        losses.append(float(loss))
+    return losses, state
+
+
+@pytest.mark.parametrize(
+    ("cluster", "outer", "options"),
+    [
+        ("4x2:cpu,network=100Mb/s", Outer(), {}),
+        ("2x4:cpu,network=100Mb/s", MEAN, {"replicas": 4}),
+        ("2x1:cpu,network=10Mb/s", Outer(0.5, 0.3, nesterov=False), {}),
+        ("2x4:cpu,network=100Mb/s", Outer(), {"microbatches": 2}),
+    ],
+)
+def test_losses_are_those_of_the_loop_by_hand(
+    cluster: str, outer: Outer, options: Any
+) -> None:
+    made = autopar.local_steps(
+        step, every=3, outer=outer, cluster=cluster, seconds=1, **options
+    )
+    losses, state = train(made, 8)
+    wanted, params = by_hand(made.replicas, 3, outer, 8)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    for own, hand in zip(state.replicas, params, strict=True):
+        for k, x in hand.items():
+            np.testing.assert_allclose(own["params"][k], x, rtol=1e-4, atol=1e-6)
+    assert int(state.step) == 8
+
+
+def test_copies_send_parts_and_bytes_are_those_of_the_program() -> None:
+    # In a data-parallel replica all devices hold copies, so each sends a part.
+    pins = {"state/*": jax.sharding.PartitionSpec()}
+    made = autopar.local_steps(
+        step, every=2, cluster="2x4:cpu,network=1Mb/s", seconds=1, pins=pins
+    )
+    losses, state = train(made, 4)
+    np.testing.assert_allclose(losses, by_hand(2, 2, Outer(), 4)[0], rtol=1e-5)
+    (group,) = made._groups()
+    exchange = group.exchange
+    sizes = {leaf.path: leaf for leaf in exchange.leaves}
+    assert sizes["state/params/first"].dim >= 0
+    assert sizes["state/params/scale"].dim < 0
+    given = (
+        jnp.int32(0),
+        group.join([made._arrays(k, s) for k, s in enumerate(state.replicas)]),
+        state.anchors[0],
+        state.momenta[0],
+        state.codecs[0],
+    )
+    text = exchange._step.lower(*given).compile()
+    mesh = tuple(exchange.mesh.shape.items())
+    between = [c for c in compiled_audit(text, mesh).collectives if "replica" in c.axes]
+    told = 4 * 3 * len(exchange.leaves)  # the norms, of which all devices are told
+    sent = sum(c.sent_bytes for c in between)
+    assert made.sent_bytes < sent <= made.sent_bytes + 2 * told
+
+
+def test_fragments_are_synchronised_in_turn() -> None:
+    made = autopar.local_steps(
+        step, every=4, fragments=2, outer=MEAN, cluster="2x1:cpu", seconds=1
+    )
+    state = made.init(create, jax.random.key(0), batch=batch(1))
+    equal = []
+    for number in range(1, 9):
+        state, _ = made(state, batch(number))
+        first, second = (s["params"] for s in state.replicas)
+        same = {k: bool(jnp.all(x == np.asarray(second[k]))) for k, x in first.items()}
+        equal.append(same)
+    # The first fragment after steps 4 and 8, the second after step 6.
+    paths = [[g.exchange.leaves for g in f] for f in made._fragments]
+    names = [[x.path.rpartition("/")[2] for x in f[0]] for f in paths]
+    assert all(equal[3][k] and equal[7][k] for k in names[0])
+    assert all(equal[5][k] for k in names[1])
+    assert not any(equal[3][k] for k in names[1])
+    assert not any(equal[4].values())
+    state = made.synchronise(state)
+    first, second = (s["params"] for s in state.replicas)
+    assert all(bool(jnp.all(x == np.asarray(second[k]))) for k, x in first.items())
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "powersgd:rank=4"])
+def test_codecs_err_and_feed_back(codec: str) -> None:
+    made = autopar.local_steps(
+        step, every=2, codec=codec, outer=MEAN, cluster="2x2:cpu", seconds=1
+    )
+    losses, state = train(made, 12)
+    dense, _ = by_hand(2, 2, MEAN, 12)
+    np.testing.assert_allclose(losses, dense, rtol=0.1)
+    assert losses != pytest.approx(dense, rel=1e-6)
+    sent, error, mean = made.telemetry["state/params/first"]
+    assert 0.0 < error < sent
+    assert mean > 0.0
+    kept = [np.asarray(x) for x in jax.tree.leaves(state.codecs)]
+    assert any(np.any(x) for x in kept) == (codec != "int8")
+
+
+def test_a_replica_may_have_stages() -> None:
+    made = autopar.local_steps(
+        step, every=2, outer=MEAN, cluster="2x2:cpu", seconds=1, stages=2,
+        microbatches=2,
+    )  # fmt: skip
+    losses, _ = train(made, 6)
+    np.testing.assert_allclose(losses, by_hand(2, 2, MEAN, 6)[0], rtol=1e-5)
+    assert len(made.plan.stages) == 2
+
+
+def test_anchors_of_bfloat16_are_float32() -> None:
+    made = autopar.local_steps(step, every=1, cluster="2x1:cpu", seconds=1)
+    half = functools.partial(create, dtype=jnp.bfloat16)
+    state = made.init(half, jax.random.key(0), batch=batch(1))
+    state, _ = made(state, batch(1))
+    assert {x.dtype for x in state.anchors[0]} == {jnp.dtype(jnp.float32)}
+    for path, anchor in zip(
+        made._groups()[0].exchange.leaves, state.anchors[0], strict=True
+    ):
+        own = state.state["params"][path.path.rpartition("/")[2]]
+        assert own.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(own, np.asarray(anchor).astype(jnp.bfloat16))
+
+
+def test_predictions_add_up() -> None:
+    made = autopar.local_steps(step, every=8, cluster="2x2:cpu,network=1Mb/s")
+    with pytest.raises(autopar.PlanError, match="init"):
+        _ = made.outer_s
+    train(made, 1)
+    one = made.plan.predicted.step_s
+    assert made.step_s == pytest.approx(one + made.outer_s / 8)
+    assert made.outer_s > made.sent_bytes / (1e6 / 8)
+    assert "once in 8 steps" in str(made)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"every": 0}, "at least 1"),
+        ({"every": 2, "fragments": 3}, "more than every"),
+        ({"every": 2, "plan": "x"}, "own devices"),
+        ({"every": 2, "outer": Outer, "replicas": 3}, "Outer"),
+        ({"every": 2, "replicas": 3}, "equal parts"),
+        ({"every": 2, "codec": "int9"}, "int9"),
+    ],
+)
+def test_refused_options(given: Any, words: str) -> None:
+    def begin() -> None:
+        made = autopar.local_steps(step, cluster="2x2:cpu", **given)
+        made.init(create, jax.random.key(0), batch=batch(1))
+
+    with pytest.raises((autopar.AutoparError, ValueError, TypeError), match=words):
+        begin()
+
+
+def test_refused_calls_change_nothing() -> None:
+    made = autopar.local_steps(step, every=2, cluster="2x1:cpu", seconds=1)
+    state = made.init(create, jax.random.key(0), batch=batch(1))
+    odd = {k: x[:5] for k, x in batch(1).items()}
+    with pytest.raises(autopar.PlanError, match="5 rows"):
+        made(state, odd)
+    with pytest.raises(TypeError, match="init"):
+        made(state.state, batch(1))
+    made(state, batch(1))
+
+    def loss_first(state: Any, batch: Any) -> Any:
+        return step(state, batch)[::-1]
+
+    other = autopar.local_steps(loss_first, every=2, cluster="2x1:cpu", seconds=1)
+    with pytest.raises(autopar.PlanError, match="first"):
+        other.init(create, jax.random.key(0), batch=batch(1))
