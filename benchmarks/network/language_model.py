@@ -46,6 +46,7 @@ class Sizes(NamedTuple):
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     decay_steps: int = 400
+    optimizer: str = "adamw"
 
 
 class Text(NamedTuple):
@@ -163,7 +164,10 @@ def build(seed: int, sizes: Sizes | None = None) -> Workload:
         dtype="float32",
         attention="plain",
     )
-    optimizer = optax.adamw(schedule(sizes), b2=B2, weight_decay=0.01)
+    if sizes.optimizer == "muon":
+        optimizer = optax.contrib.muon(schedule(sizes), adam_b2=B2, weight_decay=0.01)
+    else:
+        optimizer = optax.adamw(schedule(sizes), b2=B2, weight_decay=0.01)
 
     def create() -> Any:
         return gpt.create_state(jax.random.key(seed), model, optimizer)

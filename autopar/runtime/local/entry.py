@@ -11,6 +11,7 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import PlanError
 from autopar.planner.options import as_cluster
 from autopar.runtime.local.outer import Outer
+from autopar.runtime.local.rules import RelativeChange
 from autopar.runtime.local.steps import LocalSteps
 from autopar.runtime.world import World
 from autopar_errors import check_type
@@ -19,7 +20,7 @@ from autopar_errors import check_type
 def local_steps(
     step: Callable[..., Any],
     *,
-    every: int,
+    every: int | RelativeChange,
     replicas: int | None = None,
     outer: Outer | None = None,
     codec: str = "dense",
@@ -38,7 +39,8 @@ def local_steps(
 
     Args:
       step: the train step, which takes its state first and returns it first.
-      every: number of steps of a replica between two outer steps, H.
+      every: number of steps of a replica between two outer steps, H; or a
+        `RelativeChange`, which synchronises where gradients change (SelSync).
       replicas: number of replicas; None: the parts of the cluster's outermost level,
         such as its hosts.
       outer: the outer optimizer; None: that of DiLoCo (arXiv 2311.08105), Nesterov's
@@ -61,11 +63,17 @@ def local_steps(
     """
     if not callable(step):
         raise PlanError(f"local_steps: expected a train step, got {step!r}.")
-    for name, value in (("every", every), ("fragments", fragments)):
-        _check_count(name, value)
+    if not isinstance(every, RelativeChange):
+        _check_count("every", every)
+    _check_count("fragments", fragments)
     if replicas is not None:
         _check_count("replicas", replicas)
-    if fragments > every:
+    if isinstance(every, RelativeChange) and fragments > 1:
+        raise PlanError(
+            f"local_steps: fragments={fragments} needs a fixed number of steps; a "
+            "RelativeChange synchronises all arrays at once."
+        )
+    if not isinstance(every, RelativeChange) and fragments > every:
         raise PlanError(
             f"local_steps: fragments={fragments} is more than every={every}: each "
             "fragment needs a step of its own."
@@ -80,7 +88,7 @@ def local_steps(
     parse_codec(codec)
     return LocalSteps(
         step,
-        every=int(every),
+        every=every,
         replicas=replicas,
         outer=outer or Outer(),
         codec=codec,

@@ -24,6 +24,7 @@ from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import arguments, creation
 from autopar.runtime.local.outer import Exchange, Leaf, Outer, joined_mesh, leaf_of
+from autopar.runtime.local.rules import RelativeChange
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.parallelize import parallelize
 from autopar.runtime.recent import Recent
@@ -50,6 +51,9 @@ class LocalState:
       momenta: for each fragment, the momenta of the outer optimizer, float32.
       codecs: for each fragment, the states of the codecs, such as residuals.
       step: number of steps done.
+      rounds: for each fragment, the number of outer steps done, int64 (fragments,).
+      averages: for each replica of this process, the average that a `RelativeChange`
+        keeps; NaN without one.
     """
 
     replicas: tuple[Any, ...]
@@ -57,6 +61,8 @@ class LocalState:
     momenta: tuple[list[Any], ...]
     codecs: tuple[list[Any], ...]
     step: Any
+    rounds: Any
+    averages: Any
 
     @property
     def state(self) -> Any:
@@ -77,7 +83,7 @@ class LocalSteps:
         self,
         step: Callable[..., Any],
         *,
-        every: int,
+        every: int | RelativeChange,
         replicas: int | None,
         outer: Outer,
         codec: str,
@@ -240,7 +246,13 @@ class LocalSteps:
             momenta.append([jax.numpy.zeros_like(x) for x in begun])
             codecs.append([x for group in fragment for x in group.exchange.states()])
         return LocalState(
-            tuple(states), tuple(anchors), tuple(momenta), tuple(codecs), np.int64(0)
+            replicas=tuple(states),
+            anchors=tuple(anchors),
+            momenta=tuple(momenta),
+            codecs=tuple(codecs),
+            step=np.int64(0),
+            rounds=np.zeros(self.fragments, np.int64),
+            averages=np.full(len(states), np.nan),
         )
 
     def _arrays(self, number: int, state: Any) -> dict[str, Any]:
@@ -319,9 +331,10 @@ class LocalSteps:
             new, others = _split_result(self.__name__, out, own)
             states.append(new)
             results.append(others)
-        number = int(state.step) + 1
-        made = dataclasses.replace(state, replicas=tuple(states), step=np.int64(number))
-        made = self._synchronise(made, self._due(number))
+        made = dataclasses.replace(
+            state, replicas=tuple(states), step=np.int64(int(state.step) + 1)
+        )
+        made = self._synchronise(*self._due(made, results))
         others = _join_results(results)
         return made if others is None else (made, *others)
 
@@ -336,14 +349,31 @@ class LocalSteps:
                 f"this process, and the training {len(self.steps)}."
             )
 
-    def _due(self, number: int) -> list[int]:
-        """The fragments whose outer step follows step ``number``, counted from 1."""
-        return [
-            k
-            for k in range(self.fragments)
-            if (number - k * self.every // self.fragments) % self.every == 0
-            and number > k * self.every // self.fragments
+    def _due(
+        self, state: LocalState, results: Sequence[tuple[Any, ...] | None]
+    ) -> tuple[LocalState, Sequence[int]]:
+        """The fragments whose outer step follows the step just done.
+
+        Returns:
+          The state, with new averages if a rule keeps them, and the fragments.
+        """
+        done, rule = int(state.step), self.every
+        if not isinstance(rule, RelativeChange):
+            offsets = [k * rule // self.fragments for k in range(self.fragments)]
+            due = [
+                k for k, o in enumerate(offsets) if done > o and not (done - o) % rule
+            ]
+            return state, due
+        seen = [
+            rule.observe(float(average), others or ())
+            for average, others in zip(state.averages, results, strict=True)
         ]
+        asks = any(ask for _, ask in seen)
+        if rule.most is not None:
+            asks = asks or not done % rule.most
+        told = self.world.channel.gather(bytes([asks]))
+        made = dataclasses.replace(state, averages=np.array([x for x, _ in seen]))
+        return made, range(self.fragments) if any(map(any, told)) else ()
 
     def synchronise(self, state: LocalState) -> LocalState:
         """Runs the outer step of all fragments now; the state is consumed."""
@@ -359,7 +389,7 @@ class LocalSteps:
         arrays = [self._arrays(k, own) for k, own in enumerate(state.replicas)]
         anchors, momenta, codecs = [], [], []
         start = 0
-        turn = int(state.step) // self.every
+        turn = int(state.rounds[number])
         for group in self._fragments[number]:
             members = slice(start, start + len(group.exchange.leaves))
             start = members.stop
@@ -379,12 +409,15 @@ class LocalSteps:
             creation.replace_leaves(own, list(mine.values()))
             for own, mine in zip(state.replicas, arrays, strict=True)
         ]
-        return LocalState(
-            tuple(states),
-            _with(state.anchors, number, anchors),
-            _with(state.momenta, number, momenta),
-            _with(state.codecs, number, codecs),
-            state.step,
+        rounds = np.array(state.rounds)
+        rounds[number] += 1
+        return dataclasses.replace(
+            state,
+            replicas=tuple(states),
+            anchors=_with(state.anchors, number, anchors),
+            momenta=_with(state.momenta, number, momenta),
+            codecs=_with(state.codecs, number, codecs),
+            rounds=rounds,
         )
 
     def _divide(
@@ -457,7 +490,16 @@ class LocalSteps:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of a step, with its share of the outer steps."""
+        """Predicted seconds of a step, with its share of the outer steps.
+
+        Raises:
+          PlanError: a rule decides when replicas synchronise.
+        """
+        if isinstance(self.every, RelativeChange):
+            raise PlanError(
+                f"{self.__name__}: how often a RelativeChange synchronises is known "
+                "only after training: read rounds of the state."
+            )
         return self.plan.predicted.step_s + self.outer_s / self.every
 
     @property
@@ -476,13 +518,14 @@ class LocalSteps:
     def __str__(self) -> str:
         """What a step and an outer step take, as predicted, and what is sent."""
         plan, outer = self.plan, self.outer_s
-        each, every = self.step_s, self.every
+        fixed = not isinstance(self.every, RelativeChange)
+        each = f", {seconds_text(self.step_s)} a step" if fixed else ""
+        when = f"once in {self.every} steps" if fixed else "where gradients change"
         return "\n".join(
             (
-                f"{self.replicas} replicas of {self.part.num_devices} devices, "
-                f"{seconds_text(each)} a step",
+                f"{self.replicas} replicas of {self.part.num_devices} devices{each}",
                 f"step     {seconds_text(plan.predicted.step_s)} of a replica alone",
-                f"outer    {seconds_text(outer)} once in {every} steps: "
+                f"outer    {seconds_text(outer)} {when}: "
                 f"{bytes_text(self.sent_bytes)} a device by {self.codec}",
             )
         )
@@ -503,7 +546,7 @@ class LocalSteps:
         """The step's name, the number of replicas and the interval in one line."""
         return (
             f"<LocalSteps {self.__name__}, {self.replicas} replicas of {self.part}, "
-            f"an outer step every {self.every} steps>"
+            f"an outer step every {self.every}>"
         )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from autopar.runtime.local.outer import MEAN, Outer
+from autopar.runtime.local.rules import RelativeChange
 from autopar_passes.audit.compiled import compiled_audit
 
 TX = optax.adam(1e-2)
@@ -251,3 +252,29 @@ def test_refused_calls_change_nothing() -> None:
     other = autopar.local_steps(loss_first, every=2, cluster="2x1:cpu", seconds=1)
     with pytest.raises(autopar.PlanError, match="first"):
         other.init(create, jax.random.key(0), batch=batch(1))
+
+
+def test_replicas_synchronise_where_gradients_change() -> None:
+    def with_norm(state: Any, batch: Any) -> Any:
+        new, loss = step(state, batch)
+        return new, {"loss": loss, "norm": batch["x"][0, 0] ** 2}
+
+    rule = RelativeChange(0.5, lambda metrics: metrics["norm"], weight=0.5)
+    made = autopar.local_steps(
+        with_norm, every=rule, outer=MEAN, cluster="2x1:cpu", seconds=1
+    )
+    state = made.init(create, jax.random.key(0), batch=batch(1))
+    averages, rounds = np.full(2, np.nan), 0
+    for number in range(1, 9):
+        rows = batch(number)
+        rows["x"][0, 0] = 1.0 if number < 4 else 3.0 * number
+        rows["x"][ROWS // 2, 0] = 1.0
+        state, _ = made(state, rows)
+        norms = np.array([rows["x"][0, 0] ** 2, 1.0])
+        new = np.where(np.isnan(averages), norms, (averages + norms) / 2)
+        changes = np.abs(new - averages) / averages
+        rounds += bool(np.any(~(changes < 0.5)))
+        averages = new
+        assert int(state.rounds[0]) == rounds
+    np.testing.assert_allclose(state.averages, averages, rtol=1e-6)
+    assert 1 < rounds < 8

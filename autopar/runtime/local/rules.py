@@ -1,0 +1,68 @@
+"""When replicas synchronise: every H steps, or when their gradients change."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from autopar.errors import PlanError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RelativeChange:
+    """The rule of SelSync (arXiv 2307.07950): synchronise where gradients change.
+
+    Let ``n(i)`` be the exponential moving average of a replica's squared gradient norm
+    after step i. If ``|n(i) - n(i - 1)| / n(i - 1)`` is at least ``delta`` in any
+    replica, all replicas synchronise after step i. Each step tells all replicas one
+    byte of every process for this.
+
+    Attributes:
+      delta: the relative change; 0 synchronises after every step.
+      norm: takes what the step returns besides the state, and returns the squared norm
+        of the gradient. With ``return state, {"norm": n}`` it is
+        ``lambda metrics: metrics["norm"]``.
+      weight: weight of the new norm in the average. SelSync's is a hundredth of the
+        number of workers, 0.16 for 16.
+      most: most steps without an outer step; None: no limit.
+
+    Raises:
+      PlanError: a value is out of range.
+    """
+
+    delta: float
+    norm: Callable[[Any], Any]
+    weight: float = 0.16
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        if not (math.isfinite(self.delta) and self.delta >= 0.0):
+            raise PlanError(
+                f"RelativeChange: delta must be at least 0, got {self.delta!r}."
+            )
+        if not 0.0 < self.weight <= 1.0:
+            raise PlanError(
+                f"RelativeChange: weight must be above 0 and at most 1, got "
+                f"{self.weight!r}."
+            )
+        if self.most is not None and self.most < 1:
+            raise PlanError(
+                f"RelativeChange: most must be at least 1, got {self.most!r}."
+            )
+
+    def observe(self, average: float, results: tuple[Any, ...]) -> tuple[float, bool]:
+        """The new average of a replica, and whether the replica asks for an outer step.
+
+        Args:
+          average: the average before this step; NaN before the first.
+          results: what the step returned besides the state.
+        """
+        now = float(self.norm(*results))
+        if math.isnan(average):
+            return now, True
+        after = average + self.weight * (now - average)
+        change = abs(after - average) / average if average else math.inf
+        return after, not change < self.delta
