@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from autopar.cluster import MeshShape
+from autopar.cluster import MeshAxis, MeshShape
+from autopar.cluster.slices import at_rate
+from autopar.cost.collectives import collective_s
 from autopar.cost.estimate import StepEstimate, Work, work_of
 from autopar.cost.live import live
 from autopar.cost.pricer import Pricer
@@ -511,22 +513,69 @@ def axis_uses(
         )
     )
     return tuple(
-        msgspec.structs.replace(use, sums_s=_sums_s(assignment, axis, pricer))
-        if use.is_unused
-        else use
+        _with_sums(use, axis, assignment, pricer, total) if use.is_unused else use
         for axis, use in enumerate(uses)
     )
 
 
-def _sums_s(assignment: Assignment, axis: int, pricer: Pricer) -> float:
-    """Seconds of all gradients' sums over an axis, if the axis split the rows."""
+def _with_sums(
+    use: AxisUse, axis: int, assignment: Assignment, pricer: Pricer, work_s: float
+) -> AxisUse:
+    """What it takes to split the rows over an unused axis."""
+    nbytes = _gradient_bytes(assignment, axis)
+    step = ReshardStep("all_reduce", (axis,), 1.0, ())
+    return msgspec.structs.replace(
+        use,
+        sums_s=pricer.collective_s(step, nbytes),
+        pays_bytes_per_s=_paying_rate(
+            pricer.mesh.axes[axis], nbytes, (1.0 - 1.0 / use.size) * work_s
+        ),
+    )
+
+
+# The largest factor by which links are assumed to become faster, and the precision of
+# the factor.
+_FASTEST, _PRECISION = 2.0**20, 1.01
+
+
+def _paying_rate(axis: MeshAxis, nbytes: float, saved_s: float) -> float:
+    """The bandwidth from which an all-reduce takes fewer seconds than it saves.
+
+    Args:
+      axis: the mesh axis, with its link.
+      nbytes: bytes of all gradients on one device.
+      saved_s: seconds that splitting the rows over the axis saves.
+
+    Returns:
+      Bytes per second of the link; its own bandwidth if it is fast enough, and 0 if the
+      latency alone takes longer.
+    """
+
+    def pays(factor: float) -> bool:
+        link = at_rate(axis.link, factor, 1.0)
+        faster = dataclasses.replace(axis, link=link)
+        return collective_s("all_reduce", nbytes, (faster,)) <= saved_s
+
+    low, high = 1.0, _FASTEST
+    if pays(low):
+        return axis.link.bandwidth_bytes_per_s
+    if not pays(high):
+        return 0.0
+    while high / low > _PRECISION:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return axis.link.bandwidth_bytes_per_s * high
+
+
+def _gradient_bytes(assignment: Assignment, axis: int) -> float:
+    """Bytes of all gradients on a device, if the axis splits the rows."""
     nbytes = 0.0
     for found in assignment.graph.inputs:
         if found.role is InputRole.PARAMETER:
             axes = axes_of(assignment.home_layout(found.value)) - {axis}
             parts = math.prod(assignment.sizes[k] for k in axes)
             nbytes += assignment.graph.values[found.value].nbytes / parts
-    return pricer.collective_s(ReshardStep("all_reduce", (axis,), 1.0, ()), nbytes)
+    return nbytes
 
 
 def _part_left(split: float, total: float) -> float:

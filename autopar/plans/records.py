@@ -357,6 +357,9 @@ class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
       holds: whether the layout of some input is sharded along the axis.
       sums_s: for an unused axis, the seconds of an all-reduce of all gradients over the
         axis, without codecs and in one message; 0 for a used axis.
+      pays_bytes_per_s: for an unused axis, the bandwidth of its link from which these
+        sums take fewer seconds than splitting the rows saves; 0 for a used axis, and if
+        the latency alone takes longer.
     """
 
     name: str
@@ -364,6 +367,7 @@ class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     repeated: float
     holds: bool
     sums_s: float = 0.0
+    pays_bytes_per_s: float = 0.0
 
     @property
     def is_unused(self) -> bool:

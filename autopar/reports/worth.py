@@ -124,16 +124,22 @@ def _sums_text(plan: Plan, worth: Worth, axis: AxisUse) -> str:
     """
     if axis.sums_s <= (1.0 - 1.0 / axis.size) * worth.step_s:
         return ""
+    rate = axis.pays_bytes_per_s
+    links = f"links of at least {count_text(8 * rate)}b/s" if rate else "faster links"
     return (
         f"to split rows over {axis.name} takes {seconds_text(axis.sums_s)} a step for "
-        f"sums of gradients: {faster_sending_text(plan)}"
+        f"sums of gradients: {_compression(plan)}a larger batch, local steps or "
+        f"{links} may help"
     )
 
 
 def faster_sending_text(plan: Plan) -> str:
     """What may help if links are too slow for a plan's messages."""
-    compression = "" if has_codecs(plan) else "compression, "
-    return f"{compression}a larger batch or faster links may help"
+    return f"{_compression(plan)}a larger batch or faster links may help"
+
+
+def _compression(plan: Plan) -> str:
+    return "" if has_codecs(plan) else "compression, "
 
 
 def scheme_text(plan: Plan) -> str:

@@ -38,6 +38,7 @@ import optax
 import summaries
 import time_to_loss
 import worker
+from jax.experimental import multihost_utils
 
 import autopar
 from autopar.runtime.local.outer import MEAN, Outer
@@ -120,12 +121,11 @@ class Way:
 
     @property
     def params(self) -> Any:
-        """The parameters; with local steps the mean over the replicas."""
-        if not self.local:
-            return self.state.params
+        """The parameters as NumPy arrays; with local steps the mean over replicas."""
+        if not self.local:  # all state is whole on every host
+            params = self.state.params
+            return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
         own = jax.tree.map(np.asarray, self.state.state.params)
-        from jax.experimental import multihost_utils
-
         every = multihost_utils.process_allgather(own)
         return jax.tree.map(lambda x: np.mean(x, axis=0), every)
 
@@ -138,15 +138,14 @@ class Way:
 
 
 class Evaluator(time_to_loss.Evaluator):
-    """The evaluation loss of parameters that every process may hold whole."""
+    """The evaluation loss of parameters that every process holds whole."""
 
     def of(self, params: Any) -> float:
-        """The loss of parameters."""
-        if isinstance(jax.tree.leaves(params)[0], np.ndarray):
-            params = jax.tree.map(
-                lambda x: jax.make_array_from_process_local_data(self._whole, x), params
-            )
-        return float(self._loss(jax.device_put(params, self._whole), self._data))
+        """The loss of parameters, which are NumPy arrays."""
+        placed = jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(self._whole, x), params
+        )
+        return float(self._loss(placed, self._data))
 
 
 def train(options: argparse.Namespace, seed: int) -> None:

@@ -124,7 +124,15 @@ def data_parallel_plan(workload: language_model.Workload) -> autopar.Plan:
     state = jax.eval_shape(workload.create)
     data = jax.eval_shape(lambda: workload.batch(0))
     return autopar.plan(
-        workload.step, state, data, cluster=fast, pins=pins, seconds=None
+        workload.step,
+        state,
+        data,
+        cluster=fast,
+        pins=pins,
+        seconds=None,
+        stages=1,
+        microbatches=1,
+        remat=0,
     )
 
 

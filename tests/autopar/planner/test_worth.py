@@ -28,6 +28,7 @@ from autopar.plans.records import Compression
 from autopar.reports.worth import idle_texts, unused_text, worth_text
 from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.batch import BATCH, batch_tokens, samples
+from autopar.units import count_text
 
 # From small arrays to such whose work is worth splitting.
 SCALE = 64
@@ -112,10 +113,28 @@ def test_a_slow_link_is_said_to_be_why_an_axis_is_unused() -> None:
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(mlp_params(256, 256)))
     assert axis.sums_s == pytest.approx(8 * nbytes / 1e6, rel=0.05)
     told = " ".join(idle_texts(plan))
-    assert "sums of gradients: compression, a larger batch or faster links" in told
+    assert "sums of gradients: compression, a larger batch, local steps or" in told
     tried = Compression(mode="auto")
     told = " ".join(idle_texts(msgspec.structs.replace(plan, compression=tried)))
-    assert "sums of gradients: a larger batch or faster links" in told
+    assert "sums of gradients: a larger batch, local steps or links of at" in told
+
+
+def test_an_unused_axis_is_used_from_the_told_speed_on() -> None:
+    step, args = training(mlp_loss, mlp_params(256, 256), mlp_batch(64, 256))
+    plan = autopar.plan(step, *args, cluster="2x1:cpu,network=1Mb/s")
+    assert plan.worth
+    (axis,) = plan.worth.unused_axes
+    rate = 8e-6 * axis.pays_bytes_per_s
+    assert f"{count_text(1e6 * rate)}b/s" in " ".join(idle_texts(plan))
+    # Other splits than that of the rows pay from slower links on.
+    for factor, unused in ((0.01, 1), (1.5, 0)):
+        link = f"2x1:cpu,network={factor * rate:.6f}Mb/s"
+        found = autopar.plan(step, *args, cluster=link)
+        assert found.worth
+        assert len(found.worth.unused_axes) == unused
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(mlp_params(256, 256)))
+    saved_s = plan.worth.one_device_s / 2
+    assert axis.pays_bytes_per_s == pytest.approx(nbytes / saved_s, rel=0.1)
 
 
 def test_utilisation_and_rates_follow_from_the_step() -> None:
