@@ -4,9 +4,9 @@
 
 Four hosts, which are network namespaces, train a language model in several ways until
 the loss that dense, synchronous training has at its end. The number of steps to this
-loss is counted without a limit of the links' rate. The seconds of a step are measured
-over whole periods of a few steps with links of each rate. The time to the loss is their
-product. A host has one device. A way is
+loss is counted on simulated devices of one process (``--seeds``). The seconds of a step
+are measured over whole periods of a few steps with links of each rate (``--rates``).
+The time to the loss is their product. A host has one device. A way is
 
 - ``dense``, or a codec such as ``int4``: data parallelism, synchronous;
 - ``local:H:CODEC``: H local steps between outer steps by the outer optimizer of DiLoCo,
@@ -38,7 +38,6 @@ import optax
 import summaries
 import time_to_loss
 import worker
-from jax.experimental import multihost_utils
 
 import autopar
 from autopar.runtime.local.outer import MEAN, Outer
@@ -68,7 +67,9 @@ def norm_step(state: Any, data: Any) -> tuple[Any, Any]:
 class Way:
     """A training in one way."""
 
-    def __init__(self, name: str, sizes: Any, seed: int, rate_mbit: float) -> None:
+    def __init__(
+        self, name: str, sizes: Any, seed: int, rate_mbit: float, hosts: int
+    ) -> None:
         """Plans for links of a rate; 0: without a limit."""
         self.name = name
         optimizer, _, method = name.rpartition("/")
@@ -87,7 +88,7 @@ class Way:
         every: Any
         function = self.workload.step
         if kind == "selsync":
-            weight = worker.count() / 100
+            weight = hosts / 100
             every = RelativeChange(float(number), lambda m: m["norm"], weight=weight)
             function = norm_step
         else:
@@ -108,10 +109,11 @@ class Way:
 
     def advance(self, steps: int) -> list[float]:
         """Runs steps; returns the seconds of each."""
-        found = []
+        found, count = [], jax.process_count()
         for _ in range(steps):
-            data = self.workload.batch(self.done, worker.rank(), worker.count())
-            worker.barrier()
+            data = self.workload.batch(self.done, jax.process_index(), count)
+            if count > 1:
+                worker.barrier()
             begin = time.perf_counter()
             self.state, metrics = self.step(self.state, data)
             jax.block_until_ready((self.state, metrics))
@@ -125,9 +127,8 @@ class Way:
         if not self.local:  # all state is whole on every host
             params = self.state.params
             return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
-        own = jax.tree.map(np.asarray, self.state.state.params)
-        every = multihost_utils.process_allgather(own)
-        return jax.tree.map(lambda x: np.mean(x, axis=0), every)
+        each = [state.params for state in self.state.replicas]
+        return jax.tree.map(lambda *x: np.mean([np.asarray(v) for v in x], 0), *each)
 
     @property
     def rounds(self) -> float:
@@ -137,37 +138,27 @@ class Way:
         return float(np.mean(self.state.rounds)) / max(1, self.done)
 
 
-class Evaluator(time_to_loss.Evaluator):
-    """The evaluation loss of parameters that every process holds whole."""
-
-    def of(self, params: Any) -> float:
-        """The loss of parameters, which are NumPy arrays."""
-        placed = jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(self._whole, x), params
-        )
-        return float(self._loss(placed, self._data))
-
-
-def train(options: argparse.Namespace, seed: int) -> None:
+def count_steps(options: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     """Counts the steps of each way to the loss of dense training."""
     sizes = language_model.Sizes(batch=options.batch, decay_steps=options.steps)
-    evaluate = Evaluator(language_model.build(seed, sizes))
-    target = None
+    loss = jax.jit(language_model.build(seed, sizes).eval_loss)
+    held_out = language_model.evaluation_batch(sizes)
+    target, found = None, []
     for name in options.ways:
-        way = Way(name, sizes, seed, 0.0)
+        way = Way(name, sizes, seed, 100.0, options.hosts)
         way.begin()
         points: list[tuple[int, float]] = []
         most = options.steps * (1 if target is None else options.patience)
         while way.done < most:
-            way.advance(min(options.turn, most - way.done))
-            points.append((way.done, evaluate.of(way.params)))
+            way.advance(min(options.turn, int(most) - way.done))
+            points.append((way.done, float(loss(way.params, held_out))))
             if target is not None and summaries.reached(points, target) is not None:
                 break
         if name == DENSE:
             target = points[-1][1]
         steps = summaries.reached(points, target or 0.0)
-        worker.say(f"seed {seed}: {name} {points[-1]}, {steps} steps to {target}")
-        worker.report(
+        print(f"seed {seed}: {name} {points[-1]}, {steps} to {target}", flush=True)
+        found.append(
             {
                 "kind": "steps",
                 "way": name,
@@ -178,6 +169,7 @@ def train(options: argparse.Namespace, seed: int) -> None:
                 "points": points,
             }
         )
+    return found
 
 
 def pace(options: argparse.Namespace, rate_mbit: float) -> None:
@@ -187,7 +179,7 @@ def pace(options: argparse.Namespace, rate_mbit: float) -> None:
     for name in options.ways:
         if name.startswith("selsync"):
             continue
-        way = Way(name, sizes, options.seeds[0], rate_mbit)
+        way = Way(name, sizes, 0, rate_mbit, options.hosts)
         way.begin()
         way.advance(max(2, way.period))
         worker.set_rate(rate_mbit or None)
@@ -217,8 +209,6 @@ def inside(options: argparse.Namespace) -> None:
     worker.set_rate(None)
     for rate in options.rates:
         pace(options, rate)
-    for seed in options.seeds:
-        train(options, seed)
 
 
 def rows_of(results: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -273,16 +263,22 @@ def main() -> int:
     if options.inside:
         inside(options)
         return 0
-    code = 0
-    with bed.Bed(options.hosts) as hosts:
-        running = hosts.start([sys.executable, __file__, "--inside", *sys.argv[1:]])
-        try:
-            running.wait(options.timeout)
-        except launch.RunFailed as error:  # what has ended before is worth keeping
-            print(f"RunFailed: {error}", file=sys.stderr)
-            code = 1
-    words = ["python benchmarks/network/local_steps.py", *sys.argv[1:]]
-    records, commands = list(running.results), [" ".join(words)]
+    code, records = 0, [[] for _ in range(options.hosts)]
+    if options.rates:
+        with bed.Bed(options.hosts) as hosts:
+            running = hosts.start([sys.executable, __file__, "--inside", *sys.argv[1:]])
+            try:
+                running.wait(options.timeout)
+            except launch.RunFailed as error:  # what has ended before is worth keeping
+                print(f"RunFailed: {error}", file=sys.stderr)
+                code = 1
+        records = list(running.results)
+    if options.seeds:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", options.hosts)
+        counted = [x for seed in options.seeds for x in count_steps(options, seed)]
+        records = [[*own, *counted] for own in records]
+    commands = [" ".join(["python benchmarks/network/local_steps.py", *sys.argv[1:]])]
     if options.add and options.out.exists():
         old = json.loads(options.out.read_text())
         commands = [*old["commands"], *commands]
