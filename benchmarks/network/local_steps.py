@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -72,6 +73,7 @@ class Way:
     ) -> None:
         """Plans for links of a rate; 0: without a limit."""
         self.name = name
+        self.state: Any = None
         optimizer, _, method = name.rpartition("/")
         sizes = sizes._replace(optimizer=optimizer or "adamw")
         self.workload = language_model.build(seed, sizes)
@@ -276,6 +278,7 @@ def main() -> int:
     if options.seeds:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.hosts)
+        os.environ[launch.COUNT] = str(options.hosts)
         counted = [x for seed in options.seeds for x in count_steps(options, seed)]
         records = [[*own, *counted] for own in records]
     commands = [" ".join(["python benchmarks/network/local_steps.py", *sys.argv[1:]])]

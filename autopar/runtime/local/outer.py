@@ -185,7 +185,7 @@ class Exchange:
             self._gradient(k, leaf, sizes, made, kind) for k, leaf in enumerate(leaves)
         ]
         self._states = [init_state(g, self.replicas) for g in self.gradients]
-        self._step = jax.jit(self._exchange, donate_argnums=(1, 2, 3, 4))
+        self.program = jax.jit(self._exchange, donate_argnums=(1, 2, 3, 4))
 
     def _gradient(
         self, number: int, leaf: Leaf, sizes: dict[str, int], codec: Any, kind: Any
@@ -291,7 +291,7 @@ class Exchange:
           norms, summed over the replicas: of the differences, of the codec's error and
           of the mean difference (once).
         """
-        return self._step(
+        return self.program(
             jnp.int32(number), list(arrays), list(anchors), list(momenta), list(states)
         )
 
@@ -366,7 +366,7 @@ class Exchange:
         return anchor.astype(leaf.dtype).reshape(like.shape)
 
 
-def _repeated(value: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+def _repeated(value: np.ndarray, index: Any) -> np.ndarray:
     rows = index[0]
     count = (rows.stop or 1) - (rows.start or 0)
     return np.broadcast_to(value, (count, *value.shape))

@@ -101,7 +101,7 @@ class LocalSteps:
         self._parameters = Parameters.of(step)
         self._rows: Recent[Any, dict[int, int]] = Recent(_CALLS)
         self._steps: tuple[ParallelStep[..., Any], ...] = ()
-        self._fragments: tuple[tuple[_Group, ...], ...] = ()
+        self._by_fragment: tuple[tuple[Group, ...], ...] = ()
         self._seen: dict[str, Any] = {}
 
     # The devices.
@@ -233,10 +233,10 @@ class LocalSteps:
 
     def _begin(self, states: Sequence[Any]) -> LocalState:
         """The state of a start, from the equal states of the replicas."""
-        self._fragments = self._find_fragments(states[0])
+        self._by_fragment = self._find_fragments(states[0])
         anchors, momenta, codecs = [], [], []
-        arrays = [self._arrays(k, state) for k, state in enumerate(states)]
-        for fragment in self._fragments:
+        arrays = [self.arrays(k, state) for k, state in enumerate(states)]
+        for fragment in self._by_fragment:
             begun = [
                 x
                 for group in fragment
@@ -255,14 +255,14 @@ class LocalSteps:
             averages=np.full(len(states), np.nan),
         )
 
-    def _arrays(self, number: int, state: Any) -> dict[str, Any]:
+    def arrays(self, number: int, state: Any) -> dict[str, Any]:
         """The arrays of a replica's state, by path."""
         step = self.steps[number]
         return name_arrays(self.__name__, step.running.analysed.analysis, state)
 
-    def _find_fragments(self, state: Any) -> tuple[tuple[_Group, ...], ...]:
+    def _find_fragments(self, state: Any) -> tuple[tuple[Group, ...], ...]:
         """The arrays that replicas synchronise, by fragment and mesh."""
-        arrays = self._arrays(0, state)
+        arrays = self.arrays(0, state)
         inputs = self.steps[0].running.analysed.analysis.graph.inputs
         roles = {given.path: given.role for given in inputs}
         leaves = [
@@ -286,7 +286,7 @@ class LocalSteps:
                 by_mesh.setdefault(mesh, []).append(leaf)
             found.append(
                 tuple(
-                    _Group(self._exchange(mesh, alike, own, groups))
+                    Group(self._exchange(mesh, alike, own, groups))
                     for mesh, alike in by_mesh.items()
                 )
             )
@@ -340,9 +340,9 @@ class LocalSteps:
 
     def _check(self, state: Any) -> None:
         check_type(self.__name__, state, LocalState, "the state that init returned")
-        if not self._fragments:
+        if not self._by_fragment:
             # A state that was restored: its layouts are those of its plan.
-            self._fragments = self._find_fragments(state.state)
+            self._by_fragment = self._find_fragments(state.state)
         if len(state.replicas) != len(self.steps):
             raise PlanError(
                 f"{self.__name__}: the state has {len(state.replicas)} replicas in "
@@ -386,11 +386,11 @@ class LocalSteps:
         return state
 
     def _synchronise_one(self, state: LocalState, number: int) -> LocalState:
-        arrays = [self._arrays(k, own) for k, own in enumerate(state.replicas)]
+        arrays = [self.arrays(k, own) for k, own in enumerate(state.replicas)]
         anchors, momenta, codecs = [], [], []
         start = 0
         turn = int(state.rounds[number])
-        for group in self._fragments[number]:
+        for group in self._by_fragment[number]:
             members = slice(start, start + len(group.exchange.leaves))
             start = members.stop
             new, *rest, seen = group.exchange.run(
@@ -486,7 +486,7 @@ class LocalSteps:
         link = (levels or list(self.cluster.levels))[0].link
         axis = MeshAxis(name="replica", size=self.replicas, link=link, level=0)
         device = self.cluster.device
-        return sum(g.exchange.seconds(axis, device) for g in self._groups())
+        return sum(g.exchange.seconds(axis, device) for g in self.groups)
 
     @property
     def step_s(self) -> float:
@@ -505,15 +505,21 @@ class LocalSteps:
     @property
     def sent_bytes(self) -> float:
         """Bytes that a device sends between replicas in `every` steps."""
-        messages = [g.exchange.messages for g in self._groups()]
+        messages = [g.exchange.messages for g in self.groups]
         return sum(sent for found in messages for _, sent in found.values())
 
-    def _groups(self) -> list[_Group]:
-        if not self._fragments:
+    @property
+    def groups(self) -> list[Group]:
+        """The arrays that replicas synchronise, by fragment and mesh, in order.
+
+        Raises:
+          PlanError: no state has been made yet.
+        """
+        if not self._by_fragment:
             raise PlanError(
                 f"{self.__name__}: no plan yet: make the state with init first."
             )
-        return [group for fragment in self._fragments for group in fragment]
+        return [group for fragment in self._by_fragment for group in fragment]
 
     def __str__(self) -> str:
         """What a step and an outer step take, as predicted, and what is sent."""
@@ -551,7 +557,7 @@ class LocalSteps:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """The arrays of a fragment that lie on one mesh, and their exchange."""
 
     exchange: Exchange

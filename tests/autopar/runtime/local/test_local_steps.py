@@ -122,19 +122,19 @@ def test_copies_send_parts_and_bytes_are_those_of_the_program() -> None:
     )
     losses, state = train(made, 4)
     np.testing.assert_allclose(losses, by_hand(2, 2, Outer(), 4)[0], rtol=1e-5)
-    (group,) = made._groups()
+    (group,) = made.groups
     exchange = group.exchange
     sizes = {leaf.path: leaf for leaf in exchange.leaves}
     assert sizes["state/params/first"].dim >= 0
     assert sizes["state/params/scale"].dim < 0
     given = (
         jnp.int32(0),
-        group.join([made._arrays(k, s) for k, s in enumerate(state.replicas)]),
+        group.join([made.arrays(k, s) for k, s in enumerate(state.replicas)]),
         state.anchors[0],
         state.momenta[0],
         state.codecs[0],
     )
-    text = exchange._step.lower(*given).compile()
+    text = exchange.program.lower(*given).compile()
     mesh = tuple(exchange.mesh.shape.items())
     between = [c for c in compiled_audit(text, mesh).collectives if "replica" in c.axes]
     told = 4 * 3 * len(exchange.leaves)  # the norms, of which all devices are told
@@ -154,8 +154,8 @@ def test_fragments_are_synchronised_in_turn() -> None:
         same = {k: bool(jnp.all(x == np.asarray(second[k]))) for k, x in first.items()}
         equal.append(same)
     # The first fragment after steps 4 and 8, the second after step 6.
-    paths = [[g.exchange.leaves for g in f] for f in made._fragments]
-    names = [[x.path.rpartition("/")[2] for x in f[0]] for f in paths]
+    paths = [group.exchange.leaves for group in made.groups]
+    names = [[x.path.rpartition("/")[2] for x in leaves] for leaves in paths]
     assert all(equal[3][k] and equal[7][k] for k in names[0])
     assert all(equal[5][k] for k in names[1])
     assert not any(equal[3][k] for k in names[1])
@@ -198,7 +198,7 @@ def test_anchors_of_bfloat16_are_float32() -> None:
     state, _ = made(state, batch(1))
     assert {x.dtype for x in state.anchors[0]} == {jnp.dtype(jnp.float32)}
     for path, anchor in zip(
-        made._groups()[0].exchange.leaves, state.anchors[0], strict=True
+        made.groups[0].exchange.leaves, state.anchors[0], strict=True
     ):
         own = state.state["params"][path.path.rpartition("/")[2]]
         assert own.dtype == jnp.bfloat16
