@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol
 
 from ray_pace import seconds_of
@@ -60,6 +61,8 @@ KILLED = 1
 UNSEEN_S = 15.0
 PORT = 7400
 TOLERANCE = 1e-4
+# The usual seconds from step to step are the median of this many.
+_USUAL = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +166,15 @@ class Hosts:
 
     address = "10.77.0.254"
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        """Starts the hosts, and an agent on each host except the last one."""
+    def __init__(self, folder: pathlib.Path, rate_mbit: float | None = None) -> None:
+        """Starts the hosts, and an agent on each host except the last one.
+
+        Args:
+          folder: for the files of the agents.
+          rate_mbit: rate of the links in Mbit/s; None: no limit.
+        """
         self.folder, self.secret = folder, folder / "secret"
+        self.rate_mbit = rate_mbit
         folder.mkdir(parents=True, exist_ok=True)
         if not self.secret.exists():
             create_secret(self.secret)
@@ -181,7 +190,7 @@ class Hosts:
         from bed import Bed as Namespaces
 
         self._command = netns.command
-        self._bed = Namespaces(NODES + 1).__enter__()
+        self._bed = Namespaces(NODES + 1, self.rate_mbit).__enter__()
         bridge = f"{self._bed.prefix}br"
         words = ["ip", "addr", "add", f"{self.address}/24", "dev", bridge]
         netns.command(words, "give the scheduler an address")
@@ -283,9 +292,12 @@ def words(folder: pathlib.Path, name: str, steps: int, one_s: float) -> list[str
     return [str(folder / f"losses-{name}"), str(steps), "16", "2", str(one_s)]
 
 
-def written(folder: pathlib.Path, name: str) -> list[tuple[int, float, float, int]]:
-    """Step, loss, time and devices of every finished step, in order of time."""
-    found: list[tuple[int, float, float, int]] = []
+def written(folder: pathlib.Path, name: str) -> list[tuple[Any, ...]]:
+    """Step, loss, time and devices of every finished step, in order of time.
+
+    A script may write more fields.
+    """
+    found: list[tuple[Any, ...]] = []
     for path in folder.glob(f"losses-{name}.*"):
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError):
@@ -293,17 +305,26 @@ def written(folder: pathlib.Path, name: str) -> list[tuple[int, float, float, in
     return sorted(found, key=lambda x: x[2])
 
 
-def measured(folder: pathlib.Path, bed: Bed) -> Moves:
-    """Measures the costs of moves with a training that starts, grows and shrinks,
-    twice.
+def measured(folder: pathlib.Path, bed: Bed, spec: JobSpec, turns: int = 2) -> Moves:
+    """Measures the costs of moves with a job that starts, grows and shrinks.
+
+    Args:
+      folder: where the job, whose name is "moves", writes its steps (`written`).
+      bed: the cluster.
+      spec: the job, which does not end by itself.
+      turns: how often all is done.
     """
     with bed.runs(folder / "moves") as (runs, names):
-        return _measured(folder, runs, names)
+        return _measured(folder, runs, names, spec, turns)
 
 
-def _measured(folder: pathlib.Path, runs: ProcessRuns, names: list[str]) -> Moves:
-    words_ = words(folder, "moves", 100000, 1.0)
-    spec = JobSpec(name="moves", script=str(SCRIPT), args=tuple(words_), max=NODES)
+def _measured(
+    folder: pathlib.Path,
+    runs: ProcessRuns,
+    names: list[str],
+    spec: JobSpec,
+    turns: int,
+) -> Moves:
     runs_folder = folder / "moves" / "moves"
     handed = Handed(spec=spec, folder=str(HERE))
     job = JobRecord(name="moves", handed=handed, attempt=1, places={names[0]: 1})
@@ -311,7 +332,7 @@ def _measured(folder: pathlib.Path, runs: ProcessRuns, names: list[str]) -> Move
     joins: list[float] = []
     pauses: list[float] = []
 
-    def until(done: Any) -> list[tuple[int, float, float, int]]:
+    def until(done: Any) -> list[tuple[Any, ...]]:
         end = time.time() + LIMIT_S / 4
         while not done(found := written(folder, "moves")):
             if time.time() > end or ending_file(runs_folder, job.attempt).exists():
@@ -319,7 +340,7 @@ def _measured(folder: pathlib.Path, runs: ProcessRuns, names: list[str]) -> Move
             time.sleep(0.1)
         return found
 
-    for attempt in (1, 2):
+    for attempt in range(1, turns + 1):
         begun = time.time()
         job = dataclasses.replace(job, attempt=attempt, places={names[0]: 1})
         runs.start(job)
@@ -334,8 +355,9 @@ def _measured(folder: pathlib.Path, runs: ProcessRuns, names: list[str]) -> Move
             first = next(
                 k for k, x in enumerate(steps) if x[2] > asked and x[3] == count
             )
-            pause = steps[first][2] - steps[first - 1][2] - seconds_of(1.0, before)
-            pauses.append(max(pause, 0.0))
+            gaps = [b[2] - a[2] for a, b in itertools.pairwise(steps[:first])]
+            usual = statistics.median(gaps[-_USUAL:])
+            pauses.append(max(steps[first][2] - steps[first - 1][2] - usual, 0.0))
             if count > before:
                 joins.append(max(steps[first - 1][2] - asked, 0.0))
         assert runs.suspend(job) == ""
@@ -365,9 +387,26 @@ def table(folder: pathlib.Path) -> pathlib.Path:
 
 
 def scheduled(
-    folder: pathlib.Path, bed: Bed, policy: str, moves: Moves
-) -> dict[str, Any]:
-    """Runs the trainings under a policy; returns when each has finished."""
+    folder: pathlib.Path,
+    bed: Bed,
+    policy: str,
+    moves: Moves,
+    jobs: pathlib.Path,
+    during: Callable[[float, pathlib.Path], None] = lambda begin_s, state: None,
+) -> tuple[float, Mapping[str, JobRecord]]:
+    """Runs jobs under a policy.
+
+    Args:
+      folder: for the files of the scheduler.
+      bed: the cluster.
+      policy: name of the policy.
+      moves: measured costs of moves, for the policy.
+      jobs: the table of jobs.
+      during: called once the scheduler has begun, with the time and its state's file.
+
+    Returns:
+      When the scheduler began, and its records of the jobs.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / "state"
     given = [*bed.options, f"--policy={policy}", f"--state={state}"]
@@ -375,23 +414,36 @@ def scheduled(
     given += [f"--react={REACT_S}"]
     given += [f"--start-cost={moves.start_s}", f"--change-cost={moves.change_s}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "autopar", "schedule", str(table(folder)), *given],
+        [sys.executable, "-m", "autopar", "schedule", str(jobs), *given],
         stdout=open(folder / "output", "w"),  # noqa: SIM115 (for the child)
         stderr=subprocess.STDOUT,
     )
     try:
         begin_s = _begin(state / "state.sqlite", process)
-        time.sleep(max(begin_s + KILL_S - time.time(), 0.0))
-        bed.kill(_names(state / "state.sqlite")[KILLED])
-        time.sleep(max(begin_s + ADD_S - time.time(), 0.0))
-        bed.add()
+        during(begin_s, state / "state.sqlite")
         process.wait(LIMIT_S)
     finally:
         if process.poll() is None:
             process.kill()
     store = Store(state / "state.sqlite", reads=True)
-    jobs = store.jobs()
+    found = store.jobs()
     store.close()
+    return begin_s, found
+
+
+def completed(
+    folder: pathlib.Path, bed: Bed, policy: str, moves: Moves
+) -> dict[str, Any]:
+    """Runs the trainings while a node is lost and one joins; says when each ended."""
+
+    def disturb(begin_s: float, state: pathlib.Path) -> None:
+        time.sleep(max(begin_s + KILL_S - time.time(), 0.0))
+        bed.kill(_names(state)[KILLED])
+        time.sleep(max(begin_s + ADD_S - time.time(), 0.0))
+        bed.add()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    begin_s, jobs = scheduled(folder, bed, policy, moves, table(folder), disturb)
     spent: dict[str, Any] = {}
     for t in TRAININGS:
         last = written(folder, t.name)[-1]
@@ -504,8 +556,12 @@ def report(
         bed: Bed = BEDS[on](folder / policy)
         loads = [os.getloadavg()[0]]
         try:
-            moves = measured(folder / policy, bed)
-            found = scheduled(folder / policy, bed, policy, moves)
+            given = words(folder / policy, "moves", 100000, 1.0)
+            spec = JobSpec(
+                name="moves", script=str(SCRIPT), args=tuple(given), max=NODES
+            )
+            moves = measured(folder / policy, bed, spec)
+            found = completed(folder / policy, bed, policy, moves)
         finally:
             bed.close()
         loads.append(os.getloadavg()[0])

@@ -466,13 +466,11 @@ def train(
       every: number of steps between saves; None: the run is saved only at its end.
       ledger: path of the file for the record of changes.
       ahead: whether programs are prepared in the background during the run. In a
-        run of several processes that `autopar run` did not start, these are the
-        programs of other batch sizes and codecs, and all processes switch at the same
-        step.
+        run of several processes, these are the programs of other batch sizes and
+        codecs, and all processes switch at the same step.
       survive: how many processes may die at once without loss of state, as for
         `autopar.elastic`. If `autopar run` started several processes, one process
-        decides, and all processes change at the same step. Such a run prepares no
-        programs in the background.
+        decides, and all processes change at the same step.
       on_nan: reaction to a loss or gradient that is not finite. Each such step is
         printed and written to the ledger. ``stop`` ends the run with
         `autopar.NotFiniteError` after the third such step in a row, and restores the
@@ -517,7 +515,7 @@ def train(
         shows=progress,
         on_nan=on_nan,
         following=lambda record: TeamFollowing(
-            step, following, rule=lr_rule, ends=ends, record=record
+            step, following, rule=lr_rule, ends=ends, record=record, ahead=ahead
         ),
     )
     if together is not None:

@@ -49,6 +49,7 @@ from autopar.goodput.throughput import Throughput
 from autopar.goodput.ways import Key, PlannedWay, Ways
 from autopar.progress import LOGGER
 from autopar.runtime import changing_batches
+from autopar.runtime.agreement import tell_errors
 from autopar.runtime.noise.averages import NoiseOptions, NoiseScale
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.world import World, in_lane
@@ -324,6 +325,10 @@ Record = Callable[..., None]
 Work = Callable[[], None]
 
 
+class _CancelledError(Exception):
+    """A preparation beside the steps was cancelled."""
+
+
 class Loop:
     """Chooses the batch size of each step, and changes it if a change pays off.
 
@@ -391,7 +396,8 @@ class Loop:
         self._running: Any = None
         self._world: Any = None
         self._key: Key | None = None
-        self._busy = threading.Event()
+        self._busy, self._cancelled = threading.Event(), threading.Event()
+        self._ways.anchors.check = self._check
         self._lane = f"batches {next(_LANES)}"
         self._before: tuple[int, float, float] | None = None
         self._named = False
@@ -701,12 +707,35 @@ class Loop:
             except (
                 Exception
             ) as error:  # logged; the training goes on in the running way
+                if self._cancelled.is_set():
+                    return
                 LOGGER.warning("no other way is prepared: %s", error)
                 self._record("batch refused", way=None, reason=str(error))
             finally:
                 self._busy.clear()
 
         self._background(explore)
+
+    def cancel(self) -> None:
+        """Makes the preparation beside the steps end before its next plan or program.
+
+        All processes call this method, because the preparation ends in all of them.
+        """
+        self._cancelled.set()
+
+    def resume(self) -> None:
+        """Allows preparations again, after `cancel`."""
+        self._cancelled.clear()
+
+    def _check(self) -> None:
+        """Ends a preparation that is cancelled, also in the other processes.
+
+        Raises:
+          _CancelledError: the preparation is cancelled.
+        """
+        if self._cancelled.is_set() and self._busy.is_set():
+            with tell_errors(self.step.world, "choosing the batch"):
+                raise _CancelledError("it is no longer needed")
 
     def _compare(self, now: Now) -> Decision | None:
         """Compares all ways; returns None while the noise scale is not known."""

@@ -66,6 +66,8 @@ class Anchors:
           codecs: codecs that may be used, as texts of the option ``compression=``.
         """
         self.step, self.codecs = step, tuple(codecs)
+        # Called before each plan is made; an error that it raises ends `study`.
+        self.check: Callable[[], None] = lambda: None
         # (digest of layouts, codecs) -> plans; () if no plan is possible.
         self._known: Recent[tuple[str, str], tuple[PlanCurve, ...]] = Recent(_STUDIED)
         self._searched: Recent[str, bool] = Recent(_STUDIED)
@@ -118,12 +120,14 @@ class Anchors:
         for codecs in self.codecs:
             place = running.layouts, codecs
             found = self._known.get(place)
+            self.check()
             if found is None:
                 found = (running,)
                 if codecs != own:
                     free = searches and not grows
                     found = self._study(running, codecs, layouts=free)
             if searches and largest is not None and found:
+                self.check()
                 found = (*found, *self._larger(running, codecs, *largest))
             self._known.put(place, found)
         if searches and largest is not None:
@@ -529,12 +533,14 @@ class Ways:
         fixed = changing_batches.fixed_layouts(step)
         known, anew = self._known_layouts(key, running)
         for layouts in known:
+            self.anchors.check()
             try:
                 shape = shape_of(layouts=layouts)
                 found.append((plan_for_all(step, shape), shape))
             except AutoparError as error:
                 failure = failure or error
         if not (fixed and found):
+            self.anchors.check()
             try:
                 shape = shape_of()
                 plan = plan_for_all(step, shape) if anew else self._warm(shape)
@@ -545,6 +551,7 @@ class Ways:
             assert failure is not None
             raise failure
         plan, shape = fastest(found, lambda x: x[0].predicted.step_s)
+        self.anchors.check()
         changing_batches.program(step, shape, plan)
         curve = plan_curve(shape.analysed.analysis, plan, key.rows)
         return PlannedWay(key, plan, curve, shape)

@@ -126,7 +126,7 @@ class JaxChannel:
     def broadcast(self, data: bytes) -> bytes:
         """See `Channel`; only the data of process 0 is sent."""
         if current_lane():
-            return self._in_lane(data)[0]
+            return gathered(self, data)[0]
         first = jax.process_index() == 0
         length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
         buffer = np.zeros(length, dtype=np.uint8)
@@ -140,25 +140,11 @@ class JaxChannel:
     def gather(self, data: bytes) -> list[bytes]:
         """See `Channel`."""
         if current_lane():
-            return self._in_lane(data)
+            return gathered(self, data)
         row = np.frombuffer(data, dtype=np.uint8)
         rows = np.asarray(multihost_utils.process_allgather(row))
         found = rows.reshape(-1, len(data)).astype(np.uint8)
         return [x.tobytes() for x in found]
-
-    def _in_lane(self, data: bytes) -> list[bytes]:
-        """Gathers data through the coordination service; returns it by process.
-
-        Raises:
-          PlanError: a process has failed, and sent its failure instead of data.
-        """
-        found = self.exchange(data, "gathering")
-        if len(found) < jax.process_count():
-            raise PlanError(
-                f"processes {sorted(found)} have failed beside the steps; their own "
-                "messages say why."
-            )
-        return [x for _, x in sorted(found.items())]
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
         """See `Channel`."""
@@ -192,6 +178,21 @@ class JaxChannel:
         sizes = [int.from_bytes(x, "little") for x in lengths]
         padded = self.gather(data.ljust(max(sizes), b"\0"))
         return {k: x[:n] for k, (x, n) in enumerate(zip(padded, sizes, strict=True))}
+
+
+def gathered(channel: Channel, data: bytes) -> list[bytes]:
+    """Gathers data in a lane, without the devices; returns it by process.
+
+    Raises:
+      PlanError: a process has failed, and sent its failure instead of data.
+    """
+    found = channel.exchange(data, "gathering")
+    if len(found) < jax.process_count():
+        raise PlanError(
+            f"processes {sorted(found)} have failed beside the steps; their own "
+            "messages say why."
+        )
+    return [x for _, x in sorted(found.items())]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.loop import Step
+from autopar.elastic.replanning import Beside
 from autopar.elastic.samples import Samples
 from autopar.goodput.choice import EXACT
 from autopar.goodput.following import Following, check_rule
@@ -74,6 +75,7 @@ class TeamFollowing:
         rule: Rule | None,
         ends: Ends,
         record: Record,
+        ahead: bool = True,
     ) -> None:
         """Begins with the base batch.
 
@@ -84,8 +86,10 @@ class TeamFollowing:
             rule; None: any rule.
           ends: conditions that end the run.
           record: called with the kind and the fields of each line for the ledger.
+          ahead: whether other batches and codecs are planned and compiled beside the
+            steps; if not, steps wait for them.
         """
-        self._step = step
+        self._step, self._beside = step, Beside() if ahead else None
         self._rule: Rule | None = rule
         self.ends, self.worth = ends, 0.0
         self._gained, self._step_s = 0.0, 0.0
@@ -93,6 +97,7 @@ class TeamFollowing:
             step,
             following,
             record=record,
+            background=None if self._beside is None else self._beside.do,
             horizon_s=lambda: min(HORIZON_S, self._rest_s()),
             rest_s=self._rest_s,
         )
@@ -119,6 +124,17 @@ class TeamFollowing:
     def notes(self) -> dict[str, Any]:
         """The loop's measurements and decisions, as data that JSON can hold."""
         return self.loop.to_data()
+
+    def settle(self) -> None:
+        """Waits until nothing is planned or compiled beside the steps any more.
+
+        All processes of the world call this method before they leave it. What is being
+        prepared is given up.
+        """
+        if self._beside is not None:
+            self.loop.cancel()
+            self._beside.wait()
+            self.loop.resume()
 
     def measurements(self) -> dict[str, Any]:
         """Measured fields for a line of progress in the ledger.

@@ -55,7 +55,13 @@ from autopar.elastic.processes.speeds import CpuMeter
 from autopar.errors import PlanError, RunError
 from autopar.runtime.key_values import KeyValueExchange
 from autopar.runtime.threads import Threads
-from autopar.runtime.world import JaxChannel, LoneChannel, World
+from autopar.runtime.world import (
+    JaxChannel,
+    LoneChannel,
+    World,
+    current_lane,
+    gathered,
+)
 from autopar_passes import jax_processes
 
 # Sends copies of arrays that no other process has to other processes.
@@ -144,11 +150,13 @@ class WorldChannel:
 
     def broadcast(self, data: bytes) -> bytes:
         """See `Channel`; raises an error if another process is lost."""
+        if current_lane():
+            return gathered(self, data)[0]
         return JaxChannel().broadcast(data)
 
     def gather(self, data: bytes) -> list[bytes]:
         """See `Channel`."""
-        return JaxChannel().gather(data)
+        return gathered(self, data) if current_lane() else JaxChannel().gather(data)
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
         """See `Channel`."""
@@ -159,7 +167,9 @@ class WorldChannel:
         self._store().tell(data)
 
     def _store(self) -> KeyValueExchange:
-        return KeyValueExchange(self.client, self.index, self.count, self.check)
+        return KeyValueExchange(
+            self.client, self.index, self.count, self.check, current_lane()
+        )
 
 
 # Seconds within which all processes of a world must connect. XLA ends a process that

@@ -277,8 +277,14 @@ class TeamRun:
             saved = f"The state after {self.step} steps was saved."
             raise self._team.lost_error(saved)
 
+    def _settle_ways(self) -> None:
+        """Lets nothing be prepared beside the steps when the world or the run ends."""
+        if self._follow is not None:
+            self._follow.settle()
+
     def _suspend(self) -> None:
         """Saves the state with all processes, and exits; the run can be resumed."""
+        self._settle_ways()
         self._display.close()
         self._team.say_saving()
         self._saves.end(self.state, self.step, self.position)
@@ -286,6 +292,7 @@ class TeamRun:
 
     def _end(self) -> None:
         """Saves the last state, and waits for the other processes."""
+        self._settle_ways()
         self._team.say_saving()
         self._activity.enter("save", self.step)
         try:
@@ -414,6 +421,7 @@ class TeamRun:
         self._join()
 
     def _leave(self) -> None:
+        self._settle_ways()
         if (checkpoints := self._saves.checkpoints) is not None:
             checkpoints.abandon()  # a save would wait for lost processes
         known = {"yielded": self._yielded, "broke_s": self._broke_s}
