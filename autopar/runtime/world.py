@@ -126,7 +126,7 @@ class JaxChannel:
     def broadcast(self, data: bytes) -> bytes:
         """See `Channel`; only the data of process 0 is sent."""
         if current_lane():
-            return gathered(self, data)[0]
+            return gathered(self, jax.process_count(), data)[0]
         first = jax.process_index() == 0
         length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
         buffer = np.zeros(length, dtype=np.uint8)
@@ -140,7 +140,7 @@ class JaxChannel:
     def gather(self, data: bytes) -> list[bytes]:
         """See `Channel`."""
         if current_lane():
-            return gathered(self, data)
+            return gathered(self, jax.process_count(), data)
         row = np.frombuffer(data, dtype=np.uint8)
         rows = np.asarray(multihost_utils.process_allgather(row))
         found = rows.reshape(-1, len(data)).astype(np.uint8)
@@ -180,14 +180,19 @@ class JaxChannel:
         return {k: x[:n] for k, (x, n) in enumerate(zip(padded, sizes, strict=True))}
 
 
-def gathered(channel: Channel, data: bytes) -> list[bytes]:
+def gathered(channel: Channel, count: int, data: bytes) -> list[bytes]:
     """Gathers data in a lane, without the devices; returns it by process.
+
+    Args:
+      channel: between the processes.
+      count: number of processes.
+      data: the data of this process.
 
     Raises:
       PlanError: a process has failed, and sent its failure instead of data.
     """
     found = channel.exchange(data, "gathering")
-    if len(found) < jax.process_count():
+    if len(found) < count:
         raise PlanError(
             f"processes {sorted(found)} have failed beside the steps; their own "
             "messages say why."

@@ -14,10 +14,11 @@ compute at 4 GFLOP/s, and steps are paced by the seconds of work that the plan p
 then (`co_adaptation_script.py`). Bytes, codecs, decisions and losses are real.
 
 A row compares the average completion time with that of the simulator: the same policy,
-arrivals and costs of moves, which a separate job measures before. "as reported": each
-model has the goodput that the jobs of the arm had on each number of devices, and each
-job the work that it took. "as submitted": the curves at submission, and the work of the
-target with the base batch. What is finished is kept in the file ``--out``.
+arrivals and costs of moves, which a separate job measures once at each rate. "as
+reported": each model has the goodput that the jobs of the arm had on each number of
+devices, and each job the work that it took. "as submitted": the curves at submission,
+and the work of the target with the base batch. What is finished is kept in the file
+``--out``.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ POLICY, HOSTS, JOBS = "goodput", scheduled_jobs.NODES, 8
 BETWEEN_S = 15.0
 """Mean seconds between two arrivals."""
 
-DESIGN_SEED, DESIGN_STEPS = 1000, {"gpt": 400, "resnet": 200, "recommendation": 400}
+DESIGN_SEED, DESIGN_STEPS = 1000, {"gpt": 400, "resnet": 200, "recommendation": 300}
 """The training that sets a model's target: its seed, and its number of steps."""
 
 
@@ -112,6 +113,19 @@ def submitted_curve(name: str, rate: float, arm: str) -> CurveTable:
         points.append(_point(n, model.base, plan.predicted.step_s))
     most = script.train_options(arm, model)["max_batch"]
     return CurveTable(points=tuple(points), base_batch=model.base, max_batch=most)
+
+
+def submitted_curves(
+    folder: pathlib.Path, rate: float, arm: str
+) -> dict[str, CurveTable]:
+    """The curve of each model at its submission; reads those that are known."""
+    found: dict[str, CurveTable] = {}
+    for name in MODELS:
+        path = folder / f"{name}.json"
+        if not path.exists():
+            submitted_curve(name, rate, arm).save(path)
+        found[name] = CurveTable.load(path)
+    return found
 
 
 def _point(devices: int, batch: int, step_s: float) -> CurvePoint:
@@ -205,13 +219,10 @@ def simulated(
 def table(
     folder: pathlib.Path,
     jobs: Sequence[Arrival],
-    curves: Mapping[str, CurveTable],
     arm: str,
     rate: float,
 ) -> pathlib.Path:
-    """Writes the table of jobs and the curves of their models."""
-    for name, curve in curves.items():
-        curve.save(folder / f"{name}.json")
+    """Writes the table of jobs; the curves of their models are in the same folder."""
     lines: list[str] = []
     for x in jobs:
         lines += [
@@ -235,20 +246,33 @@ def read_lines(path: pathlib.Path) -> list[list[Any]]:
     return sorted(found, key=lambda x: x[2])
 
 
-def run_arm(folder: pathlib.Path, arm: str, rate: float, seed: int, count: int) -> Any:
-    """Runs the jobs of a seed in an arm; returns the figures."""
-    folder.mkdir(parents=True, exist_ok=True)
+def run_arm(
+    folder: pathlib.Path,
+    arm: str,
+    rate: float,
+    seed: int,
+    count: int,
+    curves: Mapping[str, CurveTable],
+    moves: Moves | None,
+) -> dict[str, Any]:
+    """Runs the jobs of a seed in an arm; returns the figures.
+
+    Args:
+      folder: for all files.
+      arm: one of `ARMS`.
+      rate: rate of the links in Mbit/s.
+      seed: of the arrivals.
+      count: number of jobs.
+      curves: each model's curve at submission.
+      moves: costs of moves at this rate; None: they are measured first.
+    """
     jobs, loads = arrivals(seed, count), [os.getloadavg()[0]]
-    curves = {name: submitted_curve(name, rate, arm) for name in MODELS}
     bed = scheduled_jobs.Hosts(folder, rate)
     try:
-        endless = Arrival("moves", "gpt", 0.0, 1, seed)
-        given = words(folder, endless, arm, rate)
-        given[-1] = "-1"
-        spec = JobSpec(name="moves", script=str(SCRIPT), args=tuple(given), max=HOSTS)
-        moves = scheduled_jobs.measured(folder, bed, spec, turns=1)
+        if moves is None:
+            moves = measured_moves(folder, bed, arm, rate)
         loads.append(os.getloadavg()[0])
-        path = table(folder, jobs, curves, arm, rate)
+        path = table(folder, jobs, arm, rate)
         begin_s, records = scheduled_jobs.scheduled(
             folder / "schedule", bed, POLICY, moves, path
         )
@@ -298,6 +322,14 @@ def run_arm(folder: pathlib.Path, arm: str, rate: float, seed: int, count: int) 
             for x in jobs
         },
     }  # fmt: skip
+
+
+def measured_moves(folder: pathlib.Path, bed: Any, arm: str, rate: float) -> Moves:
+    """The costs of moves of a GPT that does not end by itself."""
+    given = words(folder, Arrival("moves", "gpt", 0.0, 1, 0), arm, rate)
+    given[-1] = "-1"
+    spec = JobSpec(name="moves", script=str(SCRIPT), args=tuple(given), max=HOSTS)
+    return scheduled_jobs.measured(folder, bed, spec, turns=1)
 
 
 def _number(value: float | None) -> float | None:
@@ -385,14 +417,19 @@ def main() -> None:
                    for x in found):  # fmt: skip
                 continue
             folder = place / f"{seed}-{rate:g}-{arm}"
+            folder.mkdir(parents=True, exist_ok=True)
+            curves = submitted_curves(folder, rate, arm)
             with contextlib.ExitStack() as stack:
                 if given.lock is not None:
                     file = stack.enter_context(open(given.lock, "a"))
                     fcntl.flock(file, fcntl.LOCK_EX)
-                found.append(run_arm(folder, arm, rate, seed, given.jobs))
+                known_moves = [x["moves"] for x in found if x["rate_mbit"] == rate]
+                moves = Moves(**known_moves[0]) if known_moves else None
+                made = run_arm(folder, arm, rate, seed, given.jobs, curves, moves)
+                found.append(made)
             command = ["python benchmarks/network/co_adaptation.py", *sys.argv[1:]]
-            made = {"command": " ".join(command), "arms": found}
-            given.out.write_text(json.dumps(made, indent=1) + "\n")
+            whole = {"command": " ".join(command), "arms": found}
+            given.out.write_text(json.dumps(whole, indent=1) + "\n")
             print(json.dumps(found[-1]["each"]), file=sys.stderr, flush=True)
     ratios = report(found)
     print(json.dumps(ratios))

@@ -86,7 +86,7 @@ _SIZES = tuple(max(32768 >> t, 64) for t in range(6))
 MODELS = {
     "gpt": Model(
         "gpt", {"layers": 2, "d_model": 128, "heads": 4, "seq": 32, "vocab": 128}, 12,
-        lambda: optax.sgd(0.1, momentum=0.9), "adascale",
+        lambda: optax.adam(2e-3), "adascale-root",
         lambda seed, rows: example_data.text_batches(rows, 32, seed), 2.9,
     ),
     "resnet": Model(
@@ -96,7 +96,7 @@ MODELS = {
     ),
     "recommendation": Model(
         "recommendation", {"tables": 6, "rows": 32768, "width": 16, "hidden": 512}, 96,
-        lambda: optax.sgd(0.1), "adascale",
+        lambda: optax.sgd(0.03), "adascale",
         lambda seed, rows: example_data.click_batches(rows, _SIZES, 13, seed), 0.55,
     ),
 }  # fmt: skip
@@ -189,7 +189,11 @@ def main() -> None:
         autopar.parallelize(
             step,
             cluster=cluster_of(float(rate)),
-            noise_scale=NoiseOptions(base_batch=model.base, decay=0.99),
+            noise_scale=NoiseOptions(
+                base_batch=model.base,
+                decay=0.99,
+                preconditioned=model.rule == "adascale-root",
+            ),
             programs=16,
             **plan_options(arm),
         ),

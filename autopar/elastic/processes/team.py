@@ -151,12 +151,12 @@ class WorldChannel:
     def broadcast(self, data: bytes) -> bytes:
         """See `Channel`; raises an error if another process is lost."""
         if current_lane():
-            return gathered(self, data)[0]
+            return gathered(self, self.count, data)[0]
         return JaxChannel().broadcast(data)
 
     def gather(self, data: bytes) -> list[bytes]:
         """See `Channel`."""
-        return gathered(self, data) if current_lane() else JaxChannel().gather(data)
+        return gathered(self, self.count, data) if current_lane() else JaxChannel().gather(data)
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
         """See `Channel`."""

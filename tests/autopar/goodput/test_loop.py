@@ -145,6 +145,24 @@ def test_what_is_prepared_beside_the_steps_reads_nothing_that_they_measure(
     assert not reads
 
 
+def test_what_is_prepared_beside_the_steps_can_be_given_up() -> None:
+    """As when the processes leave their world: nothing is refused by this."""
+    found, record = lines()
+    waiting: list[Callable[[], None]] = []
+    loop = Loop(cases.parallel(), following(), record=record, background=waiting.append)
+    run = Run(loop, slow_sync).go(20)
+    assert loop.busy and len(waiting) == 1
+    loop.cancel()
+    waiting.pop()()
+    loop.resume()
+    assert not loop.busy
+    assert not found and not loop._ways.refused
+    run.go(5)
+    waiting.pop()()  # begun again, and not given up
+    run.go(10)
+    assert run.sizes[-1] == 128
+
+
 def test_a_gain_that_makes_the_loss_rise_is_capped() -> None:
     found, record = lines()
     loop = Loop(cases.parallel(), following(), record=record)

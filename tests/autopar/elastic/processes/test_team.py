@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent import futures
 from typing import Any
 
+import memory_channel
 import pytest
 
 from autopar.elastic.processes import team as teams
 from autopar.elastic.processes.link import Address
+from autopar.runtime.world import in_lane
 
 
 class OwnLink:
@@ -50,3 +53,19 @@ def test_a_process_ends_where_the_first_one_missed_the_supervisor(
 def test_a_world_that_formed_since_goes_on(team: teams.Team) -> None:
     team._obey({"order": "limit", "generation": 2, "step": 12})
     assert not team.is_orphaned
+
+
+def test_a_thread_beside_the_steps_needs_no_devices() -> None:
+    """Steps run collectives on them at the same time."""
+    store = memory_channel.Store()
+
+    def talk(index: int) -> tuple[bytes, list[bytes]]:
+        channel = teams.WorldChannel(store, index, 2, lambda: None)
+        with in_lane("beside"):
+            first = channel.broadcast(b"from %d" % index)
+            return first, channel.gather(b"of %d" % index)
+
+    with futures.ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(talk, range(2)))
+    assert found == [(b"from 0", [b"of 0", b"of 1"])] * 2
+    assert all("lanes/beside" in key for key in store.counts)

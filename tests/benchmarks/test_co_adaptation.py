@@ -1,0 +1,59 @@
+"""Tests what the benchmark of co-adaptation computes from what its jobs report."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+from typing import Any
+
+import pytest
+
+from autopar.goodput.curves import CurveTable
+from autopar.scheduler.simulator.jobs import Moves
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "network"
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("co_adaptation")
+
+
+def test_a_seed_always_draws_the_same_jobs(driver: Any) -> None:
+    one, other = driver.arrivals(3), driver.arrivals(4)
+    assert one == driver.arrivals(3) != other
+    assert sorted(x.model for x in one) == sorted(x.model for x in other)
+    assert [x.at_s for x in one] == sorted(x.at_s for x in one)
+
+
+def test_moves_do_not_count_as_training(driver: Any) -> None:
+    """A line has the step, loss, time, devices, progress and batch."""
+    lines = [[k, 1.0, 0.1 * k, 1, 8.0 * k, 8] for k in range(10)]
+    lines += [[k, 1.0, 60 + 0.1 * k, 1, 8.0 * k, 8] for k in range(10, 20)]  # resumed
+    lines += [[k, 1.0, 70 + 0.05 * k, 2, 8.0 * k, 8] for k in range(20, 30)]  # grown
+    found = driver.goodputs(lines)
+    assert found == {
+        1: (pytest.approx(8 * 18), pytest.approx(1.8)),
+        2: (pytest.approx(8 * 9), pytest.approx(0.45)),
+    }
+    assert driver.goodputs(lines[:1]) == {}
+
+
+def test_a_curve_is_scaled_where_no_job_ran(driver: Any) -> None:
+    points = tuple(driver._point(n, 8, 1.0 / n) for n in range(1, 5))
+    submitted = CurveTable(points=points, base_batch=8)
+    found = driver.reported_curve(submitted, [{1: (40.0, 10.0)}, {1: (40.0, 10.0)}])
+    assert [p.goodput for p in found.points] == pytest.approx([4, 8, 12, 16])
+    nothing = driver.reported_curve(submitted, [{}])
+    assert [p.goodput for p in nothing.points] == [p.goodput for p in points]
+
+
+def test_a_lone_job_completes_after_its_start_and_its_work(driver: Any) -> None:
+    (job, *_) = driver.arrivals(1, 1)
+    base = driver.MODELS[job.model].base
+    points = tuple(driver._point(n, base, 1.0) for n in range(1, 5))
+    curves = {job.model: CurveTable(points=points, base_batch=base)}
+    moves = Moves(start_s=5.0, join_s=1.0, change_s=1.0)
+    found = driver.simulated([job], curves, {job.name: 20.0 * base}, moves)
+    assert found == pytest.approx(25.0, abs=2.1)
