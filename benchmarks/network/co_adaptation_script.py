@@ -161,21 +161,25 @@ def ledger_of(out: str) -> pathlib.Path:
 
 
 class Source:
-    """Batches by their position; the first request of each step is paced."""
+    """Batches by their position; the first request of each step is paced.
+
+    Attributes:
+      work_s: seconds of a step's work on this process's device; 0 before a step ran.
+      step: number of the next step.
+    """
 
     def __init__(self, model: Model, seed: int) -> None:
-        """Draws nothing yet, and paces nothing before `run` is set."""
+        """Draws nothing yet."""
         self._model, self._seed = model, seed
-        self.run: Any = None
+        self.work_s, self.step = 0.0, 0
         self._paced, self._cpu_s = -1, time.process_time()
 
     def __call__(self, position: int, rows: int) -> Any:
         """The rows from a position; sleeps for the work of the step."""
-        if self.run is not None and self.run.step != self._paced:
-            self._paced = self.run.step
+        if self.step != self._paced:
+            self._paced = self.step
             before, self._cpu_s = self._cpu_s, time.process_time()
-            work_s = self.run.plan.predicted.compute_s - (self._cpu_s - before)
-            time.sleep(max(work_s, 0.0))
+            time.sleep(max(self.work_s - (self._cpu_s - before), 0.0))
         return next(self._model.data((self._seed, position), rows))
 
 
@@ -205,9 +209,9 @@ def main() -> None:
         progress=False,
         **train_options(arm, model),
     )
-    source.run = run
     with open(out, "a") as file:
         for done in run:
+            source.work_s, source.step = run.plan.predicted.compute_s, run.step
             if jax.process_index() == 0:
                 devices = math.prod(run.plan.axis_sizes)
                 mean = float(done.result["mean"])

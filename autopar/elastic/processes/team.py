@@ -156,7 +156,9 @@ class WorldChannel:
 
     def gather(self, data: bytes) -> list[bytes]:
         """See `Channel`."""
-        return gathered(self, self.count, data) if current_lane() else JaxChannel().gather(data)
+        if current_lane():
+            return gathered(self, self.count, data)
+        return JaxChannel().gather(data)
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
         """See `Channel`."""

@@ -151,12 +151,14 @@ def test_what_is_prepared_beside_the_steps_can_be_given_up() -> None:
     waiting: list[Callable[[], None]] = []
     loop = Loop(cases.parallel(), following(), record=record, background=waiting.append)
     run = Run(loop, slow_sync).go(20)
-    assert loop.busy and len(waiting) == 1
+    assert loop.busy
+    assert len(waiting) == 1
     loop.cancel()
     waiting.pop()()
     loop.resume()
     assert not loop.busy
-    assert not found and not loop._ways.refused
+    assert not found
+    assert not loop._ways.refused
     run.go(5)
     waiting.pop()()  # begun again, and not given up
     run.go(10)
