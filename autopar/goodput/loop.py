@@ -49,7 +49,6 @@ from autopar.goodput.throughput import Throughput
 from autopar.goodput.ways import Key, PlannedWay, Ways
 from autopar.progress import LOGGER
 from autopar.runtime import changing_batches
-from autopar.runtime.agreement import tell_errors
 from autopar.runtime.noise.averages import NoiseOptions, NoiseScale
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.world import World, in_lane
@@ -719,7 +718,8 @@ class Loop:
     def cancel(self) -> None:
         """Makes the preparation beside the steps end before its next plan or program.
 
-        All processes call this method, because the preparation ends in all of them.
+        If there are several processes, all of them call this method, and the channel of
+        the world ends what waits for the other processes.
         """
         self._cancelled.set()
 
@@ -728,14 +728,13 @@ class Loop:
         self._cancelled.clear()
 
     def _check(self) -> None:
-        """Ends a preparation that is cancelled, also in the other processes.
+        """Ends a preparation that is cancelled.
 
         Raises:
           _CancelledError: the preparation is cancelled.
         """
-        if self._cancelled.is_set() and self._busy.is_set():
-            with tell_errors(self.step.world, "choosing the batch"):
-                raise _CancelledError("it is no longer needed")
+        if self._cancelled.is_set():
+            raise _CancelledError("it is no longer needed")
 
     def _compare(self, now: Now) -> Decision | None:
         """Compares all ways; returns None while the noise scale is not known."""

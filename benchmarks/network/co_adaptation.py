@@ -65,7 +65,7 @@ POLICY, HOSTS, JOBS = "goodput", scheduled_jobs.NODES, 8
 BETWEEN_S = 15.0
 """Mean seconds between two arrivals."""
 
-DESIGN_SEED, DESIGN_STEPS = 1000, {"gpt": 400, "resnet": 200, "recommendation": 300}
+DESIGN_SEED, DESIGN_STEPS = 1000, {"gpt": 400, "resnet": 200, "recommendation": 240}
 """The training that sets a model's target: its seed, and its number of steps."""
 
 

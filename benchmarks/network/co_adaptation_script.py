@@ -87,17 +87,17 @@ MODELS = {
     "gpt": Model(
         "gpt", {"layers": 2, "d_model": 128, "heads": 4, "seq": 32, "vocab": 128}, 12,
         lambda: optax.adam(2e-3), "adascale-root",
-        lambda seed, rows: example_data.text_batches(rows, 32, seed), 2.9,
+        lambda seed, rows: example_data.text_batches(rows, 32, seed), 2.516,
     ),
     "resnet": Model(
         "resnet", {"stages": 3, "blocks": 1, "width": 32, "size": 16, "classes": 8}, 12,
         lambda: optax.sgd(0.05), "adascale",
-        lambda seed, rows: example_data.image_batches(rows, 16, 8, seed), 0.3,
+        lambda seed, rows: example_data.image_batches(rows, 16, 8, seed), 0.366,
     ),
     "recommendation": Model(
         "recommendation", {"tables": 6, "rows": 32768, "width": 16, "hidden": 512}, 96,
-        lambda: optax.sgd(0.03), "adascale",
-        lambda seed, rows: example_data.click_batches(rows, _SIZES, 13, seed), 0.55,
+        lambda: optax.sgd(0.01), "adascale",
+        lambda seed, rows: example_data.click_batches(rows, _SIZES, 13, seed), 0.563,
     ),
 }  # fmt: skip
 

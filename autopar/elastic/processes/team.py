@@ -141,12 +141,15 @@ class WorldChannel:
       count: number of processes.
       check: called repeatedly during an exchange; raises an error once the process must
         leave the world.
+      lanes_end: set while exchanges in lanes must end, because their thread is waited
+        for.
     """
 
     client: Any
     index: int
     count: int
     check: Callable[[], None]
+    lanes_end: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def broadcast(self, data: bytes) -> bytes:
         """See `Channel`; raises an error if another process is lost."""
@@ -169,9 +172,14 @@ class WorldChannel:
         self._store().tell(data)
 
     def _store(self) -> KeyValueExchange:
-        return KeyValueExchange(
-            self.client, self.index, self.count, self.check, current_lane()
-        )
+        lane = current_lane()
+        check = self._check_lane if lane else self.check
+        return KeyValueExchange(self.client, self.index, self.count, check, lane)
+
+    def _check_lane(self) -> None:
+        if self.lanes_end.is_set():
+            raise WorldBroken("the work beside the steps is given up")
+        self.check()
 
 
 # Seconds within which all processes of a world must connect. XLA ends a process that
@@ -228,6 +236,7 @@ class Team:
     Attributes:
       rows: rows of a batch, which the number of devices of each world must divide; 0:
         any number of devices will do.
+      lanes_end: set while a thread beside the steps must not wait for other processes.
     """
 
     def __init__(
@@ -265,7 +274,7 @@ class Team:
         self._breaking = threading.Lock()
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self.rows, self._events = survive, rows, tuple(events)
-        self._trains = False
+        self._trains, self.lanes_end = False, threading.Event()
         # The listening ports and the sockets that this process already had when it
         # joined its world.
         self._listening: frozenset[str] = frozenset()
@@ -452,7 +461,9 @@ class Team:
         devices = tuple(jax.devices())
         self.respawning.decide(devices[0].platform)
         self._check_alive()
-        channel = WorldChannel(self._client, index, count, self._check_alive)
+        channel = WorldChannel(
+            self._client, index, count, self._check_alive, self.lanes_end
+        )
         world = World(devices, index, count, channel if count > 1 else LoneChannel())
         source = form.get("state")
         fetch = None

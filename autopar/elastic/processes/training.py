@@ -278,9 +278,14 @@ class TeamRun:
             raise self._team.lost_error(saved)
 
     def _settle_ways(self) -> None:
-        """Lets nothing be prepared beside the steps when the world or the run ends."""
+        """Lets nothing be prepared beside the steps when the world or the run ends.
+
+        The other processes may leave the world before a message that is waited for.
+        """
         if self._follow is not None:
+            self._team.lanes_end.set()
             self._follow.settle()
+            self._team.lanes_end.clear()
 
     def _suspend(self) -> None:
         """Saves the state with all processes, and exits; the run can be resumed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent import futures
 from typing import Any
 
@@ -69,3 +70,20 @@ def test_a_thread_beside_the_steps_needs_no_devices() -> None:
         found = list(threads.map(talk, range(2)))
     assert found == [(b"from 0", [b"of 0", b"of 1"])] * 2
     assert all("lanes/beside" in key for key in store.counts)
+
+
+def test_a_thread_beside_the_steps_need_not_wait_for_a_process_that_leaves() -> None:
+    """A world can be left after a step without that any process is lost."""
+    ends = threading.Event()
+    channel = teams.WorldChannel(memory_channel.Store(), 0, 2, lambda: None, ends)
+
+    def talk() -> None:
+        with in_lane("beside"):
+            channel.exchange(b"", "choosing")
+
+    with futures.ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(talk)
+        assert not futures.wait([waits], 0.2).done
+        ends.set()
+        with pytest.raises(teams.WorldBroken):
+            waits.result(10)
