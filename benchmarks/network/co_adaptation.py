@@ -11,7 +11,8 @@ codecs adapt; in the other arms one part is frozen: `batch` (the base batch), `p
 (the state is whole on each host, and the batch is split), or `codecs` (gradients are
 dense). All else is equal. All hosts share this machine's cores, so devices are said to
 compute at 4 GFLOP/s, and steps are paced by the seconds of work that the plan predicts
-then (`co_adaptation_script.py`). Bytes, codecs, decisions and losses are real.
+then (`co_adaptation_script.py`). Bytes, codecs, decisions and losses are real. The
+hosts share a cache of compiled programs, which ``--keep`` keeps for the next arm.
 
 A row compares the average completion time with that of the simulator: the same policy,
 arrivals and costs of moves, which a separate job measures once at each rate. "as
@@ -412,6 +413,7 @@ def main() -> None:
     found: list[dict[str, Any]] = known.get("arms", [])
     with tempfile.TemporaryDirectory() as temporary:
         place = (given.keep or pathlib.Path(temporary)).absolute()
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(place / "compiled")
         for seed, rate, arm in itertools.product(given.seeds, given.rates, given.arms):
             if any((x["seed"], x["rate_mbit"], x["arm"]) == (seed, rate, arm)
                    for x in found):  # fmt: skip
@@ -427,7 +429,10 @@ def main() -> None:
                 moves = Moves(**known_moves[0]) if known_moves else None
                 made = run_arm(folder, arm, rate, seed, given.jobs, curves, moves)
                 found.append(made)
-            command = ["python benchmarks/network/co_adaptation.py", *sys.argv[1:]]
+            asked = [f"{x:g}" for x in (*given.rates, *given.seeds)]
+            rates, seeds = asked[: len(given.rates)], asked[len(given.rates) :]
+            command = ["python benchmarks/network/co_adaptation.py --rates", *rates]
+            command += ["--seeds", *seeds, "--jobs", str(given.jobs)]
             whole = {"command": " ".join(command), "arms": found}
             given.out.write_text(json.dumps(whole, indent=1) + "\n")
             print(json.dumps(found[-1]["each"]), file=sys.stderr, flush=True)
