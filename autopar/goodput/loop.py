@@ -39,11 +39,11 @@ from autopar.goodput.studies import (
     Now,
     Said,
     agree_on_first,
+    choose_first,
     key_of,
     now_of,
     with_key,
     worth_now,
-    worth_studying,
 )
 from autopar.goodput.throughput import Throughput
 from autopar.goodput.ways import Key, PlannedWay, Ways
@@ -51,7 +51,7 @@ from autopar.progress import LOGGER
 from autopar.runtime import changing_batches
 from autopar.runtime.noise.averages import NoiseOptions, NoiseScale
 from autopar.runtime.parallel_step import ParallelStep
-from autopar.runtime.world import World, in_lane
+from autopar.runtime.world import in_lane
 
 # The lines that a loop with an adaptive batch size writes into the ledger of its run
 # (`autopar.elastic.ledger`).
@@ -150,82 +150,6 @@ def numbers(phi: PhiRange) -> dict[str, float | None]:
     """A noise scale and its bounds as numbers that JSON can hold."""
     found = {"phi": phi.phi, "low": phi.low, "high": phi.high}
     return {k: json_number(x) for k, x in found.items()}
-
-
-# Chooses the codecs of a run's first step, before its program is compiled.
-#
-# At this time no step has been measured. Step times are the plans' predictions with
-# their uncertainty, and the noise scale is unknown. Codecs other than the user's are
-# chosen only if they finish more work whatever the noise scale is. With an unbiased
-# codec of squared error w on K workers, the progress per row is multiplied by 1 / (1 +
-# w / K) if gradients have no noise, and by 1 / (1 + w) if they consist of noise only
-# (`autopar.goodput.choice`). Therefore codecs with a small w are chosen before the
-# first step if links are slow. Codecs with a larger w are chosen only after the noise
-# has been measured.
-
-
-def choose_first(
-    world: World,
-    ways: Ways,
-    now: Now,
-    following: Following,
-    *,
-    horizon_s: float,
-    rest_s: float,
-) -> Said:
-    """The codecs for the first step, if a change pays off; equal on all processes.
-
-    Args:
-      world: the processes, which all call this function.
-      ways: lists and plans the choices of batch, microbatches and codecs.
-      now: the way that runs if no other codecs are chosen, and the step's arguments.
-      following: the settings of the loop.
-      horizon_s: seconds until the next expected change of devices.
-      rest_s: seconds that the job takes if the codecs stay.
-    """
-    # Planning one codec, or searching layouts for it, takes at most as long as the
-    # first plan took.
-    each_s, terms = now.made.plan.seconds.total, now.made.curve.terms()
-    part = 0.0 if terms is None else Throughput().sync_part(terms)
-    spare_s = min(horizon_s, rest_s)
-    worth = worth_studying(ways, now.made, part, spare_s=spare_s, each_s=each_s)
-    worth = agree_on_first(world, worth)
-    if not worth.studies:
-        return Said()
-    ways.study(now.made, layouts=worth.layouts)
-    decision = first_decision(ways, now, following, horizon_s, rest_s)
-    return agree_on_first(world, Said(key=key_of(decision), decision=decision))
-
-
-def first_decision(
-    ways: Ways, now: Now, following: Following, horizon_s: float, rest_s: float
-) -> Decision:
-    """Compares the allowed codecs at the base batch size.
-
-    Args:
-      ways: lists and plans the choices, after `Ways.study` has planned other codecs.
-      now: the way that runs if no other codecs are chosen, and the step's arguments.
-      following: the settings of the loop.
-      horizon_s: seconds until the next expected change of devices.
-      rest_s: seconds that the job takes if the codecs stay.
-    """
-    own, base = now.made.key, following.base_batch
-    found = ways.others(now.made, now.held, own.microbatches)
-    others = [
-        dataclasses.replace(way, cost_s=0.0)
-        for key, way in found.items()
-        if (key.rows, key.microbatches) == (own.rows, own.microbatches)
-    ]
-    return decide(
-        now.way,
-        others,
-        Throughput(),
-        PhiRange(float(base), 0.0, math.inf),
-        base_batch=base,
-        horizon_s=horizon_s,
-        rest_s=rest_s,
-        sigmas=following.sigmas,
-    )
 
 
 # The uncertainty of the noise scale, from the estimates of single steps.
