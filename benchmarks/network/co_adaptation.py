@@ -66,7 +66,7 @@ POLICY, HOSTS, JOBS = "goodput", scheduled_jobs.NODES, 8
 BETWEEN_S = 15.0
 """Mean seconds between two arrivals."""
 
-DESIGN_SEED, DESIGN_STEPS = 1000, {"gpt": 400, "resnet": 200, "recommendation": 240}
+DESIGN_SEED, DESIGN_STEPS = 1000, {"gpt": 150, "resnet": 100, "recommendation": 120}
 """The training that sets a model's target: its seed, and its number of steps."""
 
 
@@ -401,6 +401,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=JOBS)
     parser.add_argument("--targets", action="store_true", help="prints the targets")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
+    parser.add_argument(
+        "--moves", type=pathlib.Path, help="figures with costs of moves"
+    )
     parser.add_argument("--lock", type=pathlib.Path, help="held while an arm runs")
     parser.add_argument("--out", type=pathlib.Path, default=DATA)
     given = parser.parse_args()
@@ -411,6 +414,7 @@ def main() -> None:
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
     known = json.loads(given.out.read_text()) if given.out.exists() else {}
     found: list[dict[str, Any]] = known.get("arms", [])
+    costs = json.loads(given.moves.read_text())["arms"] if given.moves else []
     with tempfile.TemporaryDirectory() as temporary:
         place = (given.keep or pathlib.Path(temporary)).absolute()
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(place / "compiled")
@@ -425,7 +429,9 @@ def main() -> None:
                 if given.lock is not None:
                     file = stack.enter_context(open(given.lock, "a"))
                     fcntl.flock(file, fcntl.LOCK_EX)
-                known_moves = [x["moves"] for x in found if x["rate_mbit"] == rate]
+                known_moves = [
+                    x["moves"] for x in (*costs, *found) if x["rate_mbit"] == rate
+                ]
                 moves = Moves(**known_moves[0]) if known_moves else None
                 made = run_arm(folder, arm, rate, seed, given.jobs, curves, moves)
                 found.append(made)

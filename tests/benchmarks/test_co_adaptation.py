@@ -6,6 +6,8 @@ import importlib
 import pathlib
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from autopar.goodput.curves import CurveTable
@@ -57,3 +59,15 @@ def test_a_lone_job_completes_after_its_start_and_its_work(driver: Any) -> None:
     moves = Moves(start_s=5.0, join_s=1.0, change_s=1.0)
     found = driver.simulated([job], curves, {job.name: 20.0 * base}, moves)
     assert found == pytest.approx(25.0, abs=2.1)
+
+
+def test_a_row_does_not_depend_on_the_rows_that_are_read_with_it(driver: Any) -> None:
+    for model in driver.MODELS.values():
+        base = model.base
+        whole = driver.script.rows_at(model, 3, base // 2, 2 * base)
+        part = driver.script.rows_at(model, 3, base, base // 2)
+        start = base - base // 2
+        for one, other in zip(
+            jax.tree.leaves(whole), jax.tree.leaves(part), strict=True
+        ):
+            np.testing.assert_array_equal(one[start : start + base // 2], other)
