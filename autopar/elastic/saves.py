@@ -88,6 +88,15 @@ class Saves:
         )
         return found
 
+    def is_early(self, step: int) -> bool:
+        """Whether the first checkpoint may not have been complete after ``step`` steps.
+
+        If the state is lost then, the run may begin at step 0. Later, a missing
+        checkpoint is an error: a save takes less time than the steps between two saves.
+        """
+        has_saves = self.checkpoints is not None and self._every is not None
+        return has_saves and step < 2 * (self._every or 0)
+
     def after(self, state: Any, step: int, position: int) -> None:
         """Saves the state after a step, if the step number is a multiple of ``every``.
 

@@ -514,7 +514,7 @@ class TeamRun:
             self._samples = self._samples.gone_on(found.step, found.position)
             self._tell()
             return
-        if joined.lost_step is not None:
+        if joined.lost_step is not None and not self._saves.is_early(joined.lost_step):
             reason = (
                 f"the state after {joined.lost_step} or more steps was lost with the "
                 "processes that held it, and there is no checkpoint. Pass survive=1 or "

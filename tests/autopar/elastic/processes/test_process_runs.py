@@ -20,6 +20,8 @@ from command_line import exit_code
 from elastic_processes import LIMIT_S, Run
 from process_losses import check_losses
 
+from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
+
 pytestmark = pytest.mark.cluster
 
 Start = Callable[..., Run]
@@ -262,6 +264,24 @@ def test_all_that_held_the_state_die(start: Start) -> None:
     run.process = run.started()
     assert run.process.wait(LIMIT_S) == 1
     assert "more steps was lost" in run.output().splitlines()[-1]
+
+
+def test_all_die_before_the_first_checkpoint(
+    start: Start, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run begins again at step 0, as it has lost less than a save would keep."""
+    monkeypatch.setenv(CHECKPOINT_VARIABLE, str(tmp_path / "saves"))
+    monkeypatch.setenv(EVERY_VARIABLE, "1000")
+    run = start(120, 1, 0.03, processes=2, restarts=4)
+    run.wait_for_world([0, 1])
+    formed = run.count("formed")
+    run.kill_all([0, 1])
+    run.wait_for(lambda: run.count("formed") > formed)
+    assert run.wait() == 0, run.output()
+    # The process that is compared with would go on from the run's last checkpoint.
+    monkeypatch.delenv(CHECKPOINT_VARIABLE)
+    monkeypatch.delenv(EVERY_VARIABLE)
+    check_losses(run, 120)
 
 
 @pytest.mark.parametrize("why", ["ends", "is another one"])
