@@ -31,7 +31,6 @@ from unittest import mock
 import bed
 import clusters
 import jax
-import launch
 import numpy as np
 import worker
 
@@ -50,6 +49,7 @@ from autopar.runtime.agreement import shared_array
 EVERY = (50, 10)
 # Length of the job in rows of the base batch, as a multiple of the rows of `fixed`.
 SLACK = 1.5
+HOSTS = 4
 TIMEOUT_S = 7200.0
 
 
@@ -288,22 +288,12 @@ def main() -> int:
         given.out = given.out.resolve()
     found = levels(given.lr, given.seeds, given.steps)
     print(f"losses to reach: {found}", file=sys.stderr, flush=True)
-    command = [sys.executable, __file__, "--inside", *sys.argv[1:]]
-    code, records = 0, known(given.out)
-    with bed.Bed() as hosts:
-        running = hosts.start([*command, "--levels", json.dumps(found)])
-        try:
-            running.wait(given.timeout)
-            records = running.results[0][0]
-        except launch.RunFailed as error:  # The records of finished trainings are kept.
-            print(f"RunFailed: {error}", file=sys.stderr)
-            code, records = 1, known(given.out)
-    table(records)
+    more = ["--levels", json.dumps(found)]
+    results, code = bed.run_inside(__file__, HOSTS, given.timeout, more)
+    # If the run fails, the records of finished trainings are kept in the file.
+    table(known(given.out) if code else results[0][0])
     return code
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except bed.BedUnavailable as error:
-        sys.exit(f"BedUnavailable: {error}")
+    bed.exit_with(main)

@@ -23,9 +23,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import launch
 import netns
@@ -248,6 +248,40 @@ def _shape(device: str, rate_mbit: float | None) -> list[str]:
     bucket = ["burst", f"{burst_bytes(rate_mbit)}b", "latency", _QUEUE]
     rate = ["tbf", "rate", f"{round(rate_mbit * 1e6)}bit"]
     return ["qdisc", "replace", "dev", device, "root", *rate, *bucket]
+
+
+def run_inside(
+    script: str, hosts: int, timeout_s: float, more: Sequence[str] = ()
+) -> tuple[list[list[Any]], int]:
+    """Runs a script with ``--inside`` and this program's arguments on all hosts.
+
+    Args:
+      script: the script.
+      hosts: number of hosts.
+      timeout_s: the longest run.
+      more: further arguments.
+
+    Returns:
+      The results that each process reported, and an exit code. If the run fails, its
+      error is printed, the code is 1, and results from before are kept.
+    """
+    command = [sys.executable, script, "--inside", *sys.argv[1:], *more]
+    with Bed(hosts) as bed:
+        running = bed.start(command)
+        try:
+            running.wait(timeout_s)
+        except launch.RunFailed as error:
+            print(f"RunFailed: {error}", file=sys.stderr)
+            return running.results, 1
+    return running.results, 0
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Runs a program, and exits with its code, or saying why there is no bed."""
+    try:
+        sys.exit(main())
+    except BedUnavailable as error:
+        sys.exit(f"BedUnavailable: {error}")
 
 
 def main() -> int:

@@ -238,15 +238,6 @@ def table(
     return path
 
 
-def read_lines(path: pathlib.Path) -> list[list[Any]]:
-    """The lines that a job's script wrote, in order of time."""
-    found: list[list[Any]] = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return sorted(found, key=lambda x: x[2])
-
-
 def run_arm(
     folder: pathlib.Path,
     arm: str,
@@ -280,8 +271,7 @@ def run_arm(
     finally:
         bed.close()
     loads.append(os.getloadavg()[0])
-    lines = {x.name: read_lines(pathlib.Path(words(folder, x, arm, rate)[0]))
-             for x in jobs}  # fmt: skip
+    lines = {x.name: scheduled_jobs.written(folder, x.name) for x in jobs}
     spent = {x.name: lines[x.name][-1][2] - begin_s - x.at_s for x in jobs}
     done = {
         x.name: records[x.name].state == "done"

@@ -267,14 +267,7 @@ def main() -> int:
         return 0
     code, records = 0, [[] for _ in range(options.hosts)]
     if options.rates:
-        with bed.Bed(options.hosts) as hosts:
-            running = hosts.start([sys.executable, __file__, "--inside", *sys.argv[1:]])
-            try:
-                running.wait(options.timeout)
-            except launch.RunFailed as error:  # what has ended before is worth keeping
-                print(f"RunFailed: {error}", file=sys.stderr)
-                code = 1
-        records = list(running.results)
+        records, code = bed.run_inside(__file__, options.hosts, options.timeout)
     if options.seeds:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.hosts)
@@ -296,7 +289,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except bed.BedUnavailable as error:
-        sys.exit(f"BedUnavailable: {error}")
+    bed.exit_with(main)

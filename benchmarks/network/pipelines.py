@@ -19,7 +19,6 @@ import argparse
 import json
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +27,6 @@ import bed
 import clusters
 import jax
 import language_model
-import launch
 import numpy as np
 import time_to_loss
 import worker
@@ -223,16 +221,8 @@ def main() -> int:
         for rate in options.rates:
             run(options, rate)
         return 0
-    command = [sys.executable, __file__, "--inside", *sys.argv[1:]]
-    code = 0
-    with bed.Bed(options.hosts) as hosts:
-        running = hosts.start(command)
-        try:
-            running.wait(options.timeout)
-        except launch.RunFailed as error:  # what has ended before is worth keeping
-            print(f"RunFailed: {error}", file=sys.stderr)
-            code = 1
-    records = merged(running.results)
+    results, code = bed.run_inside(__file__, options.hosts, options.timeout)
+    records = merged(results)
     print(table(records))
     if options.out:
         found = {"records": records, "machine": clusters.machine()}
@@ -241,7 +231,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except bed.BedUnavailable as error:
-        sys.exit(f"BedUnavailable: {error}")
+    bed.exit_with(main)

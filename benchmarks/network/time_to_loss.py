@@ -23,7 +23,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +32,6 @@ import clusters
 import handwritten
 import jax
 import language_model
-import launch
 import numpy as np
 import summaries
 import worker
@@ -334,16 +332,8 @@ def main() -> int:
     if options.inside:
         inside(options)
         return 0
-    command = [sys.executable, __file__, "--inside", *sys.argv[1:]]
-    code = 0
-    with bed.Bed(options.hosts) as hosts:
-        running = hosts.start(command)
-        try:
-            running.wait(options.timeout)
-        except launch.RunFailed as error:  # what has ended before is worth keeping
-            print(f"RunFailed: {error}", file=sys.stderr)
-            code = 1
-    records = summaries.merged(running.results)
+    results, code = bed.run_inside(__file__, options.hosts, options.timeout)
+    records = summaries.merged(results)
     print(summaries.table(records))
     if options.out:
         found = {"records": records, "machine": clusters.machine()}
@@ -352,7 +342,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except bed.BedUnavailable as error:
-        sys.exit(f"BedUnavailable: {error}")
+    bed.exit_with(main)

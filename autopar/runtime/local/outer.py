@@ -191,12 +191,10 @@ class Exchange:
         self, number: int, leaf: Leaf, sizes: dict[str, int], codec: Any, kind: Any
     ) -> Gradient:
         shape = leaf.local_shape(sizes)
-        if refused := codec.check(shape, scatter=False):
+        if codec.check(shape, scatter=False):
             # A codec of matrices, say, sends biases as they are.
             codec, kind = parse_codec("dense"), "none"
-            del refused
-        feedback = Feedback(kind=kind)
-        return Gradient(leaf.path, shape, codec, feedback, seed=number)
+        return Gradient(leaf.path, shape, codec, Feedback(kind=kind), seed=number)
 
     @property
     def messages(self) -> dict[tuple[int, str], tuple[float, float]]:

@@ -13,6 +13,7 @@ layouts. So they are never chosen without being asked for.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,7 +103,8 @@ class LocalSteps:
         self._rows: Recent[Any, dict[int, int]] = Recent(_CALLS)
         self._steps: tuple[ParallelStep[..., Any], ...] = ()
         self._by_fragment: tuple[tuple[Group, ...], ...] = ()
-        self._seen: dict[str, Any] = {}
+        # Path -> the norms of the last outer step of all arrays, and the array's row.
+        self._seen: dict[str, tuple[jax.Array, int]] = {}
 
     # The devices.
 
@@ -128,7 +130,7 @@ class LocalSteps:
             self._replicas = sizes[0] if sizes else 1
         return self._replicas
 
-    @property
+    @functools.cached_property
     def part(self) -> Cluster:
         """The devices of one replica.
 
@@ -144,8 +146,7 @@ class LocalSteps:
         if not rest:
             for part, number in cluster.slices():
                 if part.num_devices == size and number == count:
-                    shape = [level.size for level in part.levels]
-                    return cluster.slice(shape)
+                    return part
         raise PlanError(
             f"local_steps: {cluster} has no {count} equal parts for replicas; choose "
             "replicas= as the number of hosts, or of equal parts of a host."
@@ -403,8 +404,8 @@ class LocalSteps:
             group.part(new, arrays)
             for whole, more in zip((anchors, momenta, codecs), rest, strict=True):
                 whole.extend(more)
-            for leaf, row in zip(group.exchange.leaves, seen, strict=True):
-                self._seen[leaf.path] = row
+            for row, leaf in enumerate(group.exchange.leaves):
+                self._seen[leaf.path] = seen, row
         states = [
             creation.replace_leaves(own, list(mine.values()))
             for own, mine in zip(state.replicas, arrays, strict=True)
@@ -437,12 +438,12 @@ class LocalSteps:
         if rows is None:
             self._check_result(local, state)
             rows = self._rows.put(key, arguments.row_dims(self.function, local))
-        paths = call.form.paths(call.arrays)
         for k, dim in rows.items():
             count = self._count(call.arrays[k])
             if (size := call.arrays[k].shape[dim]) % count:
+                path = call.form.paths(call.arrays)[k]
                 raise PlanError(
-                    f"{self.__name__}: '{paths[k]}' has {size} rows, which do not "
+                    f"{self.__name__}: '{path}' has {size} rows, which do not "
                     f"divide among {count} replicas; choose a multiple."
                 )
         found = []
@@ -543,10 +544,11 @@ class LocalSteps:
         They are those of the replicas' differences and of the codec's error, both added
         up over the replicas, and of the mean difference.
         """
-        return {
-            path: tuple(float(x) for x in np.asarray(row.addressable_data(0)))
-            for path, row in self._seen.items()
-        }  # type: ignore[return-value]
+        found: dict[str, tuple[float, float, float]] = {}
+        for path, (seen, row) in self._seen.items():
+            sent, error, mean = np.asarray(seen.addressable_data(0))[row].tolist()
+            found[path] = sent, error, mean
+        return found
 
     def __repr__(self) -> str:
         """The step's name, the number of replicas and the interval in one line."""
