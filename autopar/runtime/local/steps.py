@@ -175,7 +175,7 @@ class LocalSteps:
                     "process for each replica, or choose replicas= as a multiple of "
                     "the processes."
                 )
-            if world.process_count == 1 or homes == {jax.process_index()}:
+            if world.process_count == 1 or homes == {world.process_index}:
                 found.append(k)
         return found
 
