@@ -3,9 +3,10 @@
 If a process hangs, the other processes must not wait for it forever. So each process
 has a counter (a heartbeat) in the key-value store of JAX's coordination service, and
 increments it regularly. A process counts as lost if its counter does not change for
-`SILENCE_S` seconds. If the service itself does not answer for this time, all other
-processes count as lost. A process checks the counters of the others while it waits in a
-step.
+`SILENCE_S` seconds, or for the seconds of the environment variable
+``AUTOPAR_STAGES_SILENCE``. If the service itself does not answer for this time, all
+other processes count as lost. A process checks the counters of the others while it
+waits in a step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -25,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from autopar.errors import StageError
+from autopar.errors import PlanError, StageError
 from autopar.layouts.pieces import Block, Blocks, Landing, Piece, landings
 from autopar.runtime import agreement
 from autopar.runtime.agreement import exchange_data, tell_errors
@@ -229,13 +232,36 @@ def _joining(shape: tuple[int, ...], places: tuple[tuple[int, ...], ...]) -> Any
 
 Watched = TypeVar("Watched")
 
-# A process counts as lost if its counter has not changed for this many seconds.
+# A process counts as lost if its counter has not changed for this many seconds, by
+# default.
 SILENCE_S = 7.0
+SILENCE_VARIABLE = "AUTOPAR_STAGES_SILENCE"
 _BEAT_S, _POLL_S = 0.5, 0.1
 # Longest time, in seconds, that the end of the program waits for threads to return to
 # Python.
 _END_S = 5.0
 _ROOT = "autopar/beats"
+
+
+def silence_s() -> float:
+    """The seconds of silence after which a process counts as lost.
+
+    Raises:
+      PlanError: the environment variable is not a time.
+    """
+    text = os.environ.get(SILENCE_VARIABLE)
+    if text is None:
+        return SILENCE_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 2 * _BEAT_S < seconds < math.inf:
+        raise PlanError(
+            f"{SILENCE_VARIABLE}={text!r} must be a number of seconds above "
+            f"{2 * _BEAT_S:g}, such as 60."
+        )
+    return seconds
 
 
 class ProgressWatch:
@@ -302,19 +328,21 @@ class ProgressWatch:
                 self._looked = time.monotonic()
 
     def look(self) -> None:
-        """Reads the counters and error texts of all other processes."""
-        for process in self._others:
-            self._look(process)
+        """Reads the counters and error texts of all other processes.
 
-    def _look(self, process: int) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no count yet
-            count = str(self._client.key_value_try_get(f"{_ROOT}/{process}"))
-            if count != self._counts.get(process):
+        Raises:
+          jax.errors.JaxRuntimeError: the coordination service does not answer.
+        """
+        # One request whatever the number of processes: the service answers them all.
+        found = dict(self._client.key_value_dir_get(_ROOT))
+        for process in self._others:
+            key = f"{_ROOT}/{process}"
+            count = found.get(key)
+            if count is not None and count != self._counts.get(process):
                 self._counts[process] = count
                 self._seen[process] = time.monotonic()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no error text
-            key = f"{_ROOT}/{process}/failed"
-            self.said[process] = str(self._client.key_value_try_get(key))
+            if (text := found.get(f"{key}/failed")) is not None:
+                self.said[process] = str(text)
 
     def lost_processes(self, since: float) -> tuple[int, ...]:
         """Returns the lost processes.
@@ -385,7 +413,8 @@ def wait_watched(watch: ProgressWatch | None, work: Callable[[], Watched]) -> Wa
     if good:
         return value
     # A process may report its error and end before this process has read the report.
-    watch.look()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service has ended, too
+        watch.look()
     if watch.said:
         raise LostError(tuple(watch.said), "; ".join(watch.said.values())) from value
     raise value
@@ -435,6 +464,7 @@ class Links:
           PlanError: another process has failed.
         """
         with tell_errors(world, "connecting the stages"):
+            self._silence_s = silence_s()
             self._server = serve()
         own = self._server.address().encode()
         addresses = exchange_data(world, "connecting the stages", own)
@@ -450,7 +480,7 @@ class Links:
         self._watch = (
             None
             if found is None
-            else ProgressWatch(found.client, found.index, found.count)
+            else ProgressWatch(found.client, found.index, found.count, self._silence_s)
         )
         # Tag and process of a transfer -> requested arrays that have not arrived.
         self._asked: dict[tuple[Tag, int], list[Any]] = {}
@@ -711,10 +741,12 @@ class Links:
                 )
                 raise self._lost from lost
             self._lost = StageError(
-                f"process {self.index} has waited {SILENCE_S:g} s for process "
-                f"{numbers} while {what}{self._awaited_tasks()}: it does not answer, "
-                "as if it hung. The stages of a pipeline need all processes: start "
-                "all of them again from a checkpoint."
+                f"process {self.index} has waited {self._silence_s:g} s for "
+                f"process {numbers} while {what}{self._awaited_tasks()}: it does not "
+                "answer, as if it hung. The stages of a pipeline need all processes: "
+                "start all of them again from a checkpoint. If the machine is so busy "
+                f"that a process gets no processor for so long, set {SILENCE_VARIABLE} "
+                "to more seconds."
             )
             raise self._lost from lost
 

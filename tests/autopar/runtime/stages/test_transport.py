@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.errors import StageError
+from autopar.errors import PlanError, StageError
 from autopar.runtime.stages import transport
 from autopar.runtime.stages.transport import (
     Links,
@@ -183,10 +183,9 @@ class Store:
     def __init__(self):
         self.values = {}
 
-    def key_value_try_get(self, key):
-        if key not in self.values:
-            raise jax.errors.JaxRuntimeError("not there")
-        return self.values[key]
+    def key_value_dir_get(self, folder):
+        found = self.values.items()
+        return [(k, v) for k, v in found if k.startswith(f"{folder}/")]
 
 
 def test_a_process_that_says_why_it_fails_and_ends_at_once_is_heard():
@@ -250,6 +249,39 @@ def test_silence_counts_from_when_a_process_began_to_wait(watched):
     watched.at(109.0)
     assert watched.watch.lost_processes(102.0) == ()
     assert watched.watch.lost_processes(101.5) == (2,)
+
+
+def test_counters_of_other_numbers_with_the_same_digits_are_not_mistaken(watched):
+    watched.at(101.0, p1=1, p2=1)
+    assert watched.at(108.5, p10=7, p2=2) == (1,)
+
+
+def test_a_lost_service_does_not_hide_the_error_of_a_wait(watched, monkeypatch):
+    def gone(folder):
+        raise jax.errors.JaxRuntimeError("the service has ended")
+
+    monkeypatch.setattr(watched.store, "key_value_dir_get", gone)
+    with pytest.raises(ZeroDivisionError):
+        wait_watched(watched.watch, lambda: 1 / 0)
+
+
+def test_the_environment_sets_how_long_a_process_may_be_silent(links, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_STAGES_SILENCE", "60")
+    assert transport.silence_s() == 60.0
+    patient = Links(links[0].world, lambda: links[0]._server)
+
+    def gone():
+        raise LostError((1,))
+
+    with pytest.raises(StageError, match="has waited 60 s for process 1 while moving"):
+        patient.wait_for(gone, "moving")
+
+
+@pytest.mark.parametrize("text", ["soon", "0.5", "-3", "inf", "nan", ""])
+def test_a_wrong_time_of_silence_is_refused(monkeypatch, text):
+    monkeypatch.setenv("AUTOPAR_STAGES_SILENCE", text)
+    with pytest.raises(PlanError, match=r"AUTOPAR_STAGES_SILENCE=.* such as 60"):
+        transport.silence_s()
 
 
 def test_all_are_lost_where_the_service_does_not_answer(watched):
