@@ -74,6 +74,11 @@ def run(asked: RunCommand) -> Result:
             "--standby is for runs over hosts: add --listen HOST:PORT, with the "
             "address that the agents have."
         )
+    if asked.anew and (asked.standby or not asked.listen):
+        raise typer.BadParameter(
+            "--anew is for a run over hosts without its supervisor: add --listen, and "
+            "leave --standby."
+        )
     reached, port = network.Network(), 0
     if asked.listen:
         host, port = _read("--listen", network.split_address, asked.listen, ".")
@@ -108,6 +113,7 @@ def run(asked: RunCommand) -> Result:
         port=port,
         recovery=Recovery(asked.recovery.value, asked.keep_every),
         standby=asked.standby,
+        anew=asked.anew,
     )
     launcher: launching.Launcher | None = None
     if ray:

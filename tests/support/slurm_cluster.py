@@ -133,8 +133,20 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         """The state of a job; '' if Slurm does not know the job any more."""
         return self.do("squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T")
 
+    def submit(self, script: str, **variables: str) -> int:
+        """Submits a job, with variables in its environment; returns its number."""
+        done = subprocess.run(
+            ["sbatch", "--parsable"],
+            input=script,
+            env=self.env | variables,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return int(done.stdout)
+
     def start_at_once(self, job: int, restarts: int = 1) -> None:
-        """Makes a requeued job start at once, and waits until it runs.
+        """Makes a requeued job start at once, and waits until it runs or has ended.
 
         Args:
           job: the number of the job, which Slurm would start only after two minutes.
@@ -151,7 +163,8 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
             if seen and seen[-1] > seen[0] + 2.5:
                 self.do("scontrol", "update", f"jobid={job}", "StartTime=now")
             shown = self.do("scontrol", "show", "job", str(job)).split()
-            return {"JobState=RUNNING", f"Restarts={restarts}"} <= set(shown)
+            states = {"JobState=RUNNING", "JobState=COMPLETED"}
+            return f"Restarts={restarts}" in shown and not states.isdisjoint(shown)
 
         wait_for(starts, f"job {job} does not start again", 2 * LIMIT_S)
 
@@ -177,7 +190,10 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
     def kill(self, node: str) -> None:
         """Kills all processes of a node at once, as a power failure does."""
-        pids = [self._slurmd[node].pid, *self.processes(node)]
+        # Children die first: the kernel would send a stopped srun whose parent has died
+        # SIGHUP and SIGCONT, and it would end its step on another node.
+        found = sorted(self.processes(node), reverse=True)
+        pids = [self._slurmd[node].pid, *found]
         for how in (signal.SIGSTOP, signal.SIGKILL):
             for pid in pids:
                 with contextlib.suppress(OSError):

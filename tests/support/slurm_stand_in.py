@@ -6,12 +6,14 @@ Usage: slurm_stand_in.py secret FILE | run ... --folder DIR ... | worker ...
 While an agent is connected, the supervisor counts ten steps per second, up to the
 number in the file ``most`` of the folder. It writes to ``events`` when agents connect
 or leave. On SIGUSR1 it writes the number of steps to ``saved``. Agents fail if a file
-``fail`` exists.
+``fail`` exists. A standby takes over once two agents that have lost the supervisor call
+it. Agents tell standbys of the end of the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 import signal
@@ -34,32 +36,45 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     for name in ("listen", "supervisor", "secret", "processes", "min", "max", "folder"):
         parser.add_argument(f"--{name}", default="")
+    for name in ("standby", "anew"):
+        parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--slots")
     parser.add_argument("script", nargs="*")
     given = parser.parse_args(words)
     if command == "run":
-        return supervise(given.listen, pathlib.Path(given.folder), given.processes)
+        listen, folder = given.listen, pathlib.Path(given.folder)
+        return supervise(listen, folder, given.processes, standby=given.standby)
     return work(given.supervisor, pathlib.Path(given.folder))
 
 
-def supervise(listen: str, folder: pathlib.Path, processes: str) -> int:
+def supervise(listen: str, own: pathlib.Path, processes: str, *, standby: bool) -> int:
     """Counts steps while agents are connected."""
+    own.mkdir(exist_ok=True)
+    # All supervisors of the job write to its folder.
+    folder = own if (own / "secret.pem").exists() else own.parent
     events, saved = folder / "events", folder / "saved"
 
     def note(text: str) -> None:
         with events.open("a") as file:
             file.write(f"{text}\n")
 
-    asked = threading.Event()
+    asked, leads, over = (threading.Event() for _ in range(3))
     signal.signal(signal.SIGUSR1, lambda *_: asked.set())
     host, port = listen.rsplit(":", 1)
     server = socket.create_server((host, int(port)))
     agents: dict[str, socket.socket] = {}
+    calls: set[str] = set()
 
     def receive(end: socket.socket) -> None:
-        name = end.recv(100).decode()
-        if not name:
-            return  # The peer only checked whether somebody listens.
+        state, _, name = end.recv(100).decode().partition(" ")
+        if state == "over":
+            over.set()
+        if state == "lost" and not leads.is_set():
+            calls.add(name)
+        if not name or not leads.is_set():
+            end.close()
+            return
+        end.sendall(b"welcome")
         agents[name] = end
         note(f"joined {name}")
         try:
@@ -76,6 +91,15 @@ def supervise(listen: str, folder: pathlib.Path, processes: str) -> int:
             threading.Thread(target=receive, args=(end,), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
+    if standby:
+        note(f"standby {os.environ['SLURMD_NODENAME']}")
+        while len(calls) < 2:
+            if over.is_set():
+                return 0
+            time.sleep(0.1)
+        with (own / "log.jsonl").open("a") as file:
+            file.write('{"time_s": 0.0, "event": "take over"}\n')
+    leads.set()
     step = int(saved.read_text()) if saved.exists() else 0
     note(f"supervisor {os.getpid()} of {processes} from {step}")
     while not asked.is_set() and step < int((folder / "most").read_text()):
@@ -105,21 +129,37 @@ def work(address: str, folder: pathlib.Path) -> int:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, leave)
-    host, port = address.rsplit(":", 1)
+    calls, state = address.split(","), "new"
     end = time.monotonic() + 10
     while time.monotonic() < end:
+        host, port = calls[0].rsplit(":", 1)
         try:
             connected = socket.create_connection((host, int(port)), 2)
-            connected.sendall(name.encode())
+            connected.sendall(f"{state} {name}".encode())
             connected.settimeout(None)
-            if connected.recv(100) == b"end":
-                return 0
-            end = time.monotonic() + 10
+            if connected.recv(len("welcome")) == b"welcome":
+                state = "lost"
+                if connected.recv(100) == b"end":
+                    tell_end(calls[1:])
+                    return 0
+                end = time.monotonic() + 10
         except OSError:
             pass
+        calls.append(calls.pop(0))
         time.sleep(0.2)
     print("no supervisor", file=sys.stderr)
     return 1
+
+
+def tell_end(standbys: list[str]) -> None:
+    """Tells standbys that the run has ended."""
+    for call in standbys:
+        host, port = call.rsplit(":", 1)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, int(port)), 2) as end,
+        ):
+            end.sendall(b"over")
 
 
 if __name__ == "__main__":

@@ -142,6 +142,8 @@ class RunCommand(SecretOptions):
         address, or whose nodes are in the Ray cluster.
       standby: With --listen: wait until the hosts of a run whose supervisor is lost
         connect here, and then supervise the run.
+      anew: With --listen: the hosts of an earlier run in this folder are lost, so do
+        not ask them whether another supervisor has taken over.
       metrics: Serve metrics for Prometheus at this address; at 127.0.0.1 if no host is
         named.
     """
@@ -165,6 +167,7 @@ class RunCommand(SecretOptions):
     wait: float = option(0.0, min=0, metavar="SECONDS")
     listen: str = option("", metavar="HOST:PORT")
     standby: bool = option(False, "--standby")
+    anew: bool = option(False, "--anew")
     metrics: str = option("", metavar="[HOST:]PORT")
 
 

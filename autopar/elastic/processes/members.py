@@ -106,6 +106,9 @@ Message = dict[str, Any]
 
 # Exit status of a suspended worker or run: its state is saved, and it can be resumed.
 SUSPENDED = 75  # EX_TEMPFAIL of <sysexits.h>
+# Exit status of a supervisor that left the run to another one: it reached too few hosts
+# of the last world.
+GIVEN_UP = 69  # EX_UNAVAILABLE of <sysexits.h>
 
 # Most bytes of a message, which is one line. A message may list the arrays that a
 # worker holds, but not their contents.

@@ -39,6 +39,7 @@ from autopar.elastic.processes.link import (
 from autopar.elastic.processes.links import SentBytes
 from autopar.elastic.processes.listening import Listening, WantedAction
 from autopar.elastic.processes.members import (
+    GIVEN_UP,
     Connection,
     MemberLimits,
     Message,
@@ -94,6 +95,8 @@ class RunJob:
       port: port on which workers reach the supervisor; 0: any free port.
       recovery: what workers do after another worker was lost.
       standby: whether to wait until the hosts of a run that lost its supervisor call.
+      anew: whether all hosts of an earlier supervisor in this folder count as lost, so
+        that none of them is asked whether another supervisor has taken over.
     """
 
     command: tuple[str, ...]
@@ -106,6 +109,7 @@ class RunJob:
     port: int = 0
     recovery: Recovery = dataclasses.field(default_factory=Recovery)
     standby: bool = False
+    anew: bool = False
 
 
 class RunEnded(Exception):
@@ -189,6 +193,8 @@ class Runner:
             self._adopt(known)
         before_at = known.get("address")
         port = split_address(before_at)[1] if before_at else job.port
+        if job.anew and job.port:
+            port = job.port  # the workers that call the last port are lost
         if job.port not in (0, port):
             raise PlanError(
                 f"the run in {job.folder} listens at {before_at}, where its workers "
@@ -263,6 +269,8 @@ class Runner:
             self._begun.set()
         if self._job.standby and not self._take_over():
             return self._give_up("too few hosts of the last world call here")
+        if self._job.standby:
+            self.log("take over")
         if not self.supervisor.members:
             self.supervisor.begin()
         self._begun.set()
@@ -284,10 +292,10 @@ class Runner:
         """Leaves the run to another supervisor, as if this one had been killed."""
         self.log("give up", reason=reason)
         self.supervisor.result, self.supervisor.reason = (
-            1,
+            GIVEN_UP,
             (
                 f"this supervisor gives the run up: {reason}. If no other one has it, "
-                "start the run in a new folder: it goes on from the last checkpoint."
+                "start it with --anew: it goes on from the last checkpoint."
             ),
         )
         self._listening.stop()
@@ -297,7 +305,7 @@ class Runner:
             connection.close()
         if self._metrics is not None:
             self._metrics.close()
-        return 1
+        return GIVEN_UP
 
     def _begin_anew(self) -> None:
         """Starts new workers if all workers of the earlier supervisor were ending."""
@@ -743,7 +751,7 @@ class Runner:
         self._run = known.get("run") or secrets.token_hex(8)
         self._launcher.begin(self._run, self)
         if isinstance(self._launcher, HostLauncher) and not self._job.standby:
-            self._launcher.records.restore(known.get("record"))
+            self._launcher.records.restore(known.get("record"), anew=self._job.anew)
         workers = known.get("workers", {}).items()
         found = {int(w): ProcessId.from_data(x) for w, x in workers}
         self._processes: dict[int, ProcessId | None] = {

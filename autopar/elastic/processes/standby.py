@@ -123,9 +123,20 @@ class HostRecords:
         self._changed = threading.Condition()
         self._done: set[str] = set()
 
-    def restore(self, data: Any) -> None:
-        """Goes on after the record in ``run.json``; does nothing if there is none."""
-        self.last = Record.from_data(data) or self.last
+    def restore(self, data: Any, *, anew: bool = False) -> None:
+        """Goes on after the record in ``run.json``; does nothing if there is none.
+
+        Args:
+          data: the record.
+          anew: whether all hosts that voted are lost, so that no host votes on the next
+            world.
+        """
+        if (found := Record.from_data(data)) is None:
+            return
+        if anew:
+            self.take_over(dataclasses.replace(found, agreed=-1, voters=()))
+        else:
+            self.last = found
 
     def take_over(self, found: Record) -> None:
         """Goes on after the record of another supervisor."""

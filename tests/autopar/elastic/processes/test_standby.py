@@ -141,3 +141,17 @@ def test_a_standby_ends_with_its_run() -> None:
             continue
         waits.join(5.0)
     assert found == [3]
+
+
+def test_a_supervisor_that_starts_anew_asks_no_lost_host() -> None:
+    """A new world forms on new hosts, and old hosts that are back may join it."""
+    lost = record_of(epoch=1, number=4)
+    for anew in (False, True):
+        records = HostRecords()
+        records.restore(lost.to_data(), anew=anew)
+        made = records.make({"generation": 2}, ["new"])
+        records.on_recorded("new", made.number)
+        assert records.wait(made, limit_s=0.0) == anew
+        assert made.may_replace(lost)
+    assert not made.may_replace(record_of(by="y", epoch=2, number=5))
+    assert not lost.may_replace(made)
