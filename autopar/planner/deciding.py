@@ -60,8 +60,13 @@ from autopar.steps.batch import batch_rows
 from autopar.steps.for_devices import equations_of_update
 from autopar.steps.microbatches import numbers_of_microbatches
 from autopar.steps.offload import optimizer_state
-from autopar.steps.remat import layer_starts, named_values
-from autopar_passes.remat.copies import DOTS, FULL, NAMES
+from autopar.steps.remat import (
+    has_kernels,
+    layer_starts,
+    named_values,
+    repeats_kernels,
+)
+from autopar_passes.remat.copies import DOTS, FULL, KERNELS, NAMES
 
 # About how many numbers of rematerialised layers the search tries at most, for each
 # level of rematerialisation (which activations of a layer are kept).
@@ -227,6 +232,7 @@ def _in_microbatches(search: Programs) -> None:
             search.leave_out(f"layers again in {count} microbatches, and more", why)
             return
         if asked.remat == "auto":
+            _kept_kernels(search, count)
             _again(search, count)
         if before is not None and search.best is before:
             return
@@ -308,6 +314,17 @@ def _local(search: Programs, count: int) -> tuple[str, ...]:
     return () if split is None else split.local
 
 
+def _kept_kernels(search: Programs, count: int) -> None:
+    """Proposes that the step's own checkpoints keep the results of attention kernels.
+
+    The program needs more memory than the step as it is written, and less time.
+    """
+    if program_name(count, "") not in search.plans:
+        return
+    if repeats_kernels(search.analysis):
+        search.fits_in(count, f"0:{KERNELS}")
+
+
 def _again(search: Programs, count: int) -> None:
     """Proposes numbers of rematerialised layers, for one number of microbatches."""
     plain = program_name(count, "")
@@ -328,7 +345,8 @@ def _again(search: Programs, count: int) -> None:
         search.leave_out("layers again", str(error).split("\n", 1)[0])
         return
     names = named_values(search.analysis, count, couple=couple)
-    levels = [FULL, DOTS, *([NAMES + ",".join(names)] if names else [])]
+    kernels = [KERNELS] if has_kernels(search.analysis) else []
+    levels = [FULL, DOTS, *kernels, *([NAMES + ",".join(names)] if names else [])]
     layered = _Layers(search, count, layers)
     try:
         if plain in search.plans:

@@ -213,18 +213,20 @@ OPTIONS: Mapping[str, Option] = {
         default=None,
         text="how many layers compute their activations again in the backward "
         "pass instead of keeping them: a number, ``all``, or with a level: "
-        "``4:dots`` keeps matrix products, ``4:names=a,b`` what "
-        "`jax.ad_checkpoint.checkpoint_name` calls so; ``auto``: as is fastest of "
-        "what fits; 0: as the step says; ``none`` drops the step's own "
+        "``4:dots`` keeps matrix products, ``4:kernels`` results of attention kernels, "
+        "``4:names=a,b`` what `jax.ad_checkpoint.checkpoint_name` calls so; ``auto``: "
+        "as is fastest of what fits; 0: as the step says; ``0:kernels``: the same, but "
+        "attention kernels run once; ``none`` drops the step's own "
         "``jax.checkpoint``. None: as the plan given as ``layouts`` says, else "
         "``auto``, or 0 where the number of stages is given "
         "(page 'Rematerialisation' of the documentation)",
         expected="how many layers compute their activations again, a whole number "
         "such as 4, 'all', '4:dots' or 'all:dots' to keep their matrix products, "
+        "'0:kernels' or '4:kernels' to keep results of attention kernels, "
         "'4:names=a,b' to keep what checkpoint_name calls so, 'auto', or 'none' "
         "to drop the step's own jax.checkpoint",
         effect=PINS,
-        metavar="{auto,none,N,all}[:dots|:names=A,B]",
+        metavar="{auto,none,N,all}[:dots|:kernels|:names=A,B]",
         flag="--remat",
     ),
     "offload": Option(

@@ -37,6 +37,7 @@ from autopar.steps.nodes import Node
 from autopar.steps.offload import keep_on_host
 from autopar.steps.remat import layer_starts, rematerialise
 from autopar_passes.graph.roles import InputRole
+from autopar_passes.remat.copies import KERNELS
 
 
 def remat_wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
@@ -57,7 +58,7 @@ def remat_wanted(analysis: Analysis, options: PlanOptions) -> Rematerialisation:
         return Rematerialisation(checkpoints=False)
     count, level = layers_asked(options.remat)
     if count == 0:
-        return AS_WRITTEN
+        return Rematerialisation(level=level) if level == KERNELS else AS_WRITTEN
     couple = options.coupled == "microbatch"
     starts = layer_starts(analysis, options.count, couple=couple)
     if count is not None and count > len(starts):
@@ -557,7 +558,8 @@ def _changes(plan: Plan) -> tuple[int, int]:
     The numbers grow as the plan changes more of the user's step. Of two equally fast
     plans, the one with smaller numbers is preferred.
     """
-    return len(plan.remat.layers), plan.microbatches
+    layers = len(plan.remat.layers) + (plan.remat.level == KERNELS)
+    return layers, plan.microbatches
 
 
 def program_name(count: int, remat: str) -> str:

@@ -149,8 +149,10 @@ class Rematerialisation(
         the program of one microbatch; empty if no layer is rematerialised. All
         iterations of a loop over layers begin at the loop.
       level: the activations that are kept of a rematerialised layer: none (``full``),
-        its matrix products and convolutions (``dots``), or values to which the step
-        gives these names (``names=a,b``).
+        its matrix products and convolutions (``dots``), the results of its attention
+        kernels (``kernels``), or values to which the step gives these names
+        (``names=a,b``). With ``kernels``, the step's own ``jax.checkpoint``s keep the
+        results of attention kernels, too.
       checkpoints: whether the step's own ``jax.checkpoint``s are kept.
     """
 

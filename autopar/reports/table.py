@@ -33,7 +33,7 @@ from autopar.units import (
     share_text,
     three_digits,
 )
-from autopar_passes.remat.copies import DOTS, names_of
+from autopar_passes.remat.copies import DOTS, KERNELS, names_of
 
 # `planning_times` shows the time to load the step if it is at least this many seconds.
 _TOLD_S = 0.1
@@ -135,6 +135,10 @@ def _offload_lines(plan: Plan) -> list[str]:
     return [f"offload  {count} of {len(plan.inputs)} inputs in the memory of the hosts"]
 
 
+# Level -> what a rematerialised layer keeps.
+_KEPT = {DOTS: " but their matrix products", KERNELS: " but their attention kernels"}
+
+
 def remat_text(plan: Plan) -> str:
     """How the plan changes the step's own rematerialisation, as text; '' for no change.
 
@@ -145,9 +149,10 @@ def remat_text(plan: Plan) -> str:
     if not remat.checkpoints:
         return "nothing: the step's own jax.checkpoint is dropped"
     if not remat.layers:
-        return ""
+        kernels = "the step's own jax.checkpoint keeps results of attention kernels"
+        return kernels if remat.level == KERNELS else ""
     what = f"the activations of {len(remat.layers)} of {len(remat.starts)} layers"
-    kept = " but their matrix products" if remat.level == DOTS else ""
+    kept = _KEPT.get(remat.level, "")
     if names := names_of(remat.level):
         kept = f" but {', '.join(names)}"
     return f"{what}{kept}"

@@ -222,11 +222,12 @@ def parallelize(
         number of stages is given.
       remat: how many layers compute their activations again in the backward pass
         instead of keeping them: a number, ``all``, or with a level: ``4:dots`` keeps
-        matrix products, ``4:names=a,b`` what `jax.ad_checkpoint.checkpoint_name` calls
-        so; ``auto``: as is fastest of what fits; 0: as the step says; ``none`` drops
-        the step's own ``jax.checkpoint``. None: as the plan given as ``layouts`` says,
-        else ``auto``, or 0 where the number of stages is given (page
-        'Rematerialisation' of the documentation).
+        matrix products, ``4:kernels`` results of attention kernels, ``4:names=a,b``
+        what `jax.ad_checkpoint.checkpoint_name` calls so; ``auto``: as is fastest of
+        what fits; 0: as the step says; ``0:kernels``: the same, but attention kernels
+        run once; ``none`` drops the step's own ``jax.checkpoint``. None: as the plan
+        given as ``layouts`` says, else ``auto``, or 0 where the number of stages is
+        given (page 'Rematerialisation' of the documentation).
       offload: which state lies in the memory of the hosts between steps: ``optimizer``:
         all arrays of optimizer state; ``none``: what the step itself puts there;
         ``auto``: as much optimizer state as is fastest, where memory is short. None: as

@@ -192,8 +192,8 @@ class Analysis:
         (`autopar.steps.stages`).
       spares: the additional copies of the state that devices hold.
       remat: the layers that the program rematerialises (`autopar.steps.remat`).
-      written: if the checkpoints of the step were dropped, the analysis of the step
-        with its checkpoints.
+      written: if the checkpoints of the step were dropped or keep more than the step
+        says, the analysis of the step with its checkpoints.
       turns: the number of the step's microbatches that one replica runs
         (`autopar.steps.microbatches`); None if it runs all of them.
       counted: the analysis that differs from this one only in the number of runs of

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from fractions import Fraction
 
 from autopar.errors import PlanError
+from autopar.plans.records import Rematerialisation
 from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_again
 from autopar.steps.batch import batch_dims, batch_rows, fails_with
@@ -20,7 +22,12 @@ from autopar_passes.microbatches.facts import MicrobatchError
 from autopar_passes.microbatches.padding import pad_rows
 from autopar_passes.program.calls import StepCall
 from autopar_passes.program.trace import TracedStep, trace_call
-from autopar_passes.remat.copies import RematError, trace_without_checkpoints
+from autopar_passes.remat.copies import (
+    KERNELS,
+    RematError,
+    trace_without_checkpoints,
+)
+from autopar_passes.remat.kernels import trace_keeping_kernels
 
 
 def with_row_multiple(analysis: Analysis, multiple: int) -> Analysis:
@@ -111,6 +118,13 @@ def padded_step(
     return pad_rows(step, wide, analysis.graph, int(rows), int(padded))
 
 
+def _trace_of(remat: Rematerialisation) -> Callable[..., TracedStep]:
+    """Returns the function that traces a step with a plan's rematerialisation."""
+    if not remat.checkpoints:
+        return trace_without_checkpoints
+    return trace_keeping_kernels if remat.level == KERNELS else trace_call
+
+
 def trace_rows(analysis: Analysis, count: int | Fraction) -> TracedStep:
     """Traces the step on another number of rows.
 
@@ -139,7 +153,7 @@ def trace_rows(analysis: Analysis, count: int | Fraction) -> TracedStep:
         arrays[k] = arrays[k].update(shape=tuple(shape))
     call: StepCall = dataclasses.replace(origin.call, arrays=arrays)
     try:
-        trace = trace_call if analysis.remat.checkpoints else trace_without_checkpoints
+        trace = _trace_of(analysis.remat)
         return in_pieces(trace(origin.step, call), analysis.pieces)
     except Exception as error:
         # The code of the step ran on the whole batch. On other rows, it may raise any

@@ -18,7 +18,14 @@ from autopar_passes.graph.roles import REPEATED, Role
 from autopar_passes.microbatches.accumulate import accumulate_step
 from autopar_passes.microbatches.facts import Microbatched
 from autopar_passes.program.equations import Equation, Program, reads
-from autopar_passes.remat.copies import RematError, names_in, trace_without_checkpoints
+from autopar_passes.remat.copies import (
+    KERNELS,
+    RematError,
+    has_attention_kernel,
+    names_in,
+    trace_without_checkpoints,
+)
+from autopar_passes.remat.kernels import keep_kernels
 from autopar_passes.remat.loops import Recomputation, loops_through, recompute_layers
 from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain
 from autopar_passes.stages.parts import Flow
@@ -62,14 +69,59 @@ def as_said(analysis: Analysis, remat: Rematerialisation) -> Analysis:
     """Returns the step on the whole batch, with or without its own ``jax.checkpoint``.
 
     Raises:
-      PlanError: the checkpoints cannot be dropped.
+      PlanError: the checkpoints cannot be dropped, or cannot keep attention kernels.
     """
     whole = analysis.whole or analysis
     written = whole.written or whole
+    if remat.checkpoints and remat.level == KERNELS:
+        return _with_kernels(written, needed=not remat.layers)
     if remat.checkpoints:
         return written
     make = functools.partial(_without_checkpoints, written)
     return written.remember("without checkpoints", make)
+
+
+def repeats_kernels(analysis: Analysis) -> bool:
+    """Whether a ``jax.checkpoint`` of a step computes an attention kernel again."""
+    whole = analysis.whole or analysis
+    written = whole.written or whole
+    return _kernels_kept(written) is not written
+
+
+def _with_kernels(written: Analysis, *, needed: bool) -> Analysis:
+    """Returns the analysis of the step whose checkpoints keep attention kernels.
+
+    Args:
+      written: the analysis of the step as it is written.
+      needed: whether a step whose checkpoints repeat no kernel is an error.
+
+    Raises:
+      PlanError: no checkpoint of the step repeats an attention kernel.
+    """
+    found = _kernels_kept(written)
+    if needed and found is written:
+        raise PlanError(
+            f"{written.pytrees.name}: remat='0:{KERNELS}': no jax.checkpoint of the "
+            "step computes an attention kernel again. Leave remat out, or give a "
+            f"number of layers, such as 'all:{KERNELS}'."
+        )
+    return found
+
+
+def _kernels_kept(written: Analysis) -> Analysis:
+    """Returns the same analysis if the step's checkpoints repeat no kernel."""
+
+    def make() -> Analysis:
+        start, traced = time.perf_counter(), written.pytrees
+        program = keep_kernels(traced.program)
+        if program is traced.program or written.origin is None:
+            return written
+        say("keeping the results of attention kernels")
+        kept = Rematerialisation(level=KERNELS)
+        traced = dataclasses.replace(traced, program=program)
+        return analyse_again(written, traced, start, written=written, remat=kept)
+
+    return written.remember("kernels kept", make)
 
 
 def _without_checkpoints(written: Analysis) -> Analysis:
@@ -169,6 +221,13 @@ def named_values(
     """
     micro = one_microbatch(analysis, count, couple=couple)
     return tuple(name for name in names_in(micro.program) if "," not in name)
+
+
+def has_kernels(analysis: Analysis) -> bool:
+    """Whether a step has attention kernels whose results a layer can keep."""
+    whole = analysis.whole or analysis
+    make = functools.partial(has_attention_kernel, whole.program)
+    return whole.remember("attention kernels", make)
 
 
 def _layer_loops(

@@ -50,7 +50,7 @@ from autopar.steps.stages import (
 from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.split import piece_arguments
-from autopar_passes.remat.copies import FULL
+from autopar_passes.remat.copies import FULL, KERNELS
 from autopar_passes.stages.layers import top_level
 from autopar_passes.stages.parts import CutError, Flow
 from autopar_solver import Schedule, ScheduleKind
@@ -470,6 +470,11 @@ def _with_recomputed(
     """
     asked = options.remat
     number, level = (None, FULL) if asked == "auto" else layers_asked(asked)
+    if number == 0 and level == KERNELS:
+        raise PlanError(
+            f"remat={asked!r}: stages compute again what the step's own jax.checkpoint "
+            "says, with its attention kernels. Leave remat out, or say stages=1."
+        )
     if number == 0 or (asked == "auto" and wanted.recomputed):
         return wanted if asked == "auto" else dataclasses.replace(wanted, recomputed=())
     couple = options.coupled == "microbatch"

@@ -25,6 +25,7 @@ from autopar.planner.stages.submeshes import one_stage, stage_pricers
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
+from autopar_passes.remat.copies import KERNELS
 
 
 def kept_pipeline(
@@ -56,6 +57,12 @@ def kept_pipeline(
     made = kept_plan(cut, cluster, wanted, codecs, found)
     solver = msgspec.structs.replace(made.solver, status=GIVEN)
     return msgspec.structs.replace(made, solver=solver)
+
+
+def _remat_of(kept: Plan) -> str | None:
+    """The option ``remat`` that rematerialises as a plan of one stage does."""
+    count, level = len(kept.remat.layers), kept.remat.level
+    return f"{count}:{level}" if count or level == KERNELS else None
 
 
 def layouts_in_stages(
@@ -93,13 +100,12 @@ def layouts_in_stages(
             f"stages={options.stages}: the plan given as layouts= {why}, which cannot "
             "be kept in several stages. Leave one of the two out."
         )
-    count = len(kept.remat.layers)
     several = kept.microbatches if kept.microbatches > 1 else None
     program = dataclasses.replace(
         options,
         layouts=None,
         microbatches=options.microbatches or several,
-        remat=options.remat or (f"{count}:{kept.remat.level}" if count else None),
+        remat=options.remat or _remat_of(kept),
         coupled="microbatch" if kept.local else options.coupled,
     )
     assert isinstance(options.stages, int)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +26,11 @@ from autopar_passes.program.equations import (
     Equation,
     Program,
     Region,
+    Scalar,
+    Value,
     needed_equations,
     reads,
+    walk,
 )
 from autopar_passes.program.flatten import (
     Builder,
@@ -37,6 +40,7 @@ from autopar_passes.program.flatten import (
 )
 from autopar_passes.program.trace import TracedStep, trace_call
 from autopar_passes.rules.book import signature
+from autopar_passes.rules.kernels import is_attention, is_kernel
 from autopar_passes.stages.parts import Flow
 
 # JAX's name for the part of a backward pass that recomputes a forward pass.
@@ -158,11 +162,11 @@ def crossing(flow: Flow, owner: dict[int, int]) -> frozenset[int]:
     return frozenset(out)
 
 
-FULL, DOTS = "full", "dots"
+FULL, DOTS, KERNELS = "full", "dots", "kernels"
 # The levels besides lists of names: `FULL` keeps no value inside a recomputed layer,
 # `DOTS` keeps the results of convolutions, and of matrix products without batch
-# dimensions.
-LEVELS = (FULL, DOTS)
+# dimensions, `KERNELS` keeps the results of attention kernels.
+LEVELS = (FULL, DOTS, KERNELS)
 # Prefix of a level that keeps named values; the names follow, separated by commas.
 NAMES = "names="
 
@@ -206,6 +210,11 @@ def check_level(program: Program, level: str) -> None:
         raise RematError(
             f"level '{level}': there are {', '.join(LEVELS)} and names=NAME,NAME."
         )
+    if level == KERNELS and not has_attention_kernel(program):
+        raise RematError(
+            "level 'kernels' keeps the results of attention kernels, and the step has "
+            "no attention kernel. Say 'full' or 'dots'."
+        )
     known = names_in(program)
     if missing := [name for name in names_of(level) if name not in known]:
         has = f"it has {', '.join(known)}" if known else "it names none"
@@ -215,16 +224,33 @@ def check_level(program: Program, level: str) -> None:
         )
 
 
-def keeps(level: str, eqn: Equation, name: str, names: Collection[str]) -> bool:
+def keeps(level: str, eqn: Equation, value: int, values: Sequence[Value]) -> bool:
     """Whether a level keeps a result of an equation.
 
     Args:
       level: the level.
       eqn: the equation.
-      name: the name of the result.
-      names: the names of the level.
+      value: the result.
+      values: the values of the program.
     """
-    return is_product(eqn) if level == DOTS else name in names
+    if level == DOTS:
+        return is_product(eqn)
+    if level == KERNELS:
+        return attends(eqn, values)
+    return values[value].name in names_of(level)
+
+
+def attends(eqn: Equation, values: Sequence[Value]) -> bool:
+    """Whether an equation is an attention kernel of the forward pass."""
+    if not is_kernel(eqn.primitive):
+        return False
+    operands = [a.aval if isinstance(a, Scalar) else values[a] for a in eqn.inputs]
+    return is_attention(eqn, operands, [values[v] for v in eqn.outputs])
+
+
+def has_attention_kernel(program: Program) -> bool:
+    """Whether a program has an attention kernel, also in the body of a loop."""
+    return any(attends(eqn, program.values) for eqn in walk(program.body))
 
 
 def is_product(eqn: Equation) -> bool:
@@ -275,7 +301,7 @@ def merge_repeats(program: Program) -> Program:
             continue
         same = dict(zip(eqn.outputs, known.outputs, strict=True))
         equal.update(same)
-        if _repeats(eqn):
+        if is_repeated(eqn):
             instead.update(same)
         else:
             out.append(eqn)
@@ -289,7 +315,8 @@ def _read(eqn: Equation, equal: Mapping[int, int]) -> tuple[int | None, ...]:
     return tuple(equal.get(a, a) if isinstance(a, int) else None for a in eqn.inputs)
 
 
-def _repeats(eqn: Equation) -> bool:
+def is_repeated(eqn: Equation) -> bool:
+    """Whether an equation recomputes a part of the forward pass."""
     return REPEATED in eqn.name_stack.split("/")
 
 
@@ -297,7 +324,7 @@ def _check_dropped(equations: Iterable[Equation]) -> None:
     """Raises `RematError` if work that a checkpoint repeats could not be merged."""
     for eqn in equations:
         for one in (eqn, *eqn.inner):
-            if _repeats(one) and (one.primitive in PRODUCTS or one.regions):
+            if is_repeated(one) and (one.primitive in PRODUCTS or one.regions):
                 raise RematError(
                     "a jax.checkpoint cannot be dropped: what it repeats at "
                     f"{jax_compat.source_line(one.source)} is within a loop, or "

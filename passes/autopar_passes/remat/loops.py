@@ -43,7 +43,6 @@ from autopar_passes.remat.copies import (
     check_level,
     crossing,
     keeps,
-    names_of,
     owners,
     recomputed_equations,
 )
@@ -225,7 +224,7 @@ class _Loop:
         top = _top(program)
         self.forward = top[loop]
         self.readers = [top[k] for k in readers]
-        self.level, self.names = level, names_of(level)
+        self.level = level
         self.body = self.forward.regions[0]
         self.maker = {v: e for e in self.body.equations for v in e.outputs}
         carries = self.forward.params["num_carry"]
@@ -257,7 +256,7 @@ class _Loop:
         like = self.program.values[value]
         if like.size <= SMALL or jax_compat.is_extended(like.dtype):
             return True
-        return keeps(self.level, maker, like.name, self.names)
+        return keeps(self.level, maker, value, self.program.values)
 
     def dropped_stacks(self) -> dict[int, int]:
         """Finds the stacks that no equation needs after the rewrite.
@@ -456,8 +455,9 @@ class Recomputation:
       level: ``full`` keeps only those values of such a layer that other layers read.
         ``dots`` also keeps the results of convolutions, and of matrix products without
         batch dimensions, as
-        ``jax.checkpoint_policies.dots_with_no_batch_dims_saveable`` does. ``names=a,b``
-        keeps the values that the step names by `jax.ad_checkpoint.checkpoint_name`.
+        ``jax.checkpoint_policies.dots_with_no_batch_dims_saveable`` does. ``kernels``
+        keeps the results of attention kernels. ``names=a,b`` keeps the values that the
+        step names by `jax.ad_checkpoint.checkpoint_name`.
     """
 
     starts: tuple[int, ...]
@@ -535,7 +535,6 @@ class _Rewriter:
         self.owner = owners(flow, wanted.starts)
         self.crossing = crossing(flow, self.owner)
         self.numbers = Builder(flow.program.values, next_index(flow.program))
-        self.names = names_of(wanted.level)
 
     def run(self) -> Program:
         found = {k: self.again(k) for k in sorted(set(self.wanted.layers))}
@@ -563,8 +562,8 @@ class _Rewriter:
             return True
         if value in self.crossing or self.flow.small(value):
             return True
-        eqn, name = self.flow.equations[maker], self.flow.value(value).name
-        return keeps(self.wanted.level, eqn, name, self.names)
+        eqn, values = self.flow.equations[maker], self.flow.program.values
+        return keeps(self.wanted.level, eqn, value, values)
 
     def again(self, layer: int) -> _LayerAgain | None:
         """Returns the recomputation of a layer; None if the layer needs none."""

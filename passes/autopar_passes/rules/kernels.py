@@ -123,6 +123,33 @@ def attention_flops(
     return 2.0 * products * pairs, causal
 
 
+def is_attention(
+    eqn: Equation, operands: Sequence[Any], results: Sequence[Any]
+) -> bool:
+    """Whether an equation is a kernel that computes the output of attention.
+
+    Kernels of the backward pass of attention are not.
+
+    Args:
+      eqn: an equation.
+      operands: the abstract operands, each with ``shape`` and ``dtype``.
+      results: the abstract results.
+    """
+    if eqn.primitive != pallas_grid.PRIMITIVE:
+        return eqn.primitive == FORWARD
+    if attention_flops(eqn.params, operands, results, 0.0) is None:
+        return False
+    first = eqn.params["grid_mapping"].num_index_operands
+    query, key, value = operands[first : first + 3]
+    # A kernel of the backward pass also reads the gradient of the output.
+    ends = (query.shape[-1], value.shape[-1])
+    rank = len(key.shape)
+    given = [
+        a for a in operands[first:] if len(a.shape) == rank and a.shape[-1] in ends
+    ]
+    return len(given) == 3
+
+
 def _integer(array: Any) -> bool:
     return array.dtype.kind in "biu"
 

@@ -19,7 +19,7 @@ from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.graph.roles import Role
 from autopar_passes.graph.verify import verify
 from autopar_passes.program.equations import Program, Region
-from autopar_passes.remat.copies import LEVELS, RematError
+from autopar_passes.remat.copies import DOTS, FULL, RematError
 from autopar_passes.remat.loops import Recomputation, recompute_layers
 
 
@@ -29,7 +29,7 @@ def test_the_numbers_are_the_same(name: str) -> None:
     plain, arrays = analysed(name), flat(name)
     expected = results_of(plain, arrays)
 
-    for layers, level in ((1, "full"), *((None, level) for level in LEVELS)):
+    for layers, level in ((1, "full"), *((None, level) for level in (FULL, DOTS))):
         found = again(plain, layers, level)
 
         verify(found.graph)
@@ -155,7 +155,7 @@ def test_wrong_layers_are_refused() -> None:
             plain.program, plain.graph, dataclasses.replace(wanted, **changes), ()
         )
 
-    with pytest.raises(RematError, match="there are full, dots and names="):
+    with pytest.raises(RematError, match="there are full, dots, kernels and names="):
         rewrite(level="half")
     with pytest.raises(RematError, match="layer 7: there are"):
         rewrite(layers=(7,))

@@ -119,6 +119,7 @@ def test_losses_and_state_are_those_of_one_device() -> None:
     [
         (DEPTH + 1, "the step has 6 layers"),
         ("2:dots", "stages keep nothing of the layers"),
+        ("0:kernels", "with its attention kernels. Leave remat out"),
         ("none", "drops the step's own jax.checkpoint"),
     ],
 )
