@@ -15,7 +15,7 @@ from autopar.layouts.layout import Layout, shards
 from autopar.steps.lifetimes import Lifetimes
 from autopar.steps.rounding import WIDER, is_narrow
 from autopar.steps.uses import Reading
-from autopar_passes.graph.operators import PRODUCTS, Operator
+from autopar_passes.graph.operators import PRODUCTS, RAGGED_PRODUCTS, Operator
 from autopar_passes.graph.roles import Role
 
 # Buffers of arrays that are resharded, transposed or converted for their readers.
@@ -105,6 +105,7 @@ class Brought:
                 self.ends[source] = until
         if special:
             self._move(op, reading)
+            self._copy_ragged(op, reading)
 
     def _need(self, op: Operator, source: int, way: Way, until: int) -> None:
         """Records that an operator needs a value until a time."""
@@ -153,6 +154,15 @@ class Brought:
             # The copy is made as soon as the operand is complete.
             start = min(self.life.early[reading.value] + 1, end)
         self.moved.append(Buffer(reading.value, nbytes, start, end))
+
+    def _copy_ragged(self, op: Operator, reading: Reading) -> None:
+        """Records the copies of an operand of a ragged product."""
+        for copy in self.life.ragged.get((op.index, reading.slot), ()):
+            layout = self.assignment.layout(op, op.rule.operands[reading.slot])
+            nbytes = copy.times * self.bytes_of(reading.value, layout)
+            if reading.value in self.life.widened.operands:
+                nbytes *= WIDER
+            self.moved.append(Buffer(reading.value, nbytes, copy.start, copy.end))
 
     def bytes_of(self, value: int, layout: Layout) -> float:
         """Bytes of an array's shard on one device, in the array's own type."""
@@ -208,9 +218,11 @@ def _special(assignment: Assignment, life: Lifetimes) -> np.ndarray:
     """Which operators may need a copy of an operand, bool ``[operators]``."""
     readings = assignment.analysis.readings
     # If a compiler neither converts nor copies operands nor runs updates early, only
-    # convolutions copy an operand that is not resharded.
+    # convolutions and ragged products copy an operand that is not resharded.
     wide = life.early or life.widened.operands or life.replacing.waits_for
     apart = PRODUCTS if wide else _COPIES_OPERANDS
+    if life.ragged:
+        apart |= RAGGED_PRODUCTS
     unlike = [
         bool(steps) or group.operator.kind in apart
         for group, ways in zip(readings.groups, assignment.ways, strict=True)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from autopar.cluster.rates import ProductRates, product_rates
 from autopar.cluster.specs import CALIBRATIONS, DeviceSpec
+from autopar.cost.ragged import dense_product
 from autopar.steps.fusion import side_factors
 from autopar.steps.work import OperatorWork
 from autopar_errors import InputError
@@ -218,6 +219,23 @@ def shard_s(
         return nbytes / device.host_bytes_per_s
     if not work.is_matrix:
         return roofline_s(flops, nbytes, work.dtype, device, is_matrix=False)
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    if work.groups > 1:
+        flops, sides, masked = dense_product(work, device.kind, flops, sides)
+        slower = device.corrections.vector_slowdown
+        masking_s = slower * masked / bandwidth
+        return masking_s + _product_s(work, flops, nbytes, sides, device)
+    return _product_s(work, flops, nbytes, sides, device)
+
+
+def _product_s(
+    work: OperatorWork,
+    flops: np.ndarray,
+    nbytes: np.ndarray,
+    sides: np.ndarray,
+    device: DeviceSpec,
+) -> np.ndarray:
+    """`shard_s` for operators of the matrix units."""
     bandwidth = device.memory_bandwidth_bytes_per_s
     if work.op.kernel is not None:
         compute_s = flops / kernel_flops_per_s(work.op.kernel, device)

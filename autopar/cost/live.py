@@ -43,6 +43,7 @@ from autopar.cluster.presets import USABLE_MEMORY
 from autopar.cluster.specs import DeviceSpec
 from autopar.cost.buffers import buffers
 from autopar.cost.local import BUFFER_KINDS, Buffer, local_bytes
+from autopar.cost.ragged import masks_rows
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
 from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes
@@ -79,9 +80,10 @@ _GPU = Habits(
     # converts from the usable memory of a preset to the whole memory.
     room=(0.8 / USABLE_MEMORY, 0.95),
     placed=True,
+    masks_rows=masks_rows("gpu"),
 )
 # Read from optimised programs and buffer assignments (jaxlib 0.10.2).
-_CPU = Habits(breadth_first=True, widens=True)
+_CPU = Habits(breadth_first=True, widens=True, masks_rows=masks_rows("cpu"))
 _HABITS = {"gpu": _GPU, "cpu": _CPU}
 # On v5e, which has 16.9 GB, XLA compiles to 15.7 GB a GPT that would need 18 GB.
 _TPU_ROOM = (0.93, 1.0)

@@ -58,6 +58,7 @@ def memory_terms(
     """
     writer = _TermWriter(analysis, pricer, spaces)
     terms = [*writer.inputs(), *writer.homes(), *writer.partials(), *writer.orders()]
+    terms.extend(writer.ragged())
     terms.extend(writer.arrivals(analysis.sources.values()))
     for copy in copies:
         terms.extend(writer.copy(copy))
@@ -75,7 +76,8 @@ def least_terms(
     between two layouts.
     """
     writer = _TermWriter(analysis, pricer, spaces)
-    return (*writer.inputs(), *writer.homes(least=True), *writer.orders())
+    homes = writer.homes(least=True)
+    return (*writer.inputs(), *homes, *writer.orders(), *writer.ragged())
 
 
 class _TermWriter:
@@ -140,6 +142,20 @@ class _TermWriter:
             if home is not None and op.class_index in self.contraction.node_of:
                 end = self.life.needs(op)
                 yield self.buffer(home, value, start, end)
+
+    def ragged(self) -> Iterator[MemoryTerm]:
+        """The copies of operands of ragged products (`Lifetimes.ragged`)."""
+        for (reader, slot), copies in self.life.ragged.items():
+            op = self.graph.operators[reader]
+            index, value = self.contraction.node_of.get(op.class_index), op.inputs[slot]
+            if index is None or value is None:
+                continue
+            dims = self.contraction.nodes[index].dims(op, op.rule.operands[slot])
+            nbytes = self.overhead * self.graph.values[value].device_nbytes
+            for copy in copies:
+                usage = self.usage(index, dims, int(copy.times * nbytes))
+                start, end = copy.start, copy.end + 1
+                yield MemoryTerm(node=index, start=start, end=end, usage=usage)
 
     def partials(self) -> Iterator[MemoryTerm]:
         """Adds partial results of contractions, until their reduction ends."""

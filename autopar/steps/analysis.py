@@ -33,6 +33,7 @@ from autopar.steps.lifetimes import (
 from autopar.steps.nodes import Contraction, contract
 from autopar.steps.orders import copies_in_orders
 from autopar.steps.positions import Positions, behind, followers, positions
+from autopar.steps.ragged import ragged_copies
 from autopar.steps.rounding import (
     NOT_ROUNDED,
     Rounded,
@@ -380,9 +381,10 @@ class Analysis:
           habits: the memory optimisations of the compiler
             (`autopar.cost.live.habits_of`).
         """
-        known = self._lives.get(habits)
+        known, masked = self._lives.get(habits), habits.masks_rows
         if known is None and self.programs is not None and habits.breadth_first:
-            known = self._lives[habits] = in_program_order(self.life(PLAIN))
+            plain = self.life(dataclasses.replace(PLAIN, masks_rows=masked))
+            known = self._lives[habits] = in_program_order(plain)
         if known is None:
             floating = frozenset(self.contraction.floating)
             fused = self.fusion
@@ -412,6 +414,7 @@ class Analysis:
                 tiled=habits.tiled,
                 joined_sums=habits.joined_sums,
                 placed=habits.placed,
+                ragged=ragged_copies(self.graph, known.time) if masked else {},
                 widens=habits.widens,
                 widened=find_widened(self.graph) if habits.widens else known.widened,
                 rounded=self.rounded_values if habits.rounds else known.rounded,

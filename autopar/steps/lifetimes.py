@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.steps.fusion import is_cloned, is_elementwise, spread
+from autopar.steps.ragged import RaggedCopy
 from autopar.steps.rounding import NOT_ROUNDED, NOT_WIDENED, Rounded, Widened
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers, users
 from autopar_passes.graph.roles import Role
@@ -211,6 +212,7 @@ class Lifetimes:
         correction factor of the device.
       replacing: the gradients that updates wait for, if the compiler copies parameters
         that operators may read after the update.
+      ragged: the copies of operands of ragged products, by operator and operand.
     """
 
     time: tuple[int, ...]
@@ -234,6 +236,9 @@ class Lifetimes:
     room: tuple[float, float] = (0.0, 0.0)
     placed: bool = False
     factor: float = 1.0
+    ragged: Mapping[tuple[int, int], Sequence[RaggedCopy]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def starts(self, op: Operator, value: int) -> int:
         """Returns the first time at which a buffer holds a result of an operator."""
@@ -294,6 +299,8 @@ class Habits:
         results for some time (`gaps`). With a second fraction of 0, it never does.
       placed: whether the memory model counts unused memory between buffers
         (`autopar.cost.live.lost_bytes`).
+      masks_rows: whether the compiler masks the rows of ragged products
+        (`autopar.steps.ragged`).
     """
 
     breadth_first: bool = False
@@ -310,6 +317,7 @@ class Habits:
     workspace_bytes: int = 0
     room: tuple[float, float] = (0.0, 0.0)
     placed: bool = False
+    masks_rows: bool = False
 
 
 PLAIN = Habits()

@@ -12,6 +12,7 @@ import numpy as np
 from autopar.steps.batch import DimLabels
 from autopar.steps.fusion import Fusion, is_elementwise, is_product, side_factors
 from autopar.steps.nodes import Contraction
+from autopar.steps.ragged import ragged_groups, sums_groups
 from autopar.steps.rounding import NOT_ROUNDED, Rounded
 from autopar_passes.graph.operators import (
     TO_DEVICES,
@@ -60,6 +61,7 @@ class OperatorWork:
         gathered or written rows lack. If a mesh axis splits such a factor, a device
         must check every index to find the rows in its own shard, so it processes all
         rows.
+      groups: for a ragged product, the number of its groups; 1 for other operators.
     """
 
     op: Operator
@@ -69,6 +71,7 @@ class OperatorWork:
     kernel: bool
     sides: tuple[tuple[int, ...], ...] = ()
     looked_up: frozenset[int] = frozenset()
+    groups: int = 1
 
     @property
     def nbytes(self) -> float:
@@ -186,7 +189,8 @@ def work_table(
         growing.append(labels.batch_factors(op.index))
         kernel = None if op.kernel is None else (op.kernel.dtype, op.kernel.efficiency)
         kind = work.dtype, work.itemsize, work.is_matrix, kernel, work.unfolds
-        kind = *kind, work.copies_memory
+        kind = *kind, work.copies_memory, work.groups
+        kind = *kind, work.groups > 1 and sums_groups(op.rule)
         alike.setdefault((*kind, bool(work.sides)), []).append(row)
     traffic = [[(labels.degree(v), n) for v, n in work.traffic] for work in rows]
     degrees = 1 + max((d for own in traffic for d, _ in own), default=0)
@@ -334,6 +338,7 @@ def operator_work(graph: OperatorGraph, op: Operator, memory: InMemory) -> Opera
         any(v in written for v in op.outputs),
         side_factors(op.rule) if is_product(op) else (),
         _looked_up(op),
+        ragged_groups(op),
     )
 
 

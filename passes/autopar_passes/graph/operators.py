@@ -15,13 +15,10 @@ from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Program, Value
 from autopar_passes.rules.factor_rule import FactorRule, KernelWork
 
+# Primitives that multiply each row with the matrix of its group.
+RAGGED_PRODUCTS = frozenset({"ragged_dot_general", "ragged_dot_in_blocks"})
 # Primitives of matrix products and convolutions.
-PRODUCTS = frozenset(
-    {
-        "dot_general", "conv_general_dilated", "ragged_dot_general",
-        "ragged_dot_in_blocks",
-    }
-)  # fmt: skip
+PRODUCTS = RAGGED_PRODUCTS | {"dot_general", "conv_general_dilated"}
 # Operators that pass values into a region or out of it.
 BOUNDARIES = frozenset({"enter", "slice_step", "carry", "stack_step", "merge"})
 # Kinds of operators that copy an array between the memories of a host and its devices.
