@@ -35,7 +35,8 @@ class Pollux:
         self._generations = generations
         self._states = np.zeros((0, 0, 0), np.int64)
         self._names: list[str] = []
-        self._tables: dict[str, tuple[Curve, int, np.ndarray]] = {}
+        # Job -> its curve, and its goodputs by numbers of nodes and devices.
+        self._tables: dict[str, tuple[Curve, np.ndarray]] = {}
 
     def decide(
         self,
@@ -83,11 +84,13 @@ class Pollux:
         for row, view in enumerate(order):
             known = self._tables.get(view.name)
             limit = min(_most_devices(view), most)
-            if known is None or known[0] is not view.curve or known[1] < limit:
-                table = _goodputs(view.curve, wide, limit)
-                self._tables[view.name] = known = view.curve, limit, table
+            # Both numbers change if a node leaves or joins.
+            shape = wide + 1, limit + 1
+            if known is None or known[0] is not view.curve or known[1].shape != shape:
+                known = view.curve, _goodputs(view.curve, wide, limit)
+                self._tables[view.name] = known
             share = view.curve.goodput(np.array([1]), np.array([min(fair, view.most)]))
-            found[row, :, : known[2].shape[1]] = known[2] / max(float(share[0]), 1e-12)
+            found[row, :, : limit + 1] = known[1] / max(float(share[0]), 1e-12)
         names = {view.name for view in order}
         self._tables = {k: v for k, v in self._tables.items() if k in names}
         return found

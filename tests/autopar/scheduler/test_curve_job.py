@@ -83,6 +83,25 @@ def test_a_job_goes_on_where_it_loses_a_node(policy: str) -> None:
     assert spans == expected
 
 
+@pytest.mark.parametrize("policy", ["goodput", "pollux", "sia", "fair", "fifo"])
+def test_jobs_end_where_a_node_is_lost_and_another_joins(policy: str) -> None:
+    """The tables of a policy follow the number of devices, down and up."""
+    events = (
+        NodeEvent(at_s=0.0, node=4, away=True),
+        NodeEvent(at_s=70.0, node=1, away=True),
+        NodeEvent(at_s=130.0, node=4, away=False),
+    )
+    options = Options(interval_s=10.0, react_s=2.0, events=events)
+    made = [job(200, name=f"job{k}", submitted_s=20.0 * k, devices=2) for k in range(4)]
+    nodes = Nodes.parse("5x1:cpu")
+    history = simulate(made, nodes, policy_of(policy), options)
+    assert not [x.failed for x in history.jobs if x.failed]
+    assert all(x.completed_s is not None for x in history.jobs)
+    used = {r.available: r.used for r in history.rounds if r.active == 4}
+    assert used.keys() >= {3, 4}
+    assert all(used[n] == n for n in (3, 4)) or policy == "fifo"
+
+
 def test_a_placement_that_cannot_run_is_named() -> None:
     empty = curve(8.0).on("h100")
     made = CurveJob(
