@@ -15,6 +15,11 @@ numbers of groups can be estimated separately, and their estimates added up. ``s
 ``var`` are averaged over steps with exponential weights: each step multiplies the old
 averages by ``decay ** (M / M0)``. Each average is divided by the sum of its weights,
 which corrects the bias towards zero.
+
+Preconditioned gradients have no fixed unit. Second moments begin at zero, so that in
+the first steps gradients are divided by numbers that are far too small, and some
+elements of them are huge. Therefore all norms of such a step are divided by ``local``,
+and every step counts alike: ``phi`` is a ratio and needs no unit.
 """
 
 from __future__ import annotations
@@ -395,7 +400,8 @@ class NoiseScale:
     """The noise scale of the gradients, and the averages that it is computed from.
 
     Attributes:
-      sqr: squared norm of the mean gradient.
+      sqr: squared norm of the mean gradient. If gradients are preconditioned, it is
+        divided by ``local``, and so are all norms below.
       var: variance of the gradient of one row, summed over its elements.
       rows: number of rows, M, of the batch of the last step.
       groups: least number of groups, n, over all gradients.
@@ -498,6 +504,8 @@ def update_averages(
     groups: Groups,
     decay: float,
     measured: jax.Array,
+    *,
+    unitless: bool = False,
 ) -> State:
     """Returns the averages after a step.
 
@@ -507,12 +515,19 @@ def update_averages(
       groups: the number of groups of each gradient.
       decay: factor by which a step with M0 rows multiplies the old averages.
       measured: whether the norms were measured in this step.
+      unitless: whether the norms are divided by ``local``, as those of preconditioned
+        gradients must be. A step whose ``local`` is zero, such as the first, is not
+        measured then.
     """
+    n = np.where(groups.alone, 2, np.asarray(groups.counts)).astype(np.float32)
+    if unitless:
+        local = jnp.sum(n * norms[:, 0])
+        measured &= local != 0
+        norms = norms / jnp.where(local == 0, 1.0, local)
     finite = jnp.all(jnp.isfinite(norms))
     counts = measured & finite
     sqr, var = estimates(norms, groups)
     keep = jnp.float32(decay) ** (groups.rows / state["base_batch"])
-    n = np.where(groups.alone, 2, np.asarray(groups.counts)).astype(np.float32)
     new = {
         "weight": keep * state["weight"] + (1 - keep),
         "sqr": keep * state["sqr"] + (1 - keep) * sqr,

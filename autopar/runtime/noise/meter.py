@@ -373,7 +373,11 @@ class NoiseMeter:
         seen = self.measured
         if spec.alone:
             seen = seen & (state["compared"] > 0)
-        after = update_averages(state, norms, spec.groups, spec.options.decay, seen)
+        options = spec.options
+        after = update_averages(
+            state, norms, spec.groups, options.decay, seen,
+            unitless=options.preconditioned,
+        )  # fmt: skip
         finite = self._finite()
         after["compared"] = state["compared"] + finite
         after["previous"] = {

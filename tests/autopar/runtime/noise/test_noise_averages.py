@@ -51,6 +51,24 @@ def test_estimates_of_one_step() -> None:
         np.testing.assert_allclose(found, by_definition(norms_of(seed)), rtol=1e-5)
 
 
+def test_averages_without_a_unit_do_not_depend_on_the_units_of_steps() -> None:
+    """A step whose norms are zero has nothing to count."""
+    units = (1.0, 0.0, 1e6, 1e-6)
+    found: list[NoiseScale] = []
+    for scales in (units, (1.0, 0.0, 1.0, 1.0)):
+        state = fresh(BASE)
+        for step, scale in enumerate(scales):
+            norms = jnp.asarray(norms_of(step) * np.float32(scale))
+            state = update_averages(
+                state, norms, GROUPS, DECAY, jnp.bool_(True), unitless=True
+            )
+        found.append(noise_scale(state, GROUPS))
+    assert found[0].phi == pytest.approx(found[1].phi, rel=1e-5)
+    assert found[0].steps == found[1].steps == 3
+    assert found[0].skipped == 0
+    assert found[0].local == pytest.approx(1.0)
+
+
 def test_averages_over_steps_that_are_measured_and_finite() -> None:
     state, weight, sqr, var, excess = fresh(BASE), 0.0, 0.0, 0.0, 0.0
     keep = DECAY ** (24 / BASE)
