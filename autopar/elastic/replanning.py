@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from autopar.planner.codecs.adjusted import program_plan
 from autopar.planner.plan import dividing_part
 from autopar.plans import Plan, StagePlan
 from autopar.progress import LOGGER
+from autopar.runtime.background import Beside, switching_often
 from autopar.runtime.compiler import Compiler, CompilerClosedError, compiled_by
 from autopar.runtime.creation import flat_state
 from autopar.runtime.parallel_step import ParallelStep
@@ -129,64 +130,6 @@ class Horizon:
     def expected_s(self, rest_s: float = math.inf) -> float:
         """Seconds until the next expected change of devices; at most ``rest_s``."""
         return min(rest_s, (self.usual_s + self.seen_s) / (1 + self.changes))
-
-
-# Python's switch interval in seconds while background work runs: a thread must release
-# the interpreter lock after this time.
-_SWITCH_S = 5e-4
-
-
-class Beside:
-    """Runs work in background threads, at the same CPU priority as the training.
-
-    At the lowest priority, a thread might never finish on a busy machine.
-    """
-
-    def __init__(self) -> None:
-        """Runs no thread yet."""
-        self._changed = threading.Condition()
-        self._running = 0
-        self._closed = False
-
-    def do(self, work: Callable[[], None]) -> None:
-        """Starts work in a new thread; does nothing after `close`."""
-        with self._changed:
-            if self._closed:
-                return
-            self._running += 1
-
-        def mark_done() -> None:
-            try:
-                with switching_often():
-                    work()
-            finally:
-                with self._changed:
-                    self._running -= 1
-                    self._changed.notify_all()
-
-        # The thread is not a daemon, so Python waits at exit for unfinished work.
-        threading.Thread(target=mark_done, name="autopar-beside").start()
-
-    def close(self) -> None:
-        """Lets `do` start no more work; running work goes on to its end."""
-        with self._changed:
-            self._closed = True
-
-    def wait(self) -> None:
-        """Waits until no work is running."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running)
-
-
-@contextlib.contextmanager
-def switching_often() -> Generator[None]:
-    """Lets the training thread get the interpreter lock quickly in this context."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _SWITCH_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 # Plans and compiles for likely next clusters while the run trains.

@@ -18,7 +18,6 @@ from autopar.elastic.processes.following import Ends, TeamFollowing
 from autopar.elastic.processes.joining import join_run
 from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
 from autopar.elastic.processes.training import TeamRun
-from autopar.elastic.replanning import Beside
 from autopar.elastic.samples import Samples, others_of
 from autopar.elastic.sources.named import sources_of
 from autopar.elastic.sources.source import Source
@@ -35,6 +34,7 @@ from autopar.goodput.loop import Loop
 from autopar.goodput.rates import Rule, progress, scaled_states
 from autopar.plans import Plan
 from autopar.runtime import changing_batches
+from autopar.runtime.background import Beside
 from autopar.runtime.creation import state_shapes
 from autopar.runtime.noise.averages import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep

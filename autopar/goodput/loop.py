@@ -49,6 +49,7 @@ from autopar.goodput.throughput import Throughput
 from autopar.goodput.ways import Key, PlannedWay, Ways
 from autopar.progress import LOGGER
 from autopar.runtime import changing_batches
+from autopar.runtime.background import AbandonedError
 from autopar.runtime.noise.averages import NoiseOptions, NoiseScale
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.world import in_lane
@@ -622,20 +623,23 @@ class Loop:
         if self._background is None or self._busy.is_set():
             return
         self._busy.set()
+        busy, cancelled = self._busy, self._cancelled  # `resume` may replace them
 
         def explore() -> None:
             try:
                 with in_lane(self._lane):
                     self._explore(now)
+            except AbandonedError:
+                raise
             except (
                 Exception
             ) as error:  # logged; the training goes on in the running way
-                if self._cancelled.is_set():
+                if cancelled.is_set():
                     return
                 LOGGER.warning("no other way is prepared: %s", error)
                 self._record("batch refused", way=None, reason=str(error))
             finally:
-                self._busy.clear()
+                busy.clear()
 
         self._background(explore)
 
@@ -648,8 +652,11 @@ class Loop:
         self._cancelled.set()
 
     def resume(self) -> None:
-        """Allows preparations again, after `cancel`."""
-        self._cancelled.clear()
+        """Allows preparations again, after `cancel`.
+
+        A preparation that still compiles was abandoned, and ends by itself.
+        """
+        self._busy, self._cancelled = threading.Event(), threading.Event()
 
     def _check(self) -> None:
         """Ends a preparation that is cancelled.

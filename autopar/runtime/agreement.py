@@ -28,6 +28,7 @@ from autopar import errors
 from autopar.errors import PlanError, user_line
 from autopar.plans import Plan
 from autopar.plans.schema import Seconds, differences
+from autopar.runtime.background import AbandonedError
 from autopar.runtime.key_values import KeyValueExchange
 from autopar.runtime.world import World
 from autopar.steps.program_text import first_difference
@@ -106,10 +107,12 @@ def tell_errors(world: World, what: str) -> Generator[None]:
     """Tells the other processes of an error that the ``with`` block raises.
 
     The other processes receive the error at their next call of `exchange_data`, and
-    raise it there.
+    raise it there. Abandoned work tells nothing: this process has left the world.
     """
     try:
         yield
+    except AbandonedError:
+        raise
     except BaseException as error:
         if world.process_count > 1:
             world.channel.tell(_failure(what, error))

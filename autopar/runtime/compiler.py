@@ -32,6 +32,7 @@ import jax
 from autopar.errors import AutoparError
 from autopar.progress import LOGGER
 from autopar.runtime import keeper
+from autopar.runtime.background import abandonable
 from autopar_passes import jax_processes
 
 _LENGTH = struct.Struct("<q")
@@ -206,6 +207,7 @@ def compile_lowered(lowered: Any) -> None:
 
     Raises:
       CompilerClosedError: `Compiler.close` ended the second process.
+      AbandonedError: this thread's work was abandoned while it compiled.
     """
     compiler = _COMPILER.get()
     if compiler is not None:
@@ -214,7 +216,8 @@ def compile_lowered(lowered: Any) -> None:
                 return
         except (CompilerError, jax.errors.JaxRuntimeError) as error:
             LOGGER.info("a program is compiled by the process that trains: %s", error)
-    lowered.compile()
+    with abandonable():
+        lowered.compile()
 
 
 def _start_keeper(command: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:

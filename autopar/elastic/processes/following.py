@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.loop import Step
-from autopar.elastic.replanning import Beside
 from autopar.elastic.samples import Samples
 from autopar.goodput.choice import EXACT
 from autopar.goodput.following import Following, check_rule
 from autopar.goodput.loop import HORIZON_S, Loop, Record
 from autopar.goodput.rates import Rule, progress
 from autopar.runtime import changing_batches
+from autopar.runtime.background import Beside
 from autopar.runtime.parallel_step import ParallelStep
 
 
@@ -126,14 +126,14 @@ class TeamFollowing:
         return self.loop.to_data()
 
     def settle(self) -> None:
-        """Waits until nothing is planned or compiled beside the steps any more.
+        """Gives up what is planned or compiled beside the steps.
 
-        All processes of the world call this method before they leave it. What is being
-        prepared is given up.
+        All processes of the world call this method before they leave it. It does not
+        wait for XLA to end a compilation.
         """
         if self._beside is not None:
             self.loop.cancel()
-            self._beside.wait()
+            self._beside.leave()
             self.loop.resume()
 
     def measurements(self) -> dict[str, Any]:

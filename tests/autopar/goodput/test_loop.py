@@ -28,6 +28,8 @@ from autopar.goodput import (
     scale_updates,
 )
 from autopar.goodput.following import codecs_of
+from autopar.runtime import planned
+from autopar.runtime.background import Beside, abandonable
 from autopar.runtime.parallel_step import ParallelStep
 
 SLOW = "4x1:cpu,network=0.001Gb/s,network_latency=1us"
@@ -164,6 +166,40 @@ def test_what_is_prepared_beside_the_steps_can_be_given_up() -> None:
         while waiting:
             waiting.pop()()  # begun again, and not given up
     assert run.sizes[-1] == 128
+
+
+def test_a_compilation_beside_the_steps_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The processes leave at once; the loop prepares anew, and refuses nothing."""
+    found, record = lines()
+    compiles, compiled = threading.Event(), threading.Event()
+
+    def compile_slowly(lowered: Any) -> None:
+        del lowered
+        with abandonable():
+            compiles.set()
+            compiled.wait()
+
+    beside = Beside()
+    loop = Loop(cases.parallel(), following(), record=record, background=beside.do)
+    run = Run(loop, slow_sync)
+    run.go(4)
+    monkeypatch.setattr(planned, "compile_lowered", compile_slowly)
+    run.go(16)
+    compiles.wait()
+    loop.cancel()
+    beside.leave()
+    loop.resume()
+    assert not loop.busy
+    monkeypatch.undo()
+    compiled.set()
+    for _ in range(5):
+        run.go(10)
+        beside.wait()
+    assert run.sizes[-1] == 128
+    assert "batch refused" not in {x["kind"] for x in found}
+    assert not loop._ways.refused
 
 
 def test_a_gain_that_makes_the_loss_rise_is_capped() -> None:

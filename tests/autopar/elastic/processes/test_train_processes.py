@@ -67,5 +67,23 @@ def test_all_take_one_decision_at_one_step_and_go_on_without_the_first(
     assert kinds.index("batch") < len(kinds) - 1 - kinds[::-1].index("world")
 
 
+def test_processes_leave_and_end_without_waiting_for_a_compilation(
+    tmp_path: pathlib.Path,
+) -> None:
+    """It would take ten minutes, more than the test has."""
+    folder = tmp_path / "run"
+    words = (folder / "losses", STEPS, 1, 0.05, 600)
+    run = Run(folder, *words, script=SCRIPT, processes=2)
+    try:
+        run.wait_for((folder / "losses.compiles").exists)
+        run.kill(1)
+        run.wait_for_world([0], steps=1)
+        assert run.wait() == 0, run.output()
+    finally:
+        run.clean()
+    (losses,) = (x for x in by_process(run) if STEPS - 1 in x)
+    assert losses[STEPS - 1][2] == BASE
+
+
 def _values(run: Run) -> list[list[list[float]]]:
     return [list(x.values()) for x in by_process(run)]
