@@ -345,7 +345,7 @@ class Ways:
         """All ways that can be changed to, without the running way.
 
         Each batch size is listed with the smallest number of microbatches that could be
-        planned so far.
+        planned so far. A plan is used only for batches whose microbatches it can split.
 
         Args:
           running: the running way.
@@ -371,16 +371,20 @@ class Ways:
             for name, plan in known.items()
             if name != own_layouts
         }
-        sizes = batches(self._base, self.most, max(splits.values()))
+        sizes = batches(self._base, self.most, max(splits.values()) * counts[0])
         for codecs in self._codecs:
             for rows in sizes:
-                fit = [c for c in curves[codecs] if not rows % splits[c.layouts]]
                 for count in counts:
                     key = Key(rows, count, codecs)
                     if key == running.key:
                         break
                     if self._place(key) in self.refused or rows % count:
                         continue
+                    fit = [
+                        c
+                        for c in curves[codecs]
+                        if not rows % (splits[c.layouts] * count)
+                    ]
                     way = self._way(key, running, held, fit, moves)
                     if way is not None:
                         found[key] = way

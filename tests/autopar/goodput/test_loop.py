@@ -28,6 +28,7 @@ from autopar.goodput import (
     scale_updates,
 )
 from autopar.goodput.following import codecs_of
+from autopar.goodput.ways import Key, Ways
 from autopar.runtime import planned
 from autopar.runtime.background import Beside, abandonable
 from autopar.runtime.parallel_step import ParallelStep
@@ -200,6 +201,24 @@ def test_a_compilation_beside_the_steps_is_abandoned(
     assert run.sizes[-1] == 128
     assert "batch refused" not in {x["kind"] for x in found}
     assert not loop._ways.refused
+
+
+def test_every_batch_is_one_whose_microbatches_the_devices_can_split() -> None:
+    def listed(base: int) -> list[Key]:
+        tx = cases.optimizer(base=base)
+        step = cases.parallel(tx, microbatches=2)
+        limits = following(base_batch=base, max_batch=8 * base)
+        run = Run(Loop(step, limits), slow_sync, tx=tx).go(1)
+        ways = Ways(step, base_batch=base, max_batch=8 * base, codecs={"none": None})
+        return list(ways.others(ways.running(base), jax.tree.leaves(run.state), None))
+
+    for base, rows in (
+        (24, [32, 48, 64, 96, 136, 192]),
+        (16, [24, 32, 48, 64, 88, 128]),
+    ):
+        found = listed(base)
+        assert all(key.rows % (4 * key.microbatches) == 0 for key in found)
+        assert sorted({key.rows for key in found if key.rows > base}) == rows
 
 
 def test_a_gain_that_makes_the_loss_rise_is_capped() -> None:
