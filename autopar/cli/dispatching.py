@@ -175,7 +175,7 @@ def _cluster(asked: ScheduleCommand, store: Store) -> Backend:
     if asked.backend is ClusterName.HOSTS:
         used = {name for job in store.jobs().values() for name in job.places}
         known = [ClusterNode(*node) for node in store.nodes() if node[0] in used]
-        return HostCluster(split_address(asked.listen)[0], known)
+        return HostCluster(split_address(asked.listen)[0], known, asked.grace)
     return LocalCluster(asked.nodes)
 
 

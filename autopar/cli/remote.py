@@ -80,7 +80,8 @@ def _ask(asked: RemoteOptions, advice: str = _NO_ANSWER, **words: Any) -> Result
         command, or does not answer.
       PlanError: there is no secret.
     """
-    _split("--at", asked.at)
+    for one in asked.at.split(","):
+        _split("--at", one)
     network = Network(secret=read_secret(asked.secret))
     try:
         found = ask(network, asked.at, **words)

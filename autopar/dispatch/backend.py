@@ -224,21 +224,29 @@ class HostCluster:
     Each slot of a host counts as one device.
     """
 
-    def __init__(self, host: str, known: Collection[ClusterNode] = ()) -> None:
+    def __init__(
+        self,
+        host: str,
+        known: Collection[ClusterNode] = (),
+        grace_s: float = 15.0,
+    ) -> None:
         """Starts without connections.
 
         Args:
           host: address at which the supervisors of jobs listen.
           known: nodes of running jobs, whose agents will connect again.
+          grace_s: seconds for which jobs train on without their supervisors. A job that
+            has lost all of its hosts waits so long, and `MemberLimits.silent_s` more,
+            before it goes on elsewhere.
         """
-        self._host, self._lock = host, threading.Lock()
+        self._host, self._grace_s, self._lock = host, grace_s, threading.Lock()
         until_s = time.monotonic() + _RETURN_S - _AWAY_S
         self._hosts = {node.name: _HostNode(node, "", None, until_s) for node in known}
 
     @property
     def words(self) -> Mapping[str, str]:
         """See `Backend`."""
-        return {"name": "hosts", "host": self._host}
+        return {"name": "hosts", "host": self._host, "grace": f"{self._grace_s:g}"}
 
     def places(self) -> Sequence[ClusterNode]:
         """See `Backend`."""
@@ -259,8 +267,9 @@ class HostCluster:
             return
         host = self._hosts[first["name"]]
         connection.patience(_SILENT_S)
-        connection.send("welcome", run="")
+        connection.send("welcome", run="", silence=_SILENT_S)
         while (message := connection.receive()) is not None:
+            connection.send("beat")
             host.heard_s = time.monotonic()
             host.leaves = host.leaves or message["kind"] == "leave"
         connection.close()

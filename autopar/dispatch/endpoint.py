@@ -120,7 +120,8 @@ def ask(
 
     Args:
       network: the secret, and how to connect.
-      address: ``HOST:PORT`` of the scheduler's ``--listen``.
+      address: ``HOST:PORT`` of the scheduler's ``--listen``; after commas, where the
+        scheduler may be started again.
       tries_s: seconds for which to try again after a broken connection; None: 20 s.
       clock: returns the current time in seconds.
       sleep: waits for a number of seconds.
@@ -131,36 +132,41 @@ def ask(
       ScheduleError: the scheduler refuses the question, or has another secret.
       OSError: there was no answer. The scheduler may or may not have got the question.
     """
-    split_address(address)
+    calls = address.split(",")
+    for one in calls:
+        split_address(one)
     end_s = clock() + (_TRIES_S if tries_s is None else tries_s)
     while True:
         try:
-            answer = _ask_once(network, address, words)
+            answer = _ask_once(network, calls[0], words, _PATIENCE_S / len(calls))
         except ssl.SSLError as error:
             raise ScheduleError(
-                f"{address} has another secret, or none: give the --secret of its "
+                f"{calls[0]} has another secret, or none: give the --secret of its "
                 "`autopar schedule --listen`."
             ) from error
         except OSError:
             if clock() >= end_s:
                 raise
+            calls.append(calls.pop(0))
             sleep(_PAUSE_S)
             continue
         if answer.get("wrong"):
             raise ScheduleError(
-                f"the scheduler at {address} refuses: {answer['wrong']}"
+                f"the scheduler at {calls[0]} refuses: {answer['wrong']}"
             )
         return answer
 
 
-def _ask_once(network: Network, address: str, words: dict[str, Any]) -> Message:
-    """Asks a question over one connection; does not try again.
+def _ask_once(
+    network: Network, address: str, words: dict[str, Any], limit_s: float
+) -> Message:
+    """Asks a question over one connection, made within ``limit_s``; does not try again.
 
     Raises:
       OSError: the connection is broken.
     """
     try:
-        connection = Connection(network.connect(address, _PATIENCE_S))
+        connection = Connection(network.connect(address, limit_s))
     except socket.gaierror as error:
         raise ScheduleError(f"{address}: there is no such host.") from error
     try:

@@ -2,7 +2,9 @@
 
 Each job has a supervisor: a process that manages the job's workers, and that goes on
 when the scheduler ends. The job's folder holds everything that a later scheduler needs
-to find the supervisor again.
+to find the supervisor again. The later scheduler may run on another host: it then asks
+the supervisor, if it runs, at its address. If it is lost with its host, its successor
+on the scheduler's host takes the job over from the hosts that train.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autopar.checkpoint.folders import put
-from autopar.dispatch.backend import Ending, Look
+from autopar.dispatch.backend import Look
 from autopar.dispatch.store import JobRecord
-from autopar.dispatch.supervising import ending_file
+from autopar.dispatch.supervising import ending_file, ending_of, is_elsewhere
 from autopar.elastic.processes.records import command, read_state
 from autopar.errors import PlanError, ScheduleError
 from autopar.whole_files import holder
@@ -71,32 +73,42 @@ class ProcessRuns:
 
     def _attend(self, job: JobRecord, child: subprocess.Popen[bytes]) -> None:
         """Introduces a new supervisor to nodes; waits for the end of its process."""
-        while child.poll() is None and self._introduce_job(job) != child.pid:
+        while child.poll() is None and self._state(job).get("pid") != child.pid:
             time.sleep(_PAUSE_S)
+        self._introduce_job(job)
         child.wait()
 
-    def _introduce_job(self, job: JobRecord) -> int:
-        """Introduces a job's supervisor to nodes; returns its process number, or 0."""
+    def _introduce_job(self, job: JobRecord) -> None:
+        """Introduces a job's supervisor to nodes, if it listens."""
+        state = self._state(job)
+        if state and self._introduce is not None:
+            self._introduce(job, state["address"], state["secret"])
+
+    def _state(self, job: JobRecord) -> Mapping[str, Any]:
+        """What the last supervisor of a job has written; empty if there is nothing."""
         with contextlib.suppress(PlanError):
-            if (state := read_state(self._of(job))) is not None:
-                if self._introduce is not None:
-                    self._introduce(job, state["address"], state["secret"])
-                return state["pid"]
-        return 0
+            return read_state(self._of(job)) or {}
+        return {}
+
+    def _is_elsewhere(self, job: JobRecord) -> bool:
+        """Whether a job's last supervisor ran on another host, and may still run."""
+        mine = job.name in self._children
+        return not mine and is_elsewhere(self._state(job), self._words)
 
     def look(self, job: JobRecord) -> Look:
         """See `Runs`."""
-        folder, wanted = self._of(job), None
+        wanted = None
         # The order matters: if the supervisor ends after this check, the reads below
         # see how it ended.
         alive = self._alive(job)
-        if alive:
+        if alive or self._is_elsewhere(job):
             self._introduce_job(job)  # agents of hosts may have come
             with contextlib.suppress(OSError, ValueError):
-                wanted = command(folder, command="status")["status"]["wanted"]
+                wanted = self._command(job, command="status")["status"]["wanted"]
+                alive = True
         return Look(
             alive=alive,
-            ending=_ending(ending_file(folder, job.attempt)),
+            ending=ending_of(self._of(job), job.attempt),
             wanted=wanted,
             lines=self._lines(job.name),
         )
@@ -114,13 +126,15 @@ class ProcessRuns:
     def kill(self, job: JobRecord) -> None:
         """See `Runs`."""
         folder = self._of(job)
+        if self._is_elsewhere(job) and not self._ask(job, command="interrupt"):
+            return
         if not holder(folder / "lock"):
             # If the supervisor is still starting, it finds this file and ends.
             folder.mkdir(parents=True, exist_ok=True)
             told = {"code": 130, "reason": "interrupted.", "lost": False}
             put(ending_file(folder, job.attempt), json.dumps(told).encode())
         pid = holder(folder / "lock")
-        if pid > 1:
+        if pid > 1 and not self._is_elsewhere(job):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
@@ -134,9 +148,21 @@ class ProcessRuns:
             child = None
         return child is not None or bool(holder(self._of(job) / "lock"))
 
+    def _command(self, job: JobRecord, **words: Any) -> Mapping[str, Any]:
+        """Sends a command to a job's supervisor, and returns the answer.
+
+        Raises:
+          OSError: the supervisor does not answer, or has not taken the job over yet.
+        """
+        if is_elsewhere(self._state(job), self._words):
+            if job.name in self._children:
+                raise ConnectionError("it waits for the hosts of the job")
+            words["limit_s"] = _ELSEWHERE_S
+        return command(self._of(job), **words)
+
     def _ask(self, job: JobRecord, **words: Any) -> str:
         try:
-            return str(command(self._of(job), **words)["wrong"])
+            return str(self._command(job, **words)["wrong"])
         except (OSError, ValueError) as error:
             return f"its process does not answer: {error}"
 
@@ -188,10 +214,5 @@ class ProcessRuns:
 _MOST = 4096
 # Seconds between two checks whether the supervisor of a job accepts connections yet.
 _PAUSE_S = 0.05
-
-
-def _ending(path: pathlib.Path) -> Ending | None:
-    try:
-        return Ending(**json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return None
+# Seconds that a supervisor on another host may take to answer: the host may be lost.
+_ELSEWHERE_S = 3.0

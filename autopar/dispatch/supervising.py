@@ -30,19 +30,24 @@ from autopar.elastic.processes.launching import (
     python_command,
 )
 from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
-from autopar.elastic.processes.members import MemberLimits
-from autopar.elastic.processes.network import Network
+from autopar.elastic.processes.members import GIVEN_UP, MemberLimits
+from autopar.elastic.processes.network import (
+    Network,
+    open_listener,
+    split_address,
+)
 from autopar.elastic.processes.records import read_state
-from autopar.elastic.processes.runner import RunJob, Runner
+from autopar.elastic.processes.runner import (
+    RunEnded,
+    RunJob,
+    Runner,
+    RunNotFound,
+)
 from autopar.errors import PlanError
 from autopar.whole_files import FileLock
 
 # The last line of an output is searched in this many bytes at its end.
 _TAIL_BYTES = 4096
-# Seconds for which workers on other hosts go on without their supervisor. A job that
-# has lost all of its hosts waits so long, and `MemberLimits.silent_s` more, before it
-# goes on elsewhere.
-_GRACE_S = 15.0
 # If there are several workers, each line of their output begins with the number of the
 # worker in brackets.
 _NUMBER = re.compile(r"^\[\d+\] ")
@@ -77,6 +82,61 @@ def ending_file(folder: pathlib.Path, attempt: int) -> pathlib.Path:
     return folder / f"ending-{attempt}.json"
 
 
+def ending_of(folder: pathlib.Path, attempt: int) -> Ending | None:
+    """How an attempt ended; None if it has not ended."""
+    try:
+        return Ending(**json.loads(ending_file(folder, attempt).read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def is_elsewhere(state: Mapping[str, Any], words: Mapping[str, str]) -> bool:
+    """Whether a job's last supervisor ran on another host than its scheduler.
+
+    Args:
+      state: what the supervisor has written (`read_state`); empty if there is nothing.
+      words: data that supervisors of the scheduler get (`Backend.words`); empty for a
+        command without a scheduler, which then means the host of the command.
+    """
+    if not state or words.get("name", "hosts") != "hosts":
+        return False
+    host, _ = split_address(state["address"])
+    if words:
+        return host != words["host"]
+    try:
+        open_listener(host, 0).close()
+    except OSError:
+        return True
+    return False
+
+
+def settings_over_hosts(
+    job: RunJob, folder: pathlib.Path, given: Mapping[str, Any]
+) -> RunJob:
+    """The settings of a job over hosts, whose last supervisor may be lost."""
+    state, host = read_state(folder) or {}, given["backend"]["host"]
+    # Each job has a secret of its own; the supervisor before this one may have made it,
+    # and its workers know it.
+    secret = state.get("secret") or new_secret()
+    limits = job.limits
+    grace_s = float(given["backend"]["grace"])
+    fence_s = grace_s + limits.silent_s
+    # The workers look for a supervisor at the same port of each host that a scheduler
+    # may have.
+    moved = is_elsewhere(state, given["backend"])
+    last = ending_of(folder, given["attempt"] - 1)
+    return dataclasses.replace(
+        job,
+        limits=dataclasses.replace(limits, fence_s=fence_s),
+        grace_s=grace_s,
+        network=Network(host, secret),
+        port=split_address(state["address"])[1] if moved else 0,
+        standby=moved,
+        standby_s=fence_s,
+        anew=last is not None and last.code == GIVEN_UP,
+    )
+
+
 def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
     os.chdir(given["cwd"])
     os.environ[CHECKPOINT_VARIABLE] = str(folder / "checkpoints")
@@ -93,16 +153,7 @@ def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
     )
     job = RunJob(command=python_command(given["words"]), limits=limits, folder=folder)
     if given["backend"]["name"] == "hosts":
-        # Each job has a secret of its own; the supervisor before this one may have made
-        # it, and its workers know it.
-        secret = (read_state(folder) or {}).get("secret") or new_secret()
-        fence_s = _GRACE_S + limits.silent_s
-        job = dataclasses.replace(
-            job,
-            limits=dataclasses.replace(limits, fence_s=fence_s),
-            grace_s=_GRACE_S,
-            network=Network(given["backend"]["host"], secret),
-        )
+        job = settings_over_hosts(job, folder, given)
         launcher: Launcher = HostLauncher(
             given["words"],
             limits.silent_s,
@@ -111,12 +162,18 @@ def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
         )
     else:
         launcher = PlacedLauncher(_launcher(given, slots), slots)
-    runner = Runner(job, launcher)
+    try:
+        runner = Runner(job, launcher)
+    except RunEnded as ended:
+        return Ending(code=ended.code, reason=str(ended) if ended.code else "")
+    except RunNotFound:
+        # Its workers have stopped since, and the scheduler says where it goes on.
+        runner = Runner(dataclasses.replace(job, standby=False, anew=True), launcher)
     code, supervisor = runner.run(), runner.supervisor
     reason = supervisor.reason
     if code and reason:
         reason = f"{reason} {_last_line(folder / 'output')}".strip()
-    return Ending(code=code, reason=reason, lost=supervisor.lost)
+    return Ending(code=code, reason=reason, lost=supervisor.lost or code == GIVEN_UP)
 
 
 def _last_line(path: pathlib.Path) -> str:

@@ -35,10 +35,11 @@ class RemoteOptions(SecretOptions):
     """The scheduler that a command addresses.
 
     Attributes:
-      at: The --listen address of a scheduler on another machine.
+      at: The --listen address of a scheduler on another machine, followed by those at
+        which it may be started again.
     """
 
-    at: str = option("", metavar="HOST:PORT")
+    at: str = option("", metavar="HOST:PORT[,...]")
 
 
 @record
@@ -141,6 +142,7 @@ class ScheduleCommand(UserOptions, SecretOptions):
         goes; 0: it decides only every --interval.
       start: Seconds from a job's start to its first step, as the policy assumes.
       change: Seconds of the pause of a job whose devices change, as the policy assumes.
+      grace: With hosts: seconds for which jobs train on if this host is lost.
       stay: After all jobs have ended, wait for `autopar jobs submit`.
       listen: Accept hosts, and `autopar jobs ... --at` of other machines, at this
         address.
@@ -156,6 +158,7 @@ class ScheduleCommand(UserOptions, SecretOptions):
     react: float = option(2.0, metavar="SECONDS")
     start: float = option(20.0, "--start-cost", metavar="SECONDS", min=0.0)
     change: float = option(2.0, "--change-cost", metavar="SECONDS", min=0.0)
+    grace: float = option(15.0, metavar="SECONDS", min=0.0)
     stay: bool = False
     listen: str = option("", metavar="HOST:PORT")
 

@@ -188,7 +188,8 @@ class WorkerCommand(SecretOptions):
 
     Attributes:
       supervisor: Address of `autopar run --listen`, followed by those of its standbys;
-        or address of `autopar schedule --listen`.
+        or address of `autopar schedule --listen`, followed by those at which it may be
+        started again.
       slots: Most processes on this host.
       folder: The folder in which processes store plans and programs.
       address: Address at which other hosts reach this host; by default the one from

@@ -40,7 +40,13 @@ from autopar.elastic.processes.link import (
     Address,
 )
 from autopar.elastic.processes.members import Connection, Message
-from autopar.elastic.processes.network import Network, open_listener, route_to
+from autopar.elastic.processes.network import (
+    Network,
+    join_address,
+    open_listener,
+    route_to,
+    split_address,
+)
 from autopar.elastic.processes.recovery import RESPAWNED
 from autopar.elastic.processes.standby import Record, tell_end
 from autopar.errors import InputError, PlanError, RunError
@@ -64,8 +70,9 @@ class AgentOptions:
     """The options of `autopar worker`.
 
     Attributes:
-      supervisor: ``HOST:PORT`` of the supervisor; after commas, the addresses of
-        standbys that may take its place.
+      supervisor: ``HOST:PORT`` of the supervisor, or of a scheduler; after commas, the
+        addresses of standbys that may take its place, or those at which the scheduler
+        may be started again.
       secret: secret of the run, as PEM text.
       slots: number of workers that may run on this host.
       folder: where workers store plans and compiled programs.
@@ -102,8 +109,8 @@ class Agent:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._launcher: LocalLauncher | None = None
         self._running: set[int] = set()
-        # Job and address of its supervisor -> the agent that serves the job's run.
-        self._jobs: dict[tuple[str, str], Agent] = {}
+        # Job and port of its supervisor -> the agent that serves the job's run.
+        self._jobs: dict[tuple[str, int], Agent] = {}
         self._ended: dict[int, int | None] = {}
         self._connection: Connection | None = None
         self._network = Network("", options.secret)
@@ -161,14 +168,15 @@ class Agent:
             try:
                 if self._greet():
                     break
-            except ssl.SSLCertVerificationError as error:
-                raise PlanError(
-                    f"{self._calls[0]} has another secret: copy that of `autopar "
-                    "run --listen` to this host."
-                ) from error
             except InputError as error:
                 raise PlanError(f"--supervisor: {error}.") from error
             except OSError as error:
+                strange = isinstance(error, ssl.SSLCertVerificationError)
+                if strange and len(self._calls) == 1:
+                    raise PlanError(
+                        f"{self._calls[0]} has another secret: copy that of `autopar "
+                        "run --listen` to this host."
+                    ) from error
                 if time.monotonic() > end and not self._jobs:
                     raise self._unreached_error(error) from error
                 if not said:
@@ -283,20 +291,27 @@ class Agent:
                 pass
 
     def _serve_job(self, message: Message) -> None:
-        """Serves the run of a job that a scheduler has placed on this host."""
+        """Serves the run of a job that a scheduler has placed on this host.
+
+        If the scheduler is started again on another host, the supervisors of its jobs
+        are there, too, at the same ports.
+        """
         job, supervisor = str(message["job"]), str(message["supervisor"])
-        if (job, supervisor) in self._jobs or self._leave_by_s < math.inf:
+        own, port = split_address(supervisor)
+        if (job, port) in self._jobs or self._leave_by_s < math.inf:
             return  # a scheduler repeats its orders
+        places = [split_address(x)[0] for x in self._options.supervisor.split(",")]
+        others = [join_address(host, port) for host in places if host != own]
         options = dataclasses.replace(
             self._options,
-            supervisor=supervisor,
+            supervisor=",".join([supervisor, *others]),
             secret=str(message["secret"]),
             folder=self._options.folder / job,
             address=self._network.host,
             name=self._host_name,
             job=job,
         )
-        agent = self._jobs[job, supervisor] = Agent(options)
+        agent = self._jobs[job, port] = Agent(options)
 
         def serve() -> None:
             try:
@@ -304,7 +319,7 @@ class Agent:
             except (PlanError, RunError) as error:
                 agent._say(str(error))
             finally:
-                del self._jobs[job, supervisor]
+                del self._jobs[job, port]
 
         threading.Thread(target=serve, daemon=True).start()
 

@@ -204,8 +204,15 @@ def workers_command(folder: pathlib.Path) -> str:
     return f"autopar workers --folder {shlex.quote(str(folder))}"
 
 
-def command(folder: pathlib.Path, **words: Any) -> Message:
+def command(
+    folder: pathlib.Path, *, limit_s: float = _ANSWER_S, **words: Any
+) -> Message:
     """Sends a command to a run's supervisor, and returns the answer.
+
+    Args:
+      folder: folder of the run.
+      limit_s: longest time to wait for a connection, and then for the answer.
+      **words: the command and its arguments.
 
     Raises:
       OSError: no supervisor runs, or it does not answer.
@@ -220,8 +227,8 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
             f"{shlex.quote(str(folder))} SCRIPT.py"
         )
     network = Network(secret=state["secret"])
-    connection = Connection(network.connect(state["address"], _ANSWER_S))
-    connection.patience(_ANSWER_S)
+    connection = Connection(network.connect(state["address"], limit_s))
+    connection.patience(limit_s)
     connection.send("command", token=state["token"], **words)
     answer = connection.receive()
     connection.close()

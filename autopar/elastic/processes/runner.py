@@ -71,7 +71,7 @@ from autopar.units import number_of
 # checks, the supervisor's process was stopped meanwhile.
 _TICK_S, _AWAY_S = 0.25, 3.0
 # Commands of `autopar workers` that have no arguments.
-_PLAIN = ("status", "stop", "suspend")
+_PLAIN = ("status", "stop", "suspend", "interrupt")
 # Seconds within which a new connection must send its first message.
 _FIRST_S = 10.0
 # Seconds within which workers must end after they were told to end.
@@ -95,6 +95,7 @@ class RunJob:
       port: port on which workers reach the supervisor; 0: any free port.
       recovery: what workers do after another worker was lost.
       standby: whether to wait until the hosts of a run that lost its supervisor call.
+      standby_s: seconds for which to wait for them.
       anew: whether all hosts of an earlier supervisor in this folder count as lost, so
         that none of them is asked whether another supervisor has taken over.
     """
@@ -109,6 +110,7 @@ class RunJob:
     port: int = 0
     recovery: Recovery = dataclasses.field(default_factory=Recovery)
     standby: bool = False
+    standby_s: float = math.inf
     anew: bool = False
 
 
@@ -123,6 +125,10 @@ class RunEnded(Exception):
         """Keeps the exit code."""
         super().__init__(f"the run has ended with exit code {code}")
         self.code = code
+
+
+class RunNotFound(Exception):
+    """Too few hosts of the run for which a standby waited have called it."""
 
 
 class Runner:
@@ -143,6 +149,8 @@ class Runner:
 
         Raises:
           PlanError: the folder cannot be used, or another supervisor runs there.
+          RunEnded: the run for which a standby waited has ended.
+          RunNotFound: too few of its hosts have called a standby.
         """
         self._job, self._metrics = job, metrics
         self._stacks = StackRequests(self.send)
@@ -209,14 +217,17 @@ class Runner:
 
         Raises:
           RunEnded: the run has ended.
+          RunNotFound: too few hosts have called.
         """
         assert isinstance(self._launcher, HostLauncher)
         at = self._job.network.address(self._job.port)
         say(f"waits at {at} for the hosts of a run that has lost its supervisor")
         try:
-            found = wait_for_run(self._job.network, self._job.port)
+            found = wait_for_run(self._job.network, self._job.port, self._job.standby_s)
         except OSError as error:
             raise self._listening_error(self._job.port, error) from error
+        if found is None:
+            raise RunNotFound
         if isinstance(found, int):
             raise RunEnded(found)
         record, calls = found
@@ -349,7 +360,7 @@ class Runner:
 
         def stop(number: int, frame: Any) -> None:
             del number, frame
-            self._events.put(lambda: self.supervisor.stop("interrupted.", 130))
+            self._events.put(self._interrupt)
 
         def suspend(number: int, frame: Any) -> None:
             del number, frame
@@ -364,6 +375,9 @@ class Runner:
             for number, handler in before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(wakeup)
+
+    def _interrupt(self) -> None:
+        self.supervisor.stop("interrupted.", 130)
 
     def _turn(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -702,6 +716,8 @@ class Runner:
             self.supervisor.suspend()
         elif command == "stop":
             self.supervisor.end_training()
+        elif command == "interrupt":
+            self._interrupt()
         return "" if command in _PLAIN else f"no such command: {command}"
 
     def _place(self, places: Mapping[str, int]) -> str:

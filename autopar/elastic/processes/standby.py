@@ -16,6 +16,7 @@ vote on a takeover.
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 import threading
 import time
@@ -233,28 +234,32 @@ class _Calls:
         return None
 
 
-def wait_for_run(network: Network, port: int) -> tuple[Record, int] | int:
+def wait_for_run(
+    network: Network, port: int, limit_s: float = math.inf
+) -> tuple[Record, int] | int | None:
     """Waits until enough hosts of a run that lost its supervisor have called.
 
     Args:
       network: address on which to listen, and secret of the run.
       port: port on which to listen.
+      limit_s: longest time to wait.
 
     Returns:
-      The latest record and the number of hosts that called, or the exit code of the
-      run if it has ended.
+      The latest record and the number of hosts that called; or the exit code of the
+      run if it has ended; or None if too few hosts have called within ``limit_s``.
 
     Raises:
       OSError: the port is in use, or the address does not belong to this host.
     """
-    calls = _Calls(network, port)
+    calls, end = _Calls(network, port), time.monotonic() + limit_s
     try:
-        while True:
+        while time.monotonic() < end:
             if calls.ended is not None:
                 return calls.ended
             if (found := calls.find()) is not None:
                 return found
             time.sleep(0.1)
+        return None
     finally:
         calls.listener.close()
 

@@ -207,6 +207,17 @@ def test_a_fault_of_the_scheduler_ends_no_line(secret: pathlib.Path) -> None:
     made.close()
 
 
+def test_a_scheduler_is_asked_where_it_is_now(secret: pathlib.Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    network = Network(secret=secret.read_text())
+    made = Endpoint(network, 0, lambda message: {"text": message["by"]})
+    both, slept = f"127.0.0.1:{port},{made.address}", list[float]()
+    assert ask(network, both, sleep=slept.append, by="x")["text"] == "x"
+    assert len(slept) == 1
+    made.close()
+
+
 def test_what_is_submitted_elsewhere_runs(
     folder: pathlib.Path, secret: pathlib.Path, run: Run
 ) -> None:

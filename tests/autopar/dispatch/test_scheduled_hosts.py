@@ -24,6 +24,7 @@ from slurm_cluster import SlurmCluster, missing_programs
 
 from autopar.dispatch.store import JobRecord, Store
 from autopar.elastic.processes.certificates import create_secret
+from autopar.elastic.processes.network import split_address
 from autopar.elastic.processes.records import read_state
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -51,7 +52,7 @@ user = "ben"
 class Hosts:
     """A scheduler, and the agents of hosts."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, *words: str) -> None:
         self.folder, self.state = folder, folder / "state"
         self.secret, self.port = folder / "secret", 0
         create_secret(self.secret)
@@ -59,7 +60,9 @@ class Hosts:
         (folder / "jobs.toml").write_text(text)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
-        self.scheduler = self.start_scheduler("--quota=anna=2")
+        # Further addresses at which agents look for a scheduler.
+        self.homes: list[str] = []
+        self.scheduler = self.start_scheduler("--quota=anna=2", *words)
 
     def _popen(
         self,
@@ -86,18 +89,21 @@ class Hosts:
         self.processes.append(made)
         return made
 
-    def start_scheduler(self, *words: str) -> subprocess.Popen[bytes]:
-        given = ["--backend=hosts", f"--listen=127.0.0.1:{self.port}", "--interval=4"]
+    def start_scheduler(
+        self, *words: str, home: str = "127.0.0.1"
+    ) -> subprocess.Popen[bytes]:
+        given = ["--backend=hosts", f"--listen={home}:{self.port}", "--interval=4"]
         given += [f"--secret={self.secret}", "--state=state", "--react=0.5", *words]
         made = self._popen("schedule", "jobs.toml", *given, where="scheduler")
-        text = "listens at 127.0.0.1:"
+        text = f"listens at {home}:"
         self.wait(lambda: made.poll() is not None or text in self.output("scheduler"))
         found = self.output("scheduler").rpartition(text)[2]
         self.port = int(found.partition(" ")[0])
         return made
 
     def start_agent(self, host: int, **options: Any) -> None:
-        given = [f"--supervisor=127.0.0.1:{self.port}", f"--secret={self.secret}"]
+        calls = ",".join(f"{home}:{self.port}" for home in ("127.0.0.1", *self.homes))
+        given = [f"--supervisor={calls}", f"--secret={self.secret}"]
         given += [f"--address=127.0.0.{host}", f"--folder=host{host}"]
         where = f"agent{host}"
         self.agents[host] = self._popen("worker", *given, where=where, **options)
@@ -151,6 +157,14 @@ class Hosts:
                 found += [tuple(json.loads(x)) for x in lines if x.endswith("]")]
         return found
 
+    def homes_of_jobs(self) -> dict[str, tuple[str, int]]:
+        """Address and process of the supervisor of each job."""
+        found: dict[str, tuple[str, int]] = {}
+        for path in self.state.glob("jobs/*/run.json"):
+            state = read_state(path.parent) or {}
+            found[path.parent.name] = split_address(state["address"])[0], state["pid"]
+        return found
+
     def close(self) -> None:
         for process in self.processes:
             process.kill()
@@ -163,8 +177,8 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(tmp_path: pathlib.Path) -> Iterator[Hosts]:
-    made = Hosts(tmp_path)
+def hosts(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[Hosts]:
+    made = Hosts(tmp_path, *getattr(request, "param", ()))
     yield made
     made.close()
 
@@ -206,6 +220,41 @@ def test_jobs_share_hosts_that_come_and_go(hosts: Hosts) -> None:
     assert {h: a.wait(20) for h, a in hosts.agents.items() if h != lost} == {
         h: 0 for h in hosts.agents if h != lost
     }
+    for job in ("large", "small"):
+        check_steps(hosts.losses(job), STEPS)
+
+
+@pytest.mark.parametrize("hosts", [["--grace=90"]], indirect=True)
+def test_the_scheduler_is_started_again_on_another_host(hosts: Hosts) -> None:
+    """First its old host still has the supervisors of its jobs; then it is lost."""
+    hosts.homes = ["127.0.0.9"]
+    for host in (2, 3, 4):
+        hosts.start_agent(host)
+    hosts.wait(hosts.trains_on("large", 2))
+    hosts.wait(hosts.trains_on("small", 1))
+    attempts = {name: job.attempt for name, job in hosts.jobs().items()}
+    before = hosts.homes_of_jobs()
+    assert [home for home, _ in before.values()] == ["127.0.0.1"] * 2
+
+    hosts.scheduler.kill()
+    hosts.scheduler.wait()
+    hosts.scheduler = hosts.start_scheduler(home="127.0.0.9")
+    hosts.start_agent(5)  # the scheduler finds all hosts, and has lost no job
+    hosts.wait(lambda: len(hosts.stored().nodes()) == 4)
+    trains = [hosts.trains_on("large", 2), hosts.trains_on("small", 1)]
+    hosts.wait(lambda: all(done() for done in trains))
+    assert hosts.homes_of_jobs() == before
+
+    for _, pid in before.values():
+        os.kill(pid, signal.SIGKILL)
+    hosts.wait(
+        lambda: [x for x, _ in hosts.homes_of_jobs().values()] == ["127.0.0.9"] * 2
+    )
+    trains = [hosts.trains_on("large", 2), hosts.trains_on("small", 1)]
+    hosts.wait(lambda: all(done() for done in trains))
+    assert {name: job.attempt for name, job in hosts.jobs().items()} == attempts
+    (hosts.folder / "go").touch()
+    assert hosts.scheduler.wait(LIMIT_S) == 0, hosts.output("scheduler")
     for job in ("large", "small"):
         check_steps(hosts.losses(job), STEPS)
 
