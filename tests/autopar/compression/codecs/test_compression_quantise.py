@@ -21,7 +21,7 @@ from property_tests import examples
 
 from autopar.compression.codecs.blocks import hadamard, mix, uniform
 from autopar.compression.codecs.codec import Codec
-from autopar.compression.codecs.quantise import Fp8, Int4, Int8, Sign
+from autopar.compression.codecs.quantise import Fp8, Int3, Int4, Int8, Sign
 from autopar.compression.codecs.registry import format_codec
 
 PLAIN_INT4 = Int4(hadamard=False)
@@ -31,6 +31,8 @@ CODECS = (
     Int4(),
     PLAIN_INT4,
     Int4(rounding="stochastic"),
+    Int3(block=256),
+    Int3(block=256, rounding="stochastic"),
     Sign(),
     Sign(second="int4"),
     Fp8(),
@@ -95,6 +97,8 @@ def samples(kind, *shape, seed=0):
         (PLAIN_INT4, 0.126, 0.230),
         (Int4(block=1024, hadamard=False), 0.143, 0.323),
         (Int4(), 0.1265, 0.1238),
+        (Int3(), 0.242, 0.243),
+        (Int3(block=256), 0.294, 0.290),
         (Sign(), 0.602, 0.705),
         (Fp8(), 0.0261, 0.0248),
         (Fp8(format="e5m2"), 0.0520, 0.0493),
@@ -122,7 +126,7 @@ def test_stochastic_rounding_costs_sqrt_two():
     assert stochastic / nearest == pytest.approx(math.sqrt(2), rel=0.02)
 
 
-@pytest.mark.parametrize("codec", [Int8, Int4], ids=["int8", "int4"])
+@pytest.mark.parametrize("codec", [Int8, Int4, Int3], ids=["int8", "int4", "int3"])
 def test_stochastic_rounding_has_no_bias(codec):
     rows = samples("normal", 1, 256)
     trials = 400
@@ -153,7 +157,7 @@ def test_no_element_is_off_by_more_than_half_a_step(codec, rows):
     assert (np.abs(decoded - rows) <= step * 0.5001 + tiny).all()
 
 
-@named([Int8(), PLAIN_INT4, Int4(), Sign(), Fp8(), Fp8(format="e5m2")])
+@named([Int8(), PLAIN_INT4, Int4(), Int3(), Sign(), Fp8(), Fp8(format="e5m2")])
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-9, 1.0, 1e6, 1e30])
 def test_error_does_not_depend_on_magnitude(codec, magnitude):
     rows = samples("normal", 2, 576)
@@ -186,7 +190,7 @@ def test_equal_elements(codec, value, elements):
     rows = np.full((2, elements), value, np.float32)
     tolerance = 2**-7
     if getattr(codec, "rounding", "") == "stochastic":
-        tolerance += 1 / 127 if isinstance(codec, Int8) else 1 / 7
+        tolerance += 1 / {Int8: 127, Int4: 7, Int3: 3}[type(codec)]
     np.testing.assert_allclose(round_trip(codec, rows), rows, rtol=tolerance)
 
 
@@ -248,15 +252,20 @@ def test_sign_scale_does_not_count_padding():
 # --- Bytes ------------------------------------------------------------------
 
 
+BITS = {"int8": 8, "fp8": 8, "int4": 4, "int3": 3, "sign": 1}
+
+
 def payload_bytes(codec, elements):
     """Bytes by the formula: whole blocks, a shorter last block, and two bytes per
     scale.
     """
-    bits = {"int8": 8, "fp8": 8, "int4": 4, "sign": 1}[codec.name]
+    bits = BITS[codec.name]
     blocks, rest = divmod(elements, codec.block)
     width = -(-rest * bits // 8) * 8 // bits
     if codec.name == "int4" and codec.hadamard and rest:
         width = max(2, 1 << math.ceil(math.log2(rest)))
+    if codec.name == "int3" and rest:
+        width = max(8, 1 << math.ceil(math.log2(rest)))
     scales = blocks + (rest > 0)
     return (blocks * codec.block + width) * bits // 8 + 2 * scales
 
@@ -268,6 +277,8 @@ def payload_bytes(codec, elements):
         Int4(),
         PLAIN_INT4,
         Int4(block=6, hadamard=False),
+        Int3(),
+        Int3(block=8),
         Sign(),
         Sign(block=8),
         Fp8(),
@@ -285,7 +296,7 @@ def test_payload_size(codec, elements):
     assert decoded.shape == (3, elements)
 
 
-@named([Int8(), Int4(), Sign(), Fp8()])
+@named([Int8(), Int4(), Int3(), Sign(), Fp8()])
 @pytest.mark.parametrize("size", [1, 1000, 4 * 256 * 40])
 def test_wire_is_two_shots(codec, size):
     workers = 4
@@ -316,15 +327,15 @@ def test_second_shot_of_sign_as_int4(block):
     assert 0.05 < np.linalg.norm(lost) / np.linalg.norm(sums) < 0.15
 
 
-@named([Int8(), Int4(), Sign(), Fp8()])
+@named([Int8(), Int4(), Int3(), Sign(), Fp8()])
 def test_wire_of_whole_blocks_is_the_formula_of_the_field(codec):
     size, workers = 1 << 20, 8
-    bits = {"int8": 8, "fp8": 8, "int4": 4, "sign": 1}[codec.name]
+    bits = BITS[codec.name]
     expected = 2 * (workers - 1) / workers * size * (bits / 8 + 2 / codec.block)
     assert codec.wire_bytes((size,), workers) == expected
 
 
-@named([Int8(), Int4(), Sign(), Fp8()])
+@named([Int8(), Int4(), Int3(), Sign(), Fp8()])
 @given(elements=st.integers(1, 100_000))
 @settings(max_examples=examples(50), deadline=None)
 def test_chunk_is_enough_and_not_much_more(codec, elements):
@@ -336,7 +347,7 @@ def test_chunk_is_enough_and_not_much_more(codec, elements):
 # --- Two shots --------------------------------------------------------------
 
 
-@named([Int8(rounding="stochastic"), Int4(), Sign(second="int4")])
+@named([Int8(rounding="stochastic"), Int4(), Int3(), Sign(second="int4")])
 def test_workers_agree_and_nothing_is_lost(codec):
     gradients = samples("normal", 2, 310)
     result = simulate(codec, gradients)
@@ -345,7 +356,7 @@ def test_workers_agree_and_nothing_is_lost(codec):
     assert_conserved(result, exact=False)
 
 
-@named([Int4(), Sign()])
+@named([Int4(), Int3(), Sign()])
 def test_sent_is_what_the_owners_understood(codec):
     gradients = samples("normal", 4, 8, 64)
     result = simulate(codec, gradients, scatter=True)
@@ -364,7 +375,7 @@ def test_total_error_of_both_shots(codec):
     assert total == pytest.approx(math.sqrt(2) * one, rel=0.05)
 
 
-@named([Sign(), Sign(second="int4"), Int8(server_feedback=True)])
+@named([Int3(), Sign(), Sign(second="int4"), Int8(server_feedback=True)])
 def test_server_feedback_keeps_what_the_second_shot_dropped(codec):
     """The totals of all steps and the errors left make the sums of what was sent."""
     gradients = samples("normal", 2, 999)
@@ -445,6 +456,8 @@ def test_uniform_looks_uniform():
         (lambda: Int8(block=0), "int8: block must be a positive multiple of 1, got 0"),
         (lambda: Int4(block=3), "multiple of 2, got 3"),
         (lambda: Int4(block=6), "power of two, got 6; use block=4 or hadamard=False"),
+        (lambda: Int3(block=4), "multiple of 8, got 4"),
+        (lambda: Int3(block=24), "power of two, got 24; use block=16"),
         (lambda: Sign(block=4), "multiple of 8, got 4"),
         (lambda: Sign(second="int8"), "second must be one of sign, int4"),
         (lambda: Int8(rounding="up"), "rounding must be one of nearest, stochastic"),
@@ -457,4 +470,5 @@ def test_bad_fields(make, message):
 
 
 def test_which_codecs_need_feedback():
-    assert [c.feedback for c in (Int8, Fp8, Int4, Sign)] == [False, False, True, True]
+    codecs = (Int8, Fp8, Int4, Int3, Sign)
+    assert [c.feedback for c in codecs] == [False, False, True, True, True]
