@@ -43,6 +43,8 @@ def plan(
     compile_check: bool = True,
     compression: str = "none",
     error_budget: float | None = None,
+    cut_codecs: str | Mapping[str, str] = "none",
+    cut_error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
     microbatches: int | str | Sequence[int] | None = None,
     coupled: str = "refuse",
@@ -116,6 +118,13 @@ def plan(
         of stages is given (page 'Memory of the hosts' of the documentation).
       error_budget: for ``compression='auto'``, the largest relative error of the
         gradients, in the optimizer's metric; None: that of int4 codes.
+      cut_codecs: how pipeline stages send each other activations and cotangents:
+        ``none`` as they are; ``auto`` each as trains fastest within the budget of
+        errors; or the text of a codec, such as ``int8``, for both or, as in
+        ``int4/int8``, for activations and for cotangents; or a dictionary of the two
+        (page 'Pipeline stages' of the documentation).
+      cut_error_budget: for ``cut_codecs='auto'``, the largest relative error of the
+        codecs of all stage cuts together; None: 0.3.
       kwargs: the step's arguments that are given by name.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
@@ -141,6 +150,8 @@ def plan(
         compile_check=compile_check,
         compression=compression,
         error_budget=error_budget,
+        cut_codecs=cut_codecs,
+        cut_error_budget=cut_error_budget,
         layouts=None if layouts is None else as_plan(layouts, "layouts"),
         microbatches=microbatches,
         coupled=coupled,

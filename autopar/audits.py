@@ -44,6 +44,7 @@ from autopar.runtime.stages.pipeline import StageCopy, StagePipeline
 from autopar.runtime.stages.planned import audited_pipeline
 from autopar.runtime.stages.stage import RESULT, Sent, Stage, wide
 from autopar.steps.analysis import Analysis
+from autopar.steps.stages import ArrayCode
 from autopar_passes.audit.compiled import CompiledAudit, compiled_audit
 from autopar_passes.audit.partitioned import AuditedCollective, shardy_collectives
 from autopar_passes.jax_compat import itemsize, lowered_without_devices
@@ -173,7 +174,7 @@ def sent_between(
         for value, target in zip(sent.values, sent.target, strict=True):
             other = _receiver(pipeline, stage, sent, value)
             if other != stage:
-                nbytes = _shard_bytes(pipeline, value, target)
+                nbytes = _shard_bytes(pipeline, value, target, sent.codes.get(value))
                 out[stage, other, what(value)] += times * nbytes
 
     for key, call in pipeline.calls.items():
@@ -203,8 +204,15 @@ def _receiver(pipeline: StagePipeline, stage: int, sent: Sent, value: int) -> in
     return stage if given is None else pipeline.cut.owners[given]
 
 
-def _shard_bytes(pipeline: StagePipeline, value: int, sharding: Any) -> float:
-    """Returns the bytes of a value on one device."""
+def _shard_bytes(
+    pipeline: StagePipeline,
+    value: int,
+    sharding: Any,
+    code: ArrayCode | None = None,
+) -> float:
+    """Returns the bytes of a value, or of its code, on one device."""
+    if code is not None:
+        return float(math.prod(sharding.shard_shape(code.struct.shape)))
     known = pipeline.cut.program.values[value]
     size = math.prod(sharding.shard_shape(tuple(known.shape)))
     rows = pipeline.microbatches if value in pipeline.crossed.rows else 1

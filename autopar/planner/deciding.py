@@ -176,7 +176,13 @@ def _in_replicas(
     Returns the plan; None if no such plan fits or can be made.
     """
     options = dataclasses.replace(
-        search.options, stages=1, schedule=None, microbatches=microbatches, remat=remat
+        search.options,
+        stages=1,
+        schedule=None,
+        cut_codecs="none",
+        cut_error_budget=None,
+        microbatches=microbatches,
+        remat=remat,
     )
 
     def make() -> Plan:
@@ -570,7 +576,13 @@ def _cannot_offload(cluster: Cluster) -> str:
 
 def _plan_on_host(search: Programs, paths: Sequence[str]) -> Plan:
     """Returns the fastest plan of one stage that keeps given state in host memory."""
-    options = dataclasses.replace(search.options, stages=1, offload="none")
+    options = dataclasses.replace(
+        search.options,
+        stages=1,
+        offload="none",
+        cut_codecs="none",
+        cut_error_budget=None,
+    )
     inner = Programs(
         search.analysis,
         search.cluster,

@@ -307,8 +307,9 @@ def _check_cut(cut: CutStep, plan: Plan) -> None:
         if list(own.inputs) != [given.path for given in stage.graph.inputs]:
             raise PlanError(
                 "the plan's pipeline was edited so that a stage runs other layers than "
-                "its layouts are for. Of the pipeline, only recomputed can be edited: "
-                "make another plan with autopar.plan(..., stages=)."
+                "its layouts are for. Of the pipeline, only recomputed can be edited, "
+                "and the codecs of cuts: make another plan with autopar.plan(..., "
+                "stages=)."
             )
 
 

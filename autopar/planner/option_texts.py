@@ -151,6 +151,29 @@ OPTIONS: Mapping[str, Option] = {
         metavar="X",
         flag="--error-budget",
     ),
+    "cut_codecs": Option(
+        default="none",
+        text="how pipeline stages send each other activations and cotangents: "
+        "``none`` as they are; ``auto`` each as trains fastest within the budget of "
+        "errors; or the text of a codec, such as ``int8``, for both or, as in "
+        "``int4/int8``, for activations and for cotangents; or a dictionary of the two "
+        "(page 'Pipeline stages' of the documentation)",
+        expected="'none', 'auto', the text of a codec of blocks such as 'int8' or "
+        "'int4/int8', or {'activations': 'int4', 'cotangents': 'int8'}",
+        words="none, auto, or the text of a codec of blocks such as int8 or int4/int8",
+        effect=ASKS,
+        metavar="{auto,none,CODEC[/CODEC]}",
+        flag="--cut-codecs",
+    ),
+    "cut_error_budget": Option(
+        default=None,
+        text="for ``cut_codecs='auto'``, the largest relative error of the codecs of "
+        "all stage cuts together; None: 0.3",
+        expected="a number of at least 0, such as 0.1",
+        effect=LIMITS,
+        metavar="X",
+        flag="--cut-error-budget",
+    ),
     "layouts": Option(
         default=None,
         text="a plan whose layouts are kept, or its JSON file; only the codecs "

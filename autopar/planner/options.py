@@ -14,12 +14,14 @@ from jax.sharding import PartitionSpec
 from autopar.cluster import Cluster, ClusterError
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.cut_codes import cut_codecs_text
 from autopar.errors import PlanError
 from autopar.planner.hints import LogicalRules, Pins, logical_pins, parse_pins
 from autopar.planner.option_texts import OPTIONS, PLANNING, Option
 from autopar.plans import NO_SCHEDULE, SCHEDULES, Plan
 from autopar.steps import spares
 from autopar.steps.spares import Spares
+from autopar_errors import InputError
 from autopar_passes.program.calls import BatchNames, StepCall
 from autopar_passes.remat.copies import FULL, is_level
 
@@ -129,6 +131,16 @@ def _read_seconds(text: str) -> float | None:
     return None if math.isinf(float(text)) else float(text)
 
 
+def _is_cut_codecs(given: Any) -> bool:
+    if not isinstance(given, str):
+        return False  # `PlanOptions` has turned a mapping into a text
+    try:
+        cut_codecs_text(given)
+    except InputError as error:
+        raise PlanError(f"cut_codecs={given!r}: {error}") from error
+    return True
+
+
 _COUNT = _whole(1)
 # Name of an option -> its check. An option without an entry here is not checked.
 _CHECKS: Mapping[str, Check] = {
@@ -141,6 +153,8 @@ _CHECKS: Mapping[str, Check] = {
     "compile_check": _any(True, False),
     "compression": _codec,
     "error_budget": _any(None, _number(0.0)),
+    "cut_codecs": _is_cut_codecs,
+    "cut_error_budget": _any(None, _number(0.0)),
     "microbatches": _any(None, "auto", _COUNT, _shares),
     "coupled": _any("refuse", "microbatch"),
     "stages": _any(None, "auto", _COUNT),
@@ -163,6 +177,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "split_batch": bool,
     "compile_check": bool,
     "error_budget": float,
+    "cut_error_budget": float,
     "layouts": lambda text: as_plan(text, "layouts"),
     "microbatches": _read_counts,
     "stages": _read_count,
@@ -194,6 +209,8 @@ class PlanOptions:
     compile_check: bool = OPTIONS["compile_check"].default
     compression: str = OPTIONS["compression"].default
     error_budget: float | None = OPTIONS["error_budget"].default
+    cut_codecs: str | Mapping[str, str] = OPTIONS["cut_codecs"].default
+    cut_error_budget: float | None = OPTIONS["cut_error_budget"].default
     layouts: Plan | None = OPTIONS["layouts"].default
     microbatches: int | str | Sequence[int] | None = OPTIONS["microbatches"].default
     coupled: str = OPTIONS["coupled"].default
@@ -222,6 +239,12 @@ class PlanOptions:
             counts = self.microbatches
             counts = counts if isinstance(counts, str) else tuple(counts)
             object.__setattr__(self, "microbatches", counts)
+        if isinstance(self.cut_codecs, Mapping):
+            try:
+                text = cut_codecs_text(self.cut_codecs)
+            except InputError as error:
+                raise PlanError(f"cut_codecs={self.cut_codecs!r}: {error}") from error
+            object.__setattr__(self, "cut_codecs", text)
         if isinstance(self.remat, str) and self.remat.isdecimal():
             object.__setattr__(self, "remat", int(self.remat))
         if self.layouts is not None:
@@ -265,6 +288,12 @@ def _check_together(asked: PlanOptions) -> None:
             f"error_budget={asked.error_budget!r} bounds what compression='auto' "
             f"chooses; leave it out with compression={asked.compression!r}."
         )
+    elif asked.cut_error_budget is not None and asked.cut_codecs != "auto":
+        wrong = (
+            f"cut_error_budget={asked.cut_error_budget!r} bounds what "
+            "cut_codecs='auto' chooses; leave it out with "
+            f"cut_codecs={asked.cut_codecs!r}."
+        )
     elif isinstance(asked.microbatches, tuple) and stages not in (None, 1):
         wrong = (
             f"microbatches={list(asked.microbatches)} are those of replicas, and "
@@ -279,6 +308,12 @@ def _check_together(asked: PlanOptions) -> None:
         wrong = (
             f"schedule={asked.schedule!r} is for a pipeline, and stages=1. Leave one "
             "of the two out."
+        )
+    elif asked.cut_codecs not in ("none", "auto") and stages == 1:
+        wrong = (
+            f"cut_codecs={asked.cut_codecs!r} encodes what pipeline stages send each "
+            "other, and there is one stage. Ask for stages=2 or more, or leave "
+            "cut_codecs out."
         )
     elif asked.offload == "optimizer" and stages not in (None, 1):
         wrong = (

@@ -430,7 +430,9 @@ def plan_analysis(
     part = part_to_try(analysis, cluster, options)
     if part is None:
         return search(cluster)
-    one_stage = dataclasses.replace(options, stages=1, schedule=None)
+    one_stage = dataclasses.replace(
+        options, stages=1, schedule=None, cut_codecs="none", cut_error_budget=None
+    )
 
     def search_padded(on: Cluster) -> Plan:
         return plan_with_padding(

@@ -324,7 +324,13 @@ class Programs:
         asked = self.options
         said = asked.remat if asked.remat != "auto" else remat or None
         return dataclasses.replace(
-            asked, stages=1, schedule=None, microbatches=count, remat=said
+            asked,
+            stages=1,
+            schedule=None,
+            cut_codecs="none",
+            cut_error_budget=None,
+            microbatches=count,
+            remat=said,
         )
 
     def program(self, name: str) -> Analysis:
@@ -515,6 +521,11 @@ class Programs:
             than = "none" if other == count else f"none in {other} microbatches"
             what = f"{len(best.remat.layers)} of {len(best.remat.starts)} layers again"
             lines.append(self.describe_gain(what, best, without, than))
+        if len(best.stages) == 1 and self.options.cut_codecs not in ("none", "auto"):
+            lines.append(
+                f"cut_codecs={self.options.cut_codecs}: not used, because one stage is "
+                "fastest and has no cuts"
+            )
         name = next((n for n in self.programs if self.plans.get(n) is best), None)
         if name is not None and (batches := self.program(name).batches):
             lines.append(
@@ -522,7 +533,7 @@ class Programs:
                 f"{'stacks' if len(batches) > 1 else 'stack'}, so that a device may "
                 "have some of them whole"
             )
-        return msgspec.structs.replace(best, decided=tuple(lines)) if lines else best
+        return msgspec.structs.replace(best, decided=(*lines, *best.decided))
 
     def fastest(self, which: Callable[[Plan], bool]) -> Plan | None:
         """The fastest plan of one stage for which a condition holds; None: no such plan

@@ -117,6 +117,11 @@ class PipelineData(
       memory_bytes: the most bytes that a device of each stage holds at once.
       activation_bytes: for each part, the bytes of one microbatch that a device keeps
         from the forward to the backward pass.
+      activation_codecs: for each part except the last, the codec of the activations
+        that leave the part for another stage, as text; ``dense``: they are sent
+        exactly. Empty: all are sent exactly.
+      cotangent_codecs: for each part except the last, the codec of the cotangents that
+        the next part sends back; as `activation_codecs`.
     """
 
     layers: tuple[int, ...]
@@ -133,6 +138,8 @@ class PipelineData(
     step_s: tuple[float, ...] = ()
     memory_bytes: tuple[float, ...] = ()
     activation_bytes: tuple[float, ...] = ()
+    activation_codecs: tuple[str, ...] = ()
+    cotangent_codecs: tuple[str, ...] = ()
 
 
 class Rematerialisation(

@@ -240,7 +240,7 @@ def _between_stages(
     cut, values = bound.cut, bound.cut.analysis.graph.values
     places = _ProcessPlaces(bound, process_of)
     for m in stage_messages(cut):
-        nbytes = m.times * values[m.value].nbytes
+        nbytes = m.times * cut.sent_bytes(m.value)
         yield from places.messages(
             places.wire(m.value, m.source, m.target),
             places.wire(m.value, m.target, m.source),
@@ -277,7 +277,10 @@ class _ProcessPlaces:
     def wire(self, value: int, stage: int, other: int) -> Blocks:
         """The blocks of a value on a stage, for a message to or from another stage."""
         layouts = [own.assignment for own in self.bound.stages]
-        layout = wire_of(layouts, value, stage, other)
+        cut = self.bound.cut
+        layout, code = wire_of(cut, layouts, value, stage, other), cut.codes.get(value)
+        if code is not None:
+            return self.blocks(stage, layout[: code.lead], code.struct.shape)
         return self.blocks(stage, layout, self.graph.values[value].shape)
 
     def home(self, value: int, stage: int) -> Blocks:

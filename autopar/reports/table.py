@@ -84,6 +84,7 @@ def summary_lines(plan: Plan) -> list[str]:
         *_remat_lines(plan),
         *_offload_lines(plan),
         *_bubble_lines(plan),
+        *cut_lines(plan),
         *replica_lines(plan),
         *worth_lines(plan),
     ]
@@ -181,6 +182,28 @@ def _bubble_lines(plan: Plan) -> list[str]:
     if plan.pipeline is None:
         return []
     return [f"bubble   a stage waits {bubble(plan):.1%} of the step on average"]
+
+
+def cut_lines(plan: Plan) -> list[str]:
+    """The codecs of stage cuts as a line, if values are sent encoded."""
+    data = plan.pipeline
+    if data is None:
+        return []
+    found = {
+        "activations": data.activation_codecs,
+        "cotangents": data.cotangent_codecs,
+    }
+    texts = [
+        f"{what} {_codecs_text(codecs)}" for what, codecs in found.items() if codecs
+    ]
+    return [f"cuts     {', '.join(texts)}"] if texts else []
+
+
+def _codecs_text(codecs: Sequence[str]) -> str:
+    """The codec of all cuts, or the codec of each cut."""
+    if len(set(codecs)) == 1:
+        return codecs[0]
+    return " and ".join(f"{codec} at cut {k}" for k, codec in enumerate(codecs))
 
 
 def replica_lines(plan: Plan) -> list[str]:

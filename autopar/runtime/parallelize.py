@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import jax
@@ -69,6 +69,8 @@ def parallelize(
     compile_check: bool = ...,
     compression: str = ...,
     error_budget: float | None = ...,
+    cut_codecs: str | Mapping[str, str] = ...,
+    cut_error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
     microbatches: int | str | Sequence[int] | None = ...,
     coupled: str = ...,
@@ -105,6 +107,8 @@ def parallelize(
     compile_check: bool = ...,
     compression: str = ...,
     error_budget: float | None = ...,
+    cut_codecs: str | Mapping[str, str] = ...,
+    cut_error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
     microbatches: int | str | Sequence[int] | None = ...,
     coupled: str = ...,
@@ -142,6 +146,8 @@ def parallelize(
     compile_check: bool = True,
     compression: str = "none",
     error_budget: float | None = None,
+    cut_codecs: str | Mapping[str, str] = "none",
+    cut_error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
     microbatches: int | str | Sequence[int] | None = None,
     coupled: str = "refuse",
@@ -204,6 +210,13 @@ def parallelize(
         ``powersgd:rank=4``.
       error_budget: for ``compression='auto'``, the largest relative error of the
         gradients, in the optimizer's metric; None: that of int4 codes.
+      cut_codecs: how pipeline stages send each other activations and cotangents:
+        ``none`` as they are; ``auto`` each as trains fastest within the budget of
+        errors; or the text of a codec, such as ``int8``, for both or, as in
+        ``int4/int8``, for activations and for cotangents; or a dictionary of the two
+        (page 'Pipeline stages' of the documentation).
+      cut_error_budget: for ``cut_codecs='auto'``, the largest relative error of the
+        codecs of all stage cuts together; None: 0.3.
       layouts: a plan whose layouts are kept, or its JSON file; only the codecs are
         chosen. It may be of another batch size, and edited (page 'Plan files' of the
         documentation).
@@ -263,6 +276,8 @@ def parallelize(
         compile_check=compile_check,
         compression=compression,
         error_budget=error_budget,
+        cut_codecs=cut_codecs,
+        cut_error_budget=cut_error_budget,
         layouts=None if layouts is None else as_plan(layouts, "layouts"),
         microbatches=microbatches,
         coupled=coupled,

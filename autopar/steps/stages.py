@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+import jax
 
 from autopar.errors import PlanError
 from autopar.plans.records import AS_WRITTEN
@@ -25,6 +27,38 @@ from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program, ver
 from autopar_passes.stages.parts import CutError, Parts, hoist_sums, parts_of
 
 
+class ArrayCode(Protocol):
+    """How an array is encoded as bytes while one stage sends it to another."""
+
+    @property
+    def codec(self) -> str:
+        """Text of the codec."""
+        ...
+
+    @property
+    def lead(self) -> int:
+        """The number of leading dims that the array and its code have in common."""
+        ...
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the encoded array."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the encoded array."""
+        ...
+
+    def encode(self, array: jax.Array) -> jax.Array:
+        """Encodes the array."""
+        ...
+
+    def decode(self, code: jax.Array) -> jax.Array:
+        """Decodes the array."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CutStep:
     """A step cut into the stages of a pipeline.
@@ -37,6 +71,8 @@ class CutStep:
       stages: the analysis of each stage. Operators that run for each microbatch are
         counted once per microbatch.
       again: indices of the forward equations that the backward pass recomputes.
+      codes: value -> its code, for the activations and cotangents that stages send each
+        other encoded (`autopar.planner.stages.cut_codecs`).
     """
 
     found: Microbatched
@@ -45,6 +81,15 @@ class CutStep:
     programs: tuple[StageProgram, ...]
     stages: tuple[Analysis, ...]
     again: frozenset[int] = frozenset()
+    codes: Mapping[int, ArrayCode] = dataclasses.field(
+        default_factory=dict[int, ArrayCode]
+    )
+
+    def sent_bytes(self, value: int) -> float:
+        """The bytes of a value that a task of a microbatch sends to another stage."""
+        code = self.codes.get(value)
+        dense = self.analysis.graph.values[value].nbytes
+        return float(dense if code is None else code.nbytes)
 
 
 def cut_step(

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.errors import AutoparError, PlanError
-from autopar.runtime.stages import run
+from autopar.runtime.stages import run, transport
 
 sys.path.append(str(ROOT / "tests" / "autopar" / "runtime" / "stages"))
 
@@ -103,6 +103,38 @@ def coded() -> dict[str, Any]:
         "skipped": [report.skipped for report in reports.values()],
         "warned": len(said),
     }
+
+
+def cut_codecs() -> dict[str, Any]:
+    """Losses of stages that send each other encoded values, and the bytes of a step.
+
+    The bytes are those of the activations and cotangents that this process sends.
+    """
+    from cut_cases import ASKED, CODECS, ROWS, batch, chain_loss, descended, weights
+
+    out: dict[str, Any] = {}
+    count = ROWS // jax.process_count()
+    mine = slice(jax.process_index() * count, (jax.process_index() + 1) * count)
+    offer = transport.Links.offer
+    for codecs in ("none", CODECS):
+        sent: list[int] = []
+
+        def offered(self: Any, tag: Any, arrays: Any, routes: Any, sent: Any = sent):
+            if tag[0] in ("forward", "backward") and arrays is not None:
+                sent += [x.nbytes for x in arrays]
+            return offer(self, tag, arrays, routes)
+
+        step = autopar.parallelize(
+            descended(chain_loss), **ASKED, stages=2, cut_codecs=codecs
+        )
+        params, losses = step.init(weights, batch=batch()), list[float]()
+        for seed in range(3):
+            rows = jax.tree.map(lambda x: x[mine], batch(seed))
+            with unittest.mock.patch.object(transport.Links, "offer", offered):
+                params, loss = step(params, rows)
+            losses.append(float(loss))
+        out[codecs] = {"losses": losses, "bytes": sum(sent) / 3}
+    return out
 
 
 def stopped_at(number: int, work: Any) -> Any:
@@ -257,6 +289,7 @@ def results(case: str) -> Any:
     return {
         "masked": train("masked"),
         "coded": coded(),
+        "cut_codecs": cut_codecs(),
         "mixed": mixed(),
         "moved": moved(),
         "refused": refused(),

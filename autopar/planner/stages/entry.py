@@ -13,10 +13,13 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cluster.slices import shapes
+from autopar.compression.cut_codes import parse_cut_codecs
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.codecs.choose import CodecRequest, request_of
 from autopar.planner.options import PlanOptions, layers_asked
 from autopar.planner.record import another_step
+from autopar.planner.stages.cut_choice import DEFAULT_CUT_BUDGET
+from autopar.planner.stages.cut_codecs import cut_codes, planned_codes
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs
 from autopar.planner.stages.plan import (
     SCHEDULES,
@@ -447,9 +450,40 @@ def plan_wanted(
     """
     if options.remat is not None:
         wanted = _with_recomputed(whole, cluster, options, wanted, count)
+    wanted = with_given_codecs(wanted, str(options.cut_codecs))
     cut = cut_for(whole, options, wanted, count)
     asked = codecs or request_of(options)
-    return staged_plan(cut, cluster, wanted, asked, hints_of(options))
+    return staged_plan(
+        cut, cluster, wanted, asked, hints_of(options), cut_budget(options)
+    )
+
+
+def cut_budget(options: PlanOptions) -> float | None:
+    """The budget of errors within which codecs of cuts are chosen; None: they are not
+    chosen.
+    """
+    if options.cut_codecs != "auto":
+        return None
+    given = options.cut_error_budget
+    return DEFAULT_CUT_BUDGET if given is None else given
+
+
+def with_given_codecs(wanted: WantedPipeline, text: str) -> WantedPipeline:
+    """Returns the pipeline with codecs that the user gave for all cuts.
+
+    Args:
+      wanted: the pipeline.
+      text: ``none``, ``auto``, or the codecs as text.
+    """
+    if text in ("none", "auto"):
+        return wanted
+    activations, cotangents = parse_cut_codecs(text)
+    count = len(wanted.parts) - 1
+    return dataclasses.replace(
+        wanted,
+        activation_codecs=(activations,) * count,
+        cotangent_codecs=(cotangents,) * count,
+    )
 
 
 def _with_recomputed(
@@ -530,7 +564,7 @@ def cut_for(
     devices = max(len(site.devices) for site in wanted.sites)
     micro = stages_for_devices(one_microbatch(whole, count, couple=couple), devices)
     try:
-        return _cut(
+        cut = _cut(
             micro,
             wanted.layers,
             wanted.parts,
@@ -540,6 +574,13 @@ def cut_for(
         )
     except CutError as error:
         raise PlanError(f"the step cannot be cut into stages: {error}") from error
+    return with_wanted_codes(cut, wanted)
+
+
+def with_wanted_codes(cut: CutStep, wanted: WantedPipeline) -> CutStep:
+    """Returns the step whose stages send each other values by the pipeline's codecs."""
+    codes = cut_codes(cut, wanted.activation_codecs, wanted.cotangent_codecs)
+    return dataclasses.replace(cut, codes=codes)
 
 
 def _cut(
@@ -585,9 +626,10 @@ def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
         raise another_step(counted, plan)
     schedule, stages = schedule_of(plan), len(plan.stages)
     try:
-        return _cut(micro, data.layers, data.parts, data.recomputed, schedule, stages)
+        cut = _cut(micro, data.layers, data.parts, data.recomputed, schedule, stages)
     except CutError as error:
         raise PlanError(f"the plan does not fit the step: {error}") from error
+    return dataclasses.replace(cut, codes=planned_codes(cut, data))
 
 
 def _schedule(name: str) -> Schedule:

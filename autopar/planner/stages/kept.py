@@ -18,7 +18,13 @@ from autopar.planner.hints import check_pinned
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import GIVEN, check_decisions, stated_assignment
 from autopar.planner.search import search_of_one
-from autopar.planner.stages.entry import cut_as, plan_pipeline
+from autopar.planner.stages.entry import (
+    cut_as,
+    cut_budget,
+    plan_pipeline,
+    with_given_codecs,
+    with_wanted_codes,
+)
 from autopar.planner.stages.stage_search import StageSite, check_matches, own_pins
 from autopar.planner.stages.staged import WantedPipeline, kept_plan, schedule_of
 from autopar.planner.stages.submeshes import one_stage, stage_pricers
@@ -51,10 +57,14 @@ def kept_pipeline(
     """
     _check(options, kept)
     cut = cut_as(analysis, kept)
-    wanted = kept_wanted(kept, cluster)
+    wanted = dataclasses.replace(
+        kept_wanted(kept, cluster), activation_codecs=(), cotangent_codecs=()
+    )
+    wanted = with_given_codecs(wanted, str(options.cut_codecs))
+    cut = with_wanted_codes(cut, wanted)
     found = [stated_layouts(cut, kept, k, wanted) for k in range(len(kept.stages))]
     _check_pins(cut, options, found)
-    made = kept_plan(cut, cluster, wanted, codecs, found)
+    made = kept_plan(cut, cluster, wanted, codecs, found, cut_budget(options))
     solver = msgspec.structs.replace(made.solver, status=GIVEN)
     return msgspec.structs.replace(made, solver=solver)
 
@@ -166,6 +176,8 @@ def kept_wanted(kept: Plan, cluster: Cluster) -> WantedPipeline:
             for stage, pricer in zip(kept.stages, pricers, strict=True)
         ),
         recomputed=kept.pipeline.recomputed,
+        activation_codecs=kept.pipeline.activation_codecs,
+        cotangent_codecs=kept.pipeline.cotangent_codecs,
     )
 
 

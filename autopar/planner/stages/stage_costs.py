@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from autopar.cluster import Cluster, LinkSpec
+from autopar.compression.codecs.registry import parse_codec
+from autopar.cost.codecs import local_s
 from autopar.cost.live import habits_of
 from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment, kept_layout
@@ -28,7 +30,7 @@ from autopar_passes.program.equations import reads, walk
 from autopar_passes.stages.cut import Phase, Task, TaskKey
 from autopar_solver import TaskKind, TaskSeconds
 
-_KINDS = {
+KINDS = {
     Phase.FORWARD: TaskKind.FORWARD,
     Phase.BACKWARD: TaskKind.BACKWARD,
     Phase.BACKWARD_INPUT: TaskKind.BACKWARD_INPUT,
@@ -83,7 +85,7 @@ def stage_costs(
             if key.phase is Phase.UPDATE:
                 step_s[stage] += value
             else:
-                task_s[key.number, _KINDS[key.phase]] += value / count
+                task_s[key.number, KINDS[key.phase]] += value / count
     layouts = [candidate.assignment for candidate in found]
     within = [0.0] * len(found)
     for stage, candidate in enumerate(found):
@@ -93,7 +95,9 @@ def stage_costs(
             if key.phase is Phase.UPDATE:
                 step_s[stage] += c.seconds(pricer)
             else:
-                task_s[key.number, _KINDS[key.phase]] += c.seconds(pricer) / count
+                task_s[key.number, KINDS[key.phase]] += c.seconds(pricer) / count
+    for key, seconds in coding_s(cut, found):
+        task_s[key.number, KINDS[key.phase]] += seconds
     held, copied, shared = ([0.0] * len(found) for _ in range(3))
     for holder, stage, value in copied_layers(cut):
         nbytes = _device_bytes(cut, [value], layouts[stage])
@@ -109,7 +113,7 @@ def stage_costs(
         shared[source] += nbytes
         link = link_between(cluster, devices[source], devices[target])
         step_s[source] += link.latency_s + nbytes / link.bandwidth_bytes_per_s
-    links = [_link(cut, cluster, devices, found, k) for k in range(parts - 1)]
+    links = [link_s(cut, cluster, devices, found, k) for k in range(parts - 1)]
     kept = [_activation_bytes(cut, k, found) for k in range(parts)]
     tasks = TaskSeconds(
         task_s=task_s,
@@ -228,7 +232,7 @@ def wire_collectives(
 
     def add(key: TaskKey, value: int, start: Layout, end: Layout, times: int) -> None:
         steps = reshard_steps(start, end, (), "sum", tuple(own.sizes))
-        nbytes = values[value].nbytes
+        nbytes = values[value].nbytes  # a value is resharded before it is encoded
         out[key, value, start, end] = [
             Collective(s, nbytes, times, value, _operator_of(own, value))
             for s in steps
@@ -240,7 +244,7 @@ def wire_collectives(
             continue
         other = m.target if m.source == stage else m.source
         lies = kept_layout(own, m.value)
-        wire = wire_of(assignments, m.value, stage, other)
+        wire = wire_of(cut, assignments, m.value, stage, other)
         if m.source == stage:
             add(m.key, m.value, lies, wire, m.times)
         else:
@@ -264,13 +268,20 @@ def _operator_of(assignment: Assignment, value: int) -> int:
 
 
 def wire_of(
-    assignments: Sequence[Assignment], value: int, stage: int, other: int
+    cut: CutStep, assignments: Sequence[Assignment], value: int, stage: int, other: int
 ) -> Layout:
-    """The layout in which a stage sends a value to another stage, or receives it."""
+    """The layout in which a stage sends a value to another stage, or receives it.
+
+    The dims that form the rows of a code are not split.
+    """
     mine, theirs = assignments[stage], assignments[other]
-    return wire_layout(
+    layout = wire_layout(
         kept_layout(mine, value), mine.sizes, kept_layout(theirs, value), theirs.sizes
     )
+    code = cut.codes.get(value)
+    if code is None:
+        return layout
+    return (*layout[: code.lead], *[()] * (len(layout) - code.lead))
 
 
 def _sent_once(cut: CutStep) -> set[tuple[int, int, int]]:
@@ -446,11 +457,33 @@ def _wire_bytes(
     target: int,
 ) -> float:
     """Returns the bytes of values that one device of a stage sends to another stage."""
-    graph, sizes = cut.analysis.graph, assignments[source].sizes
+    sizes = assignments[source].sizes
     return sum(
-        graph.values[v].nbytes / shards(wire_of(assignments, v, source, target), sizes)
+        cut.sent_bytes(v) / shards(wire_of(cut, assignments, v, source, target), sizes)
         for v in values
     )
+
+
+def coding_s(
+    cut: CutStep, found: Sequence[Candidate]
+) -> Iterator[tuple[TaskKey, float]]:
+    """Yields the seconds of a microbatch in which a task encodes or decodes a value.
+
+    A codec's measured or counted seconds are those of encoding and decoding together.
+    Half of them are taken for each.
+    """
+    layouts = [candidate.assignment for candidate in found]
+    for m in stage_messages(cut):
+        code = cut.codes.get(m.value)
+        if code is None or m.maker is None:
+            continue
+        shape = cut.analysis.graph.values[m.value].shape
+        codec = parse_codec(code.codec)
+        wire = wire_of(cut, layouts, m.value, m.source, m.target)
+        for key in (m.maker, *m.readers):
+            device = found[key.stage].pricer.cluster.device
+            parts = shards(wire, layouts[m.source].sizes)
+            yield key, local_s(codec, shape, device) / 2 / parts
 
 
 def _activation_bytes(cut: CutStep, part: int, found: Sequence[Candidate]) -> float:
@@ -462,12 +495,23 @@ def _activation_bytes(cut: CutStep, part: int, found: Sequence[Candidate]) -> fl
     kept = {
         value
         for key, task in cut.cut.tasks.items()
-        if key.phase in _KINDS and key.phase is not Phase.FORWARD and key.number == part
+        if key.phase in KINDS and key.phase is not Phase.FORWARD and key.number == part
         for value, maker in task.inputs
         if (maker is None and value in batch)
         or (maker is not None and maker.phase is Phase.FORWARD)
     }
-    return _device_bytes(cut, kept, found[stage].assignment)
+    encoded = {v for v in kept if v in cut.codes and v not in _made(cut, stage)}
+    nbytes = _device_bytes(cut, kept - encoded, found[stage].assignment)
+    assignments = [candidate.assignment for candidate in found]
+    for m in stage_messages(cut) if encoded else ():
+        if m.target == stage and m.value in encoded:
+            nbytes += _wire_bytes(cut, [m.value], assignments, m.source, stage)
+    return nbytes
+
+
+def _made(cut: CutStep, stage: int) -> set[int]:
+    """Returns the values that the tasks of a stage compute for other tasks."""
+    return {v for task in cut.cut.of_stage(stage) for v in task.outputs}
 
 
 def _sent_values(cut: CutStep, part: int, other: int, *, forward: bool) -> set[int]:
@@ -487,7 +531,7 @@ def _of_part(cut: CutStep, part: int, forward: bool | None) -> list[Task]:
     ]
 
 
-def _link(
+def link_s(
     cut: CutStep,
     cluster: Cluster,
     devices: Sequence[Sequence[int]],

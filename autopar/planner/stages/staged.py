@@ -14,9 +14,15 @@ import msgspec
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.candidate import Candidate, SearchResult
-from autopar.planner.codecs.choose import CodecRequest, warn_if_unused
+from autopar.planner.codecs.choose import (
+    WORTHWHILE,
+    CodecRequest,
+    warn_if_unused,
+)
 from autopar.planner.record import make_plan
 from autopar.planner.stages.codecs import StagedChoice, choose_staged, sending_of
+from autopar.planner.stages.cut_choice import CutChoice, choose_cut_codecs
+from autopar.planner.stages.cut_codecs import cut_codes
 from autopar.planner.stages.stage_costs import (
     StageCosts,
     recomputed_bytes,
@@ -27,6 +33,7 @@ from autopar.planner.stages.stage_search import StageHints, StageSearch, StageSi
 from autopar.plans import NO_SCHEDULE, PipelineData, Plan, StagePlan
 from autopar.steps.microbatches import over_microbatches
 from autopar.steps.stages import CutStep, sizes_by_path
+from autopar.units import seconds_text
 from autopar_solver import (
     Schedule,
     ScheduleKind,
@@ -53,6 +60,9 @@ class WantedPipeline:
       recomputed: layers that are rematerialised.
       schedule: the order in which stages run microbatches.
       sites: where the stages run.
+      activation_codecs: for each part except the last, the codec of activations that
+        leave it; empty: all are sent exactly.
+      cotangent_codecs: likewise of the cotangents that the next part sends back.
     """
 
     layers: tuple[int, ...]
@@ -60,6 +70,8 @@ class WantedPipeline:
     schedule: Schedule
     sites: tuple[StageSite, ...]
     recomputed: tuple[int, ...] = ()
+    activation_codecs: tuple[str, ...] = ()
+    cotangent_codecs: tuple[str, ...] = ()
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -105,6 +117,7 @@ def staged_plan(
     wanted: WantedPipeline,
     codecs: CodecRequest,
     hints: StageHints,
+    cut_budget: float | None = None,
 ) -> Plan:
     """Plans every stage of a cut step, and records the plan.
 
@@ -114,6 +127,8 @@ def staged_plan(
       wanted: the pipeline to plan, with its stages, schedule and rematerialised layers.
       codecs: the user's request about codecs.
       hints: hints about layouts.
+      cut_budget: the budget of errors within which codecs of cuts are chosen
+        (`autopar.planner.stages.cut_choice`); None: they are those of ``wanted``.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
@@ -123,6 +138,12 @@ def staged_plan(
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
     search = StageSearch(cut=cut, sites=wanted.sites, hints=hints)
     laid = _lay_stages(cut, cluster, wanted, table, search)
+    said: tuple[str, ...] = ()
+    if cut_budget is not None:
+        cut, wanted, laid, text = _with_chosen_codecs(
+            cut, cluster, wanted, table, laid, cut_budget
+        )
+        search, said = dataclasses.replace(search, cut=cut), (text,)
     if codecs.mode != "none":
         own = dataclasses.replace(search, codecs=codecs, known={})
         every = (laid, _lay_stages(cut, cluster, wanted, table, own))
@@ -131,7 +152,50 @@ def staged_plan(
         assert laid.choice is not None
         parts = zip(cut.stages, laid.choice.choices, strict=True)
         warn_if_unused(list(parts), codecs)
-    return _finish_plan(cut, cluster, wanted, laid, table, time.perf_counter() - start)
+    made = _finish_plan(cut, cluster, wanted, laid, table, time.perf_counter() - start)
+    return msgspec.structs.replace(made, decided=(*made.decided, *said))
+
+
+def _with_chosen_codecs(
+    cut: CutStep,
+    cluster: Cluster,
+    wanted: WantedPipeline,
+    table: ScheduleTable,
+    laid: _Laid,
+    budget: float,
+) -> tuple[CutStep, WantedPipeline, _Laid, str]:
+    """Chooses codecs of cuts for given layouts.
+
+    Returns:
+      The step and the pipeline with these codecs, the layouts with their new costs, and
+      the reason for the choice.
+    """
+    devices = [site.devices for site in wanted.sites]
+    choice = choose_cut_codecs(cut, cluster, devices, laid.found, table, budget)
+    text = _cut_text(choice)
+    if choice.is_exact:
+        choice = dataclasses.replace(choice, activations=(), cotangents=())
+    wanted = dataclasses.replace(
+        wanted,
+        activation_codecs=choice.activations,
+        cotangent_codecs=choice.cotangents,
+    )
+    codes = cut_codes(cut, choice.activations, choice.cotangents)
+    cut = dataclasses.replace(cut, codes=codes)
+    return cut, wanted, _price_stages(cut, cluster, wanted, table, laid.found), text
+
+
+def _cut_text(choice: CutChoice) -> str:
+    """Returns the reason for chosen codecs of cuts, for human readers."""
+    if choice.is_exact:
+        return (
+            "cut codecs: none, because within the budget of errors none makes the step "
+            f"faster by {WORTHWHILE:.0%}"
+        )
+    return (
+        f"cut codecs: {seconds_text(choice.step_s)} instead of "
+        f"{seconds_text(choice.exact_s)}, error {choice.error:.3f} of all cuts together"
+    )
 
 
 def _lay_stages(
@@ -259,6 +323,7 @@ def kept_plan(
     wanted: WantedPipeline,
     codecs: CodecRequest,
     found: Sequence[Candidate],
+    cut_budget: float | None = None,
 ) -> Plan:
     """Returns the plan of stages with given layouts, for which codecs are chosen.
 
@@ -268,6 +333,7 @@ def kept_plan(
       wanted: the pipeline to plan, with its stages, schedule and rematerialised layers.
       codecs: the user's request about codecs.
       found: the layouts of each stage.
+      cut_budget: as for `staged_plan`.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
@@ -275,9 +341,16 @@ def kept_plan(
     start = time.perf_counter()
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
     laid = _price_stages(cut, cluster, wanted, table, found)
+    said: tuple[str, ...] = ()
+    if cut_budget is not None:
+        cut, wanted, laid, text = _with_chosen_codecs(
+            cut, cluster, wanted, table, laid, cut_budget
+        )
+        said = (text,)
     if codecs.mode != "none":
         laid = _send_by_codecs(cut, table, laid, codecs)
-    return _finish_plan(cut, cluster, wanted, laid, table, time.perf_counter() - start)
+    made = _finish_plan(cut, cluster, wanted, laid, table, time.perf_counter() - start)
+    return msgspec.structs.replace(made, decided=(*made.decided, *said))
 
 
 def rooms_left(
@@ -554,4 +627,6 @@ def _pipeline(
         step_s=tuple(map(float, tasks.step_s)),
         memory_bytes=tuple(memory),
         activation_bytes=costs.activation_bytes,
+        activation_codecs=wanted.activation_codecs,
+        cotangent_codecs=wanted.cotangent_codecs,
     )

@@ -105,8 +105,10 @@ class _HeldBytes:
     def sizes(self, sent: Sent) -> list[tuple[int, int]]:
         """Each value that is sent, with its bytes on a device that receives it."""
         known = self.pipeline.cut.program.values
-        pairs = zip(sent.values, sent.target, strict=True)
-        return [(v, _shard_bytes(known[v], sharding)) for v, sharding in pairs]
+        return [
+            (v, _shard_bytes(sent.codes[v].struct if v in sent.codes else known[v], s))
+            for v, s in zip(sent.values, sent.target, strict=True)
+        ]
 
     def run_task(self, key: TaskKey, number: int) -> None:
         """Follows the arrays in a task of a microbatch."""

@@ -43,6 +43,7 @@ from autopar.runtime.stages.stage import (
 )
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.threads import Threads
+from autopar.steps.stages import ArrayCode
 from autopar_passes.jax_compat import source_line
 from autopar_passes.program.equations import Equation
 from autopar_passes.stages.cut import Cut, Phase, Task, TaskKey, equations_of
@@ -208,6 +209,7 @@ class StagePipeline:
         shown: Collection[int] = (),
         noise: StagedNoise | None = None,
         codecs: StagedCodecs | None = None,
+        codes: Mapping[int, ArrayCode] | None = None,
     ) -> None:
         """Makes the code of all tasks, without compiling it.
 
@@ -224,7 +226,10 @@ class StagePipeline:
           shown: results that every process receives; other results stay on their stage.
           noise: the noise measurement; None: no norms are measured.
           codecs: how stages sum gradients by codecs; None: no stage has codecs.
+          codes: value -> its code, for values of microbatches that tasks send to other
+            stages encoded; None: no value is encoded.
         """
+        self.codes = {} if codes is None else dict(codes)
         self.links = links
         self.codecs = codecs
         self.shown = frozenset(shown)
@@ -384,6 +389,7 @@ class StagePipeline:
             outputs=self._kept_outputs(task),
             sent=self._sends(task),
             received=self._received_inputs(task),
+            codes=self._received_codes(task),
             donated=self._donated.get(key, ()),
             noise=None if self.noise is None else self.noise.tasks.get(key),
             restores=self.restored.get(key, ()),
@@ -428,7 +434,7 @@ class StagePipeline:
             read = self._readers(task, stage)
             values = tuple(v for v in task.outputs if v in read)
             if values:
-                out.append(self._make_sent(task.key.stage, stage, values))
+                out.append(self._make_sent(task.key.stage, stage, values, self.codes))
         if task.key.phase is Phase.UPDATE:
             out.extend(self._leaving(task.key.stage, task.outputs))
         return tuple(out)
@@ -454,23 +460,40 @@ class StagePipeline:
             return home, home
         return self.stages[stage].home(value), home
 
-    def _make_sent(self, source: int, target: int, values: Sequence[int]) -> Sent:
+    def _make_sent(
+        self,
+        source: int,
+        target: int,
+        values: Sequence[int],
+        codes: Mapping[int, ArrayCode] | None = None,
+    ) -> Sent:
         here, there = self.stages[source], self.stages[target]
+        own = {v: codes[v] for v in values if v in codes} if codes else {}
         return Sent(
             target,
             tuple(values),
-            tuple(here.wire(v, there) for v in values),
-            tuple(there.wire(v, here) for v in values),
+            tuple(here.wire(v, there, own.get(v)) for v in values),
+            tuple(there.wire(v, here, own.get(v)) for v in values),
+            own,
         )
+
+    def _received_codes(self, task: Task) -> dict[int, ArrayCode]:
+        """Returns the codes of the inputs that arrive encoded from another stage."""
+        return {
+            value: self.codes[value]
+            for value, maker in task.inputs
+            if value in self.codes and maker and maker.stage != task.key.stage
+        }
 
     def _received_inputs(self, task: Task) -> dict[int, Any]:
         """Returns, for each input from another stage, the sharding of its arrival."""
-        here = self.stages[task.key.stage]
+        here, codes = self.stages[task.key.stage], self._received_codes(task)
         out: dict[int, Any] = {}
         for value, maker in task.inputs:
             source = maker.stage if maker else self.cut.owners[value]
             if source != task.key.stage:
-                out[value] = here.wire(value, self.stages[source])
+                other = self.stages[source]
+                out[value] = here.wire(value, other, codes.get(value))
         return out
 
     def _last(self, task: Task) -> tuple[int, ...]:

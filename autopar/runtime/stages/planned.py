@@ -424,6 +424,7 @@ def pipelined_step(
         shown=_values_of_results(whole, cut),
         noise=measured,
         codecs=codecs,
+        codes=cut.codes,
     )
     feed = Feed(whole, cut, pipeline, measured)
     flat = [d for mesh in meshes for d in mesh.devices.flat]
@@ -467,7 +468,11 @@ def audited_pipeline(
     stages = _stages(cut, plan, meshes, None, signals=False)
     table = make_table(schedule_of(plan), len(stages), cut.found.microbatches)
     return StagePipeline(
-        cut.cut, stages, issue_order(table), _crossing_rules(cut.found)
+        cut.cut,
+        stages,
+        issue_order(table),
+        _crossing_rules(cut.found),
+        codes=cut.codes,
     )
 
 

@@ -175,16 +175,15 @@ class Transfers:
 
     def routes(self, sent: Sent) -> list[Route]:
         """Returns the routes of the values of a transfer to another process."""
-        return [
-            self.route(*way)
-            for way in zip(sent.values, sent.source, sent.target, strict=True)
-        ]
-
-    def route(self, value: int, source: NamedSharding, target: NamedSharding) -> Route:
-        """Returns the route of a value to another process."""
-        assert self.pipeline.links is not None
-        found = self.struct(value)
-        return self.pipeline.links.route(found.shape, found.dtype, source, target)
+        links, out = self.pipeline.links, list[Route]()
+        assert links is not None
+        for value, source, target in zip(
+            sent.values, sent.source, sent.target, strict=True
+        ):
+            code = sent.codes.get(value)
+            found = self.struct(value) if code is None else code.struct
+            out.append(links.route(found.shape, found.dtype, source, target))
+        return out
 
     def struct(self, value: int) -> jax.ShapeDtypeStruct:
         """Returns the shape and dtype of a value when its stage sends it."""

@@ -18,6 +18,7 @@ from autopar.runtime.compiler import compile_lowered
 from autopar.runtime.gradients.state_restorer import Carried, StateRestorer, Verdict
 from autopar.runtime.gradients.sums import GradientSums
 from autopar.runtime.noise.staged import TaskNoise
+from autopar.steps.stages import ArrayCode
 from autopar_passes.jax_compat import copier, is_extended
 from autopar_passes.layouts import Layout, mesh_sharding
 from autopar_passes.replay.run import PlainSums, replay_segment
@@ -37,12 +38,32 @@ class Sent:
       values: the values.
       source: the sharding of each value on the stage that sends.
       target: the sharding of each value on the stage that receives.
+      codes: value -> its code, for values that are sent encoded. Their shardings are
+        those of the encoded arrays.
     """
 
     stage: int
     values: tuple[int, ...]
     source: tuple[NamedSharding, ...]
     target: tuple[NamedSharding, ...]
+    codes: Mapping[int, ArrayCode] = dataclasses.field(
+        default_factory=dict[int, ArrayCode]
+    )
+
+    def encode(self, arrays: Sequence[Any]) -> list[Any]:
+        """Encodes the arrays of the values that have codes, within a program.
+
+        Each device encodes its part of the array, so the array is first resharded to
+        the layout in which it is sent.
+        """
+        return [
+            code.encode(jax.lax.with_sharding_constraint(array, sharding))
+            if (code := self.codes.get(value))
+            else array
+            for value, array, sharding in zip(
+                self.values, arrays, self.source, strict=True
+            )
+        ]
 
     @functools.cached_property
     def moves(self) -> tuple[int, ...]:
@@ -208,16 +229,19 @@ class Stage:
         axes, layout = partial
         return (axes, *layout)
 
-    def wire(self, value: int, other: Stage) -> NamedSharding:
+    def wire(
+        self, value: int, other: Stage, code: ArrayCode | None = None
+    ) -> NamedSharding:
         """The sharding on this stage in which a value is sent to or from another stage.
 
-        See `wire_layout`.
+        See `wire_layout`. If the value has a code, the sharding is that of the encoded
+        array.
         """
         mine = kept_layout(self.assignment, value)
         theirs = kept_layout(other.assignment, value)
         sizes = self.assignment.sizes, other.assignment.sizes
         layout = wire_layout(mine, sizes[0], theirs, sizes[1])
-        return mesh_sharding(self.mesh, layout)
+        return mesh_sharding(self.mesh, layout if code is None else layout[: code.lead])
 
     def struct(self, value: int) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of a value on this stage."""
@@ -279,6 +303,7 @@ def task_code(
     outputs: Sequence[int],
     sent: Sequence[Sent],
     received: Mapping[int, NamedSharding] | None,
+    codes: Mapping[int, ArrayCode],
     donated: Sequence[int],
     noise: TaskNoise | None,
     restores: Sequence[Carried],
@@ -292,6 +317,7 @@ def task_code(
       outputs: values of the task that its own stage keeps.
       sent: values of the task that are sent to other stages.
       received: input from another stage -> the sharding in which it arrives.
+      codes: input from another stage -> its code, for inputs that arrive encoded.
       donated: inputs whose memory the function reuses.
       noise: the norms that the function measures; None: no norms.
       restores: state that the function restores if a gradient is not finite.
@@ -312,7 +338,24 @@ def task_code(
         whole=stage.handed,
     )
     now, kept = PlainSums(stage.assignment, stage.mesh), len(outputs) + len(outside)
-    leaves = _Leaving(stage, (None,) * len(outputs) + tuple(outside), now)
+    leaving = _Leaving(stage, (None,) * len(outputs) + tuple(outside), now)
+    arrive = {v: stage.sharding(v) for v in inputs} | dict(received or {})
+
+    def leaves(made: Sequence[Any]) -> list[Any]:
+        every = leaving(made)
+        out, begin = every[: len(outputs)], len(outputs)
+        for send in sent:
+            out += send.encode(every[begin : begin + len(send.values)])
+            begin += len(send.values)
+        return out
+
+    def decoded(arrays: Sequence[Any]) -> list[Any]:
+        return [
+            jax.lax.with_sharding_constraint(codes[v].decode(x), arrive[v])
+            if v in codes
+            else x
+            for v, x in zip(inputs, arrays, strict=True)
+        ]
 
     state = {c.new: c for c in restores}
     restored = {k: state[v] for k, v in enumerate((*outputs, *outside)) if v in state}
@@ -332,7 +375,7 @@ def task_code(
         if update:
             made = run_update(given, before)
             return [*leaves(made), *measure_arrays(made[kept:])]
-        made = run(*given)
+        made = run(*decoded(given))
         added = [
             total + value.astype(total.dtype)
             for total, value in zip(before, made[kept:], strict=False)
@@ -345,8 +388,10 @@ def task_code(
         return [noise.rows(stage.assignment, stage.mesh, arrays)]
 
     function.__name__ = function.__qualname__ = task_name(task)
-    arrive = {v: stage.sharding(v) for v in inputs} | dict(received or {})
-    structs = [stage.struct(v).update(sharding=arrive[v]) for v in inputs]
+    structs = [
+        (codes[v].struct if v in codes else stage.struct(v)).update(sharding=arrive[v])
+        for v in inputs
+    ]
     totals = [wide(stage.struct(v)) for v in accumulated]
     if restores:
         everywhere = NamedSharding(stage.mesh, PartitionSpec())

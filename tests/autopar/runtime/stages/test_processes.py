@@ -5,6 +5,7 @@ together.
 import json
 import signal
 
+import cut_cases
 import jax
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from stage_cases import (
     looped_layers,
     train,
 )
+
+import autopar
 
 pytestmark = pytest.mark.cluster
 
@@ -58,6 +61,26 @@ def test_stages_of_both_processes_sum_by_codecs(found, one_device):
     assert len(first["names"]) == len(first["skipped"]) >= 4
     assert set(first["skipped"]) == {1}
     assert first["warned"] == 1
+
+
+def test_stages_of_both_processes_send_codes(found):
+    """They train as the stages of one process do, and send the bytes of the codes."""
+    step = autopar.parallelize(
+        cut_cases.descended(cut_cases.chain_loss),
+        **cut_cases.ASKED,
+        stages=2,
+        cut_codecs=cut_cases.CODECS,
+        donate=False,
+    )
+    _, losses = cut_cases.run(step, cut_cases.weights(), 3)
+    elements = cut_cases.ROWS * cut_cases.WIDTH
+    # By process: activations in 4 bits, cotangents in 8; blocks of 32.
+    for process, bits in zip(found, (4, 8), strict=True):
+        dense, coded = process["cut_codecs"].values()
+        np.testing.assert_allclose(coded["losses"], losses, rtol=CLOSE)
+        assert dense["losses"] != coded["losses"]
+        assert dense["bytes"] == 4 * elements
+        assert coded["bytes"] == elements * (bits / 8 + 2 / 32)
 
 
 def test_both_processes_are_told_results_of_every_kind(found):

@@ -1,0 +1,130 @@
+"""Codecs of stage cuts: which activations and cotangents stages send encoded.
+
+A *cut* lies between two successive parts of the model. A plan has two codecs for each
+cut: one for the activations that leave the part before the cut, and one for the
+cotangents that leave the part behind the cut. A value is encoded if all of this holds:
+
+- A task of a microbatch computes the value, and tasks of the microbatch on exactly one
+  other stage read it. Values that several other stages read, such as a memory that all
+  later layers attend to, are sent exactly, because their error would enter each of
+  these stages. A skip connection with one reader is encoded by the codecs of the cut
+  at which it leaves its stage.
+- The value is a real floating-point array of at least `LEAST` elements that has rows of
+  the batch. So integers, keys, masks, scalars, and parameters that several stages read
+  are sent exactly.
+- No update reads the value, and it is no result of the step. So gradients are not
+  encoded; they have codecs of their own (`autopar.planner.stages.codecs`).
+- The code has fewer bytes than the value.
+
+The receiving stage computes with the decoded activations, in the forward pass and in
+the backward pass. The cotangent that it sends back is that of the decoded activation,
+and the sending stage takes it for the cotangent of its own exact activation (a
+straight-through gradient).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+
+from autopar.compression.cut_codes import EXACT, CutCode, cut_codec
+from autopar.errors import PlanError
+from autopar.planner.stages.stage_costs import stage_messages
+from autopar.plans import PipelineData
+from autopar.steps.stages import ArrayCode, CutStep
+from autopar_errors import InputError
+from autopar_passes.stages.cut import Phase
+
+# Values with fewer elements are sent exactly: they have few bytes.
+LEAST = 1024
+
+
+def cut_parts(cut: CutStep) -> dict[int, tuple[bool, int]]:
+    """The values that may be encoded, without regard to a codec.
+
+    Returns:
+      Value -> whether it is an activation (otherwise a cotangent), and the number of
+      the cut at which it leaves its stage.
+    """
+    graph, labels = cut.analysis.graph, cut.analysis.dim_labels
+    leaving = {v for v in cut.cut.program.body.outputs if isinstance(v, int)}
+    once = leaving | cut.cut.crossings
+    stages: dict[int, set[int]] = {}
+    found: dict[int, tuple[bool, int]] = {}
+    for m in stage_messages(cut):
+        stages.setdefault(m.value, set()).add(m.target)
+        value = graph.values[m.value]
+        if (
+            m.maker is None
+            or m.late
+            or m.maker.phase is Phase.UPDATE
+            or m.value in once
+            or not jnp.issubdtype(value.dtype, jnp.floating)
+            or value.size < LEAST
+            or not labels.degree(m.value)
+        ):
+            continue
+        forward = m.maker.phase is Phase.FORWARD
+        number = m.maker.number if forward else m.maker.number - 1
+        if 0 <= number < cut.cut.parts.count - 1:
+            found[m.value] = forward, number
+    return {v: place for v, place in found.items() if len(stages[v]) == 1}
+
+
+def cut_codes(
+    cut: CutStep, activations: Sequence[str], cotangents: Sequence[str]
+) -> Mapping[int, ArrayCode]:
+    """The codes of the values that stages send each other encoded.
+
+    Args:
+      cut: the step as stages.
+      activations: the codec of the activations of each cut, as text; empty: all are
+        sent exactly.
+      cotangents: likewise of the cotangents.
+
+    Raises:
+      PlanError: a text names no codec for cuts, or there is not one codec for each cut.
+    """
+    count = cut.cut.parts.count - 1
+    for name, texts in (("activation", activations), ("cotangent", cotangents)):
+        if len(texts) not in (0, count):
+            raise PlanError(
+                f"{name}_codecs: the pipeline has {count} cuts between its parts, and "
+                f"{len(texts)} codecs are given. Give one for each cut; '{EXACT}' "
+                "sends values as they are."
+            )
+        for text in texts:
+            check_cut_codec(text, f"{name}_codecs")
+    out: dict[int, ArrayCode] = {}
+    if not {*activations, *cotangents} - {EXACT}:
+        return out
+    for value, (forward, number) in cut_parts(cut).items():
+        texts = activations if forward else cotangents
+        text = texts[number] if texts else EXACT
+        if text == EXACT:
+            continue
+        known = cut.analysis.graph.values[value]
+        code = CutCode(text, tuple(known.shape), jnp.dtype(known.dtype).name)
+        if code.nbytes < code.dense_bytes:
+            out[value] = code
+    return out
+
+
+def planned_codes(cut: CutStep, data: PipelineData) -> Mapping[int, ArrayCode]:
+    """The codes of a plan; see `cut_codes`."""
+    return cut_codes(cut, data.activation_codecs, data.cotangent_codecs)
+
+
+def check_cut_codec(text: str, what: str) -> None:
+    """Checks that a text names a codec for stage cuts.
+
+    Raises:
+      PlanError: it does not.
+    """
+    if text == EXACT:
+        return
+    try:
+        cut_codec(text)
+    except InputError as error:
+        raise PlanError(f"{what}: {error}") from error

@@ -1,0 +1,116 @@
+"""Tests the choice of codecs for stage cuts: budget, speed, and the least error."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.compression.codecs.registry import parse_codec
+from autopar.errors import PlanError
+from autopar.planner.stages.cut_choice import DEFAULT_CUT_BUDGET, OFFERED
+
+WIDTH, ROWS = 64, 512
+SLOW, FAST = "network=50Mb/s", "network=100Gb/s"
+
+
+def step(params: Any, batch: Any) -> Any:
+    def loss_of(params: Any) -> Any:
+        x = batch["x"]
+        for w in params:
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+
+def planned(network: str, **options: Any) -> Any:
+    rows = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 8
+    asked = {
+        "cluster": f"{options.get('stages', 2)}x1:cpu,{network}", "stages": 2,
+        "microbatches": 4, "axis_names": ("data",), "pins": {"batch/*": P("data")},
+        "seconds": 1, **options,
+    }  # fmt: skip
+    return autopar.plan(step, params, {"x": rows, "y": rows}, **asked)
+
+
+def codecs_of(plan: Any) -> tuple[str, ...]:
+    return (*plan.pipeline.activation_codecs, *plan.pipeline.cotangent_codecs)
+
+
+def error_of(plan: Any) -> float:
+    codecs = [c for c in codecs_of(plan) if c != "dense"]
+    return math.hypot(*(parse_codec(c).error((1, WIDTH)) for c in codecs))
+
+
+def test_nothing_is_encoded_over_fast_links() -> None:
+    plan = planned(FAST, cut_codecs="auto")
+    assert codecs_of(plan) == ()
+    assert plan.predicted.step_s == planned(FAST).predicted.step_s
+    assert any("cut codecs: none" in text for text in plan.decided)
+
+
+@pytest.mark.parametrize("budget", [0.005, 0.02, 0.1, None, 1.0])
+def test_the_choice_is_the_fastest_within_the_budget(budget: float | None) -> None:
+    """All combinations of codecs of one cut are tried."""
+    plan = planned(SLOW, cut_codecs="auto", cut_error_budget=budget)
+    most = DEFAULT_CUT_BUDGET if budget is None else budget
+    assert error_of(plan) <= most
+    errors = {c: parse_codec(c).error((1, WIDTH)) for c in OFFERED} | {"dense": 0.0}
+    allowed = [
+        (a, c)
+        for a, c in itertools.product(errors, repeat=2)
+        if math.hypot(errors[a], errors[c]) <= most and (a, c) != ("dense", "dense")
+    ]
+    known = [
+        planned(SLOW, cut_codecs="/".join(pair)).predicted.step_s for pair in allowed
+    ]
+    best = min([*known, planned(SLOW).predicted.step_s])
+    assert plan.predicted.step_s <= 1.002 * best
+
+
+def test_several_cuts_share_the_budget() -> None:
+    plan = planned(SLOW, stages=4, cut_codecs="auto")
+    assert len(codecs_of(plan)) == 6
+    assert error_of(plan) <= DEFAULT_CUT_BUDGET
+    assert plan.predicted.step_s < planned(SLOW, stages=4).predicted.step_s / 2
+    (said,) = [text for text in plan.decided if text.startswith("cut codecs")]
+    assert f"error {error_of(plan):.3f}" in said
+
+
+def test_where_sending_takes_all_time_the_smallest_codes_are_taken() -> None:
+    """With one microbatch nothing overlaps, so activations and cotangents count."""
+    plan = planned(SLOW, microbatches=1, cut_codecs="auto", cut_error_budget=10.0)
+    assert codecs_of(plan) == ("int3", "int3")
+
+
+def test_layouts_of_a_plan_are_kept_with_chosen_codecs() -> None:
+    exact = planned(SLOW)
+    plan = planned(SLOW, layouts=exact, cut_codecs="auto")
+    assert codecs_of(plan) == codecs_of(planned(SLOW, cut_codecs="auto"))
+    assert [s.inputs for s in plan.stages] == [s.inputs for s in exact.stages]
+    assert codecs_of(planned(SLOW, layouts=plan)) == ()
+
+
+def test_one_stage_has_nothing_to_choose() -> None:
+    plan = planned(FAST, stages=1, cut_codecs="auto", microbatches=1)
+    assert plan.pipeline is None
+
+
+def test_a_plan_of_one_stage_says_that_codecs_are_not_used() -> None:
+    plan = planned(FAST, stages="auto", cluster="1:cpu", cut_codecs="int8", pins={})
+    assert len(plan.stages) == 1
+    assert any("one stage is fastest and has no cuts" in t for t in plan.decided)
+
+
+def test_a_budget_is_for_auto() -> None:
+    with pytest.raises(PlanError, match="bounds what cut_codecs='auto' chooses"):
+        planned(SLOW, cut_codecs="int8", cut_error_budget=0.1)
