@@ -115,6 +115,7 @@ class Link:
         network: Network,
         broke: Callable[[], None],
         settled: Callable[[int], None],
+        moved: Callable[[], None],
         *,
         holds: bool = False,
     ) -> None:
@@ -128,6 +129,8 @@ class Link:
             thread has left the world.
           settled: called with the number of a world once all its processes have the
             state. The states of older worlds are then no longer needed.
+          moved: called when a supervisor at another address has taken over. The thread
+            that receives orders calls it, so it must return soon.
           holds: if True, no step starts while there is no supervisor.
 
         Raises:
@@ -135,6 +138,7 @@ class Link:
         """
         self.address, self._network = address, network
         self._broke, self._settled, self._holds = broke, settled, holds
+        self._moved, self._welcomed_by = moved, ""
         self.activity = Activity()
         self.prepare: Callable[[Message], None] = lambda _: None
         self._changed = threading.Condition()
@@ -428,6 +432,10 @@ class Link:
             self._changed.notify_all()
         if answer is not None:
             self.say("started", step=answer)
+        if kind == "welcome":
+            before, self._welcomed_by = self._welcomed_by, self.supervisor
+            if before not in ("", self.supervisor):
+                self._moved()
         if kind == "settled":
             self._settled(generation)
         if kind == "stacks":

@@ -174,9 +174,10 @@ class Relay:
         # XLA's first call to the service registers the process. XLA repeats the call
         # until it gets an answer.
         self._registered, self._connected = threading.Event(), threading.Event()
-        self._closed = False
+        self._closed = self._lost = False
         self._lock = threading.Lock()
         self._ends: list[End] = []
+        self._services: list[End] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
@@ -190,6 +191,17 @@ class Relay:
         """
         self._client = client
         self._connected.set()
+
+    def lose(self) -> None:
+        """Treats the service as dead.
+
+        If the host of the service is lost, its connections stay silent for a long time
+        before the kernel ends them.
+        """
+        with self._lock:
+            self._lost, services = True, list(self._services)
+        for service in services:
+            hang_up(service)
 
     def close(self) -> None:
         """Closes all connections; the client must have been shut down before."""
@@ -226,6 +238,8 @@ class Relay:
         service = self._reach()
         if not self._keep(service):
             return
+        with self._lock:
+            self._services.append(service)
         self._start(pass_on, own, service)
         answers = _Answers()
         with contextlib.suppress(OSError):
@@ -242,8 +256,9 @@ class Relay:
     def _reach(self) -> End:
         """Connects to the service, or to its replacement if the service is dead."""
         if not self.alone:
-            with contextlib.suppress(OSError):
-                return self._network.connect(self._target, self._limit_s)
+            if not self._lost:
+                with contextlib.suppress(OSError):
+                    return self._network.connect(self._target, self._limit_s)
             self._stand_in()
         return Network().connect(self._target, self._limit_s)
 

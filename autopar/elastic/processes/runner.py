@@ -76,6 +76,9 @@ _PLAIN = ("status", "stop", "suspend", "interrupt")
 _FIRST_S = 10.0
 # Seconds within which workers must end after they were told to end.
 _END_S = 10.0
+# Seconds within which hosts must accept a standby, at least: an agent may wait for the
+# lost supervisor before it calls the standby again, and longer on a busy machine.
+_TAKE_OVER_S = 60.0
 _LATE = f"it has not ended within {_END_S:g} s"
 
 
@@ -239,7 +242,7 @@ class Runner:
 
     def _take_over(self) -> bool:
         """Has the hosts of the last world record that this is the supervisor now."""
-        end = time.monotonic() + self._job.grace_s
+        end = time.monotonic() + max(self._job.grace_s, _TAKE_OVER_S)
         while not self._write(waits=True, takes_over=True):
             if time.monotonic() > end:
                 return False

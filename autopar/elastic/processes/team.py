@@ -289,7 +289,7 @@ class Team:
             # another world without them. Two worlds must not train at once, so steps
             # then wait.
             holds = not (self._network.is_local or saves)
-            handlers = self._break, self._drop_older
+            handlers = self._break, self._drop_older, self._lose_service
             self._link = Link(address, self._network, *handlers, holds=holds)
         except OSError as error:
             raise PlanError(
@@ -713,6 +713,16 @@ class Team:
         with self._breaking:
             if self._form is not None and self._link.must_leave:
                 self._end_waits(self._form)
+
+    def _lose_service(self) -> None:
+        """Ends calls to the coordination service on the last supervisor's lost host.
+
+        A save that waits for an answer would keep this process in its world.
+        """
+        with self._breaking:
+            relay = self._relay
+        if relay is not None:
+            relay.lose()
 
     def _end_waits(self, form: Message) -> None:
         """Shuts connections down, so that nothing waits for a lost process."""

@@ -58,11 +58,11 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Supervisor, Superviso
         supervisor.close()
 
 
-def make(*supervisors: Supervisor) -> Link:
+def make(*supervisors: Supervisor, moved: Callable[[], None] = lambda: None) -> Link:
     address = ",".join(x.address for x in supervisors)
     told = Address(address, "token", 0, 60.0)
     assert Address.parse(str(told)) == told
-    return Link(told, NETWORK, lambda: None, lambda _: None)
+    return Link(told, NETWORK, lambda: None, lambda _: None, moved)
 
 
 def wait_for(done: Callable[[], bool]) -> None:
@@ -101,3 +101,28 @@ def test_a_process_that_ends_calls_no_supervisor(
     wait_for(link.gives_up)
     with pytest.raises(queue.Empty):
         standby.calls.get(timeout=0.3)
+
+
+def test_only_a_supervisor_at_another_address_is_a_move(
+    two: tuple[Supervisor, Supervisor],
+) -> None:
+    """A restarted supervisor is on the host of the coordination service."""
+    moves: list[int] = []
+    first, standby = two
+    link = make(first, standby, moved=lambda: moves.append(1))
+    for _ in range(2):
+        called = first.next_call()
+        called.send("welcome")
+        wait_for(lambda: not link.gives_up())
+        called.close()
+    first.next_call().close()  # it ends
+    standby.next_call().close()  # it waits for other hosts
+    assert not moves
+    first.next_call().close()
+    called = standby.next_call()
+    called.send("welcome")
+    wait_for(lambda: bool(moves))
+    called.close()
+    standby.next_call().send("welcome")
+    wait_for(lambda: not link.gives_up())
+    assert moves == [1]

@@ -6,13 +6,15 @@ import dataclasses
 import random
 import socket
 import threading
+import types
 from typing import Any
 
 import pytest
 
-from autopar.elastic.processes import standby
+from autopar.elastic.processes import runner, standby
 from autopar.elastic.processes.members import Connection
 from autopar.elastic.processes.network import Network
+from autopar.elastic.processes.runner import Runner
 from autopar.elastic.processes.standby import (
     HostRecords,
     Record,
@@ -155,3 +157,21 @@ def test_a_supervisor_that_starts_anew_asks_no_lost_host() -> None:
         assert made.may_replace(lost)
     assert not made.may_replace(record_of(by="y", epoch=2, number=5))
     assert not lost.may_replace(made)
+
+
+@pytest.mark.parametrize(("answers_s", "taken"), [(30.0, True), (70.0, False)])
+def test_hosts_may_answer_a_standby_late(
+    monkeypatch: pytest.MonkeyPatch, answers_s: float, taken: bool
+) -> None:
+    """Agents call the lost supervisor in between, and a busy machine is slow."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(runner, "time", clock)
+    made = Runner.__new__(Runner)
+    monkeypatch.setattr(made, "_job", types.SimpleNamespace(grace_s=8.0), raising=False)
+    monkeypatch.setattr(made, "_write", lambda **_: now[0] > answers_s)
+    assert made._take_over() == taken
