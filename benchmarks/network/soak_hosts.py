@@ -58,6 +58,8 @@ class HostSoak(soak.Soak):
         self._home, self._homes = HOSTS, 0
         self.agents: dict[int, subprocess.Popen[Any]] = {}
         self.cut: set[int] = set()
+        # Hosts whose agent was asked to leave the run.
+        self.leaving: set[int] = set()
         create_secret(self.secret)
         super().__init__(folder, seed)
 
@@ -153,6 +155,12 @@ class HostSoak(soak.Soak):
         good = super().event()
         for host in list(self.cut):
             self.link(host, up=True)
+        # The others train on before an agent that leaves has ended. Without an agent
+        # on each host, the next event may have no host to join.
+        for host in self.leaving:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.agents[host].wait(soak.LIMIT_S)
+        self.leaving.clear()
         for host in range(HOSTS):
             self.start_agent(host)
         return good
@@ -174,7 +182,9 @@ class HostSoak(soak.Soak):
     def _goes(self, found: Any, world: Any, generation: int) -> Any:
         """Asks a host to leave."""
         worker = self.draw.choice(world)
-        self.agents[self.home_of(worker)].terminate()
+        host = self.home_of(worker)
+        self.agents[host].terminate()
+        self.leaving.add(host)
         return {"generation": generation, "dead": frozenset([worker])}
 
     def _join(self, found: Any, world: Any, generation: int) -> Any:
