@@ -23,6 +23,7 @@ from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import Axes, ReshardStep, exchange_step
 from autopar.steps.sums import times_due
 from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.ring_order import RingOrder
 from autopar_passes.graph.roles import Role
 from autopar_passes.rules.factor_rule import INNER, Dims, Exchange
 from autopar_passes.sums.stacked import Reassociation
@@ -177,6 +178,7 @@ def traffic(
         due = [c for c in due if c.operator in counted]
     out = forms.collectives + _reductions(assignment, forms, among) + due
     out += _exchanges(assignment, among)
+    out += _token_gathers(assignment, among, outputs=made)
     return sorted(out, key=lambda c: c.operator)
 
 
@@ -360,6 +362,60 @@ def _exchanges(
             yield Collective(
                 step, nbytes, trips, value, op.index, beside=exchange.around
             )
+
+
+def _token_gathers(
+    assignment: Assignment, among: Sequence[Operator], outputs: set[int] | None
+) -> Iterator[Collective]:
+    """Yields the gathers of values whose tokens come into the order of a ring or back.
+
+    Args:
+      assignment: strategies as layouts.
+      among: the operators that read the values.
+      outputs: the values that count if the program returns them; None for all.
+    """
+    order = assignment.analysis.ring_order
+    if isinstance(order, str) or not _has_ring(assignment, order):
+        return
+    operators = assignment.graph.operators
+    readings = [
+        (op, value, assignment.operand(op, slot))
+        for op in among
+        if op.kind != "return"
+        for slot, value in enumerate(op.inputs)
+        if value is not None and order.turn(value, op.equation)
+    ]
+    readings += [
+        (operators[-1], value, assignment.output(position))
+        for position, value in enumerate(assignment.graph.outputs)
+        if value is not None
+        and order.turn(value, -1)
+        and (outputs is None or value in outputs)
+    ]
+    seen = set[tuple[int, object]]()
+    for op, value, layout in readings:
+        if (value, layout) in seen:
+            continue
+        seen.add((value, layout))
+        dims, values = order.dims[value], assignment.graph.values
+        known = ((),) * len(values[value].shape) if layout is None else layout
+        whole = tuple(() if d in dims else axes for d, axes in enumerate(known))
+        backward = assignment.is_backward(op)
+        for source, wanted in assignment.required_layouts(value, whole):
+            for step in assignment.fetch_steps(source, wanted, backward)[0]:
+                if step.kind != "slice":
+                    nbytes = values[source].nbytes
+                    yield Collective(step, nbytes, op.trips, source, op.index)
+
+
+def _has_ring(assignment: Assignment, order: RingOrder) -> bool:
+    """Whether an attention kernel shards its sequence."""
+    return any(
+        exchange_axes(assignment, op, exchange)
+        for op in assignment.graph.operators
+        if op.equation in order.kernels
+        for exchange in op.rule.exchanges[:1]
+    )
 
 
 def exchanges_of(

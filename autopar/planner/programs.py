@@ -27,6 +27,7 @@ from autopar.planner.infeasible import size_text
 from autopar.planner.options import PlanOptions, decide_open, layers_asked
 from autopar.planner.proposals import Proposal, of_program, record
 from autopar.planner.record import assignment_of
+from autopar.planner.scheme import RING
 from autopar.planner.search import plan_mesh
 from autopar.planner.solving import HIDDEN, TimeOutError, solve_mesh
 from autopar.plans import AS_WRITTEN, Plan, Rematerialisation
@@ -533,6 +534,12 @@ class Programs:
                 f"{'stacks' if len(batches) > 1 else 'stack'}, so that a device may "
                 "have some of them whole"
             )
+        worth = best.worth
+        if name is not None and worth is not None and RING in worth.scheme:
+            order = self.program(name).ring_order
+            plain = isinstance(order, str)
+            where = f"in plain order: {order}" if plain else "in the order of the ring"
+            lines.append(f"tokens: {where}")
         return msgspec.structs.replace(best, decided=(*lines, *best.decided))
 
     def fastest(self, which: Callable[[Plan], bool]) -> Plan | None:

@@ -47,6 +47,8 @@ _NAMES = {
 # Kind of dimension -> the name of an axis that splits mostly this kind; and the name of
 # an axis that splits no work.
 _AXES, _OTHER = {DATA: "data", CONTEXT: "sequence", TENSOR: "tensor"}, "x"
+# What a scheme says of an axis around which attention kernels pass keys and values.
+RING = "with ring attention"
 _EXPERT = "expert"
 
 
@@ -166,7 +168,7 @@ def _name(kind: str, split: AxisSplit) -> str:
         return "ZeRO-1" if split.optimizer >= _MOST else "data parallel"
     text = _NAMES[kind]
     if kind == CONTEXT and split.ring:
-        text = f"{text} with ring attention"
+        text = f"{text} {RING}"
     if kind == CONTEXT and split.parameters >= _MOST:
         return f"{text} {'and' if split.ring else 'with'} split parameters"
     if kind == TENSOR:

@@ -65,6 +65,7 @@ from autopar.steps.work import (
 from autopar_errors import InputError
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, producers
+from autopar_passes.graph.ring_order import RingOrder, ring_order
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.layer_loops.split import stacked_state
 from autopar_passes.microbatches.facts import Microbatched
@@ -262,6 +263,14 @@ class Analysis:
     def attention(self) -> tuple[Attention, ...]:
         """The attention that the step computes without a hand-written kernel."""
         return written_attention(self.graph, self.program.constant_arrays)
+
+    @_untimed
+    def ring_order(self) -> RingOrder | str:
+        """The values whose tokens may be in the order of a ring, or why there are none.
+
+        See `autopar_passes.graph.ring_order`.
+        """
+        return ring_order(self.program, self.graph.operators)
 
     @_untimed
     def stacked_inputs(self) -> dict[int, int]:

@@ -31,6 +31,7 @@ from autopar_passes.graph.operators import (
     read_operators,
     readers,
 )
+from autopar_passes.graph.ring_order import place_tokens
 from autopar_passes.graph.roles import InputRole, Role, input_roles, operator_roles
 from autopar_passes.graph.verify import verifies, verify
 from autopar_passes.program.calls import NOT_NAMED, NamedRoles
@@ -641,7 +642,7 @@ def build_graph(
     outputs = tuple(a if isinstance(a, int) else None for a in program.body.outputs)
     graph = OperatorGraph(
         program.values,
-        tuple(operators),
+        place_tokens(program, operators),
         inputs,
         outputs,
         found.unsupported,

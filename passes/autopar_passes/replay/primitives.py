@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar_passes import jax_compat
-from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.ring_order import RingOrder, ring_order
 from autopar_passes.layouts import Layout, on_shards, partition_spec
-from autopar_passes.program.equations import Equation
+from autopar_passes.program.equations import Equation, Program
 from autopar_passes.program.flatten import INLINED, call_body
-from autopar_passes.replay.values import Values
+from autopar_passes.replay.values import LayoutPlan, PlacedOrder, Values
 from autopar_passes.rules import kernels, manual, pallas_grid, ragged, shardy
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule, worker
 from autopar_passes.sums import stacked
@@ -40,9 +43,9 @@ from autopar_passes.sums.stacked import Stacked, stack_partials, sum_partials
 # of chunks ``i`` and ``2n - 1 - i`` (Brandon et al., "Striped Attention", arXiv
 # 2311.09431, show the problem; the order is that of
 # https://github.com/zhuzilin/ring-flash-attention). With this order, every device
-# computes two unmasked blocks of chunks in every round. Inputs and outputs are
-# exchanged between the plain order and this order, so the surrounding program sees
-# only the plain order.
+# computes two unmasked blocks of chunks in every round. If the surrounding program
+# does not hold tokens in this order (`autopar_passes.graph.ring_order`), inputs and
+# outputs are exchanged between the plain order and this order.
 #
 # Sums over rounds are computed in float32.
 
@@ -70,12 +73,15 @@ class Ring:
       causal: whether a query attends to no later key.
       seq: the dimension of the sequence: 1 for (batch, sequence, heads, head_dim), and
         2 for (batch, heads, sequence, head_dim).
+      ordered: whether operands and results are in the order of the ring, if it has one
+        (`autopar_passes.graph.ring_order`). If not, they are in the plain order.
     """
 
     axes: tuple[str, ...]
     size: int
     causal: bool
     seq: int
+    ordered: bool = False
 
     def forward(
         self, block: Forward, query: Array, key: Array, value: Array
@@ -249,7 +255,7 @@ class Ring:
         Device ``i`` has the chunks ``2i`` and ``2i + 1``. It uses one chunk with an
         even number and one chunk with an odd number.
         """
-        if not dealt:
+        if not dealt or self.ordered:
             return x
         even, odd = (
             jax.lax.ppermute(part, self.axes, self._workers(k))
@@ -261,7 +267,7 @@ class Ring:
 
     def _return(self, x: Array, dim: int, dealt: bool) -> Array:
         """Returns the inverse of `_deal`."""
-        if not dealt:
+        if not dealt or self.ordered:
             return x
         early, late = jnp.split(x, 2, dim)
         first = self._has_even_first()
@@ -399,6 +405,8 @@ def kernel_on_shards(
     layouts: Sequence[Layout],
     results: Sequence[Layout],
     mesh: Any,
+    *,
+    ordered: bool = False,
 ) -> list[Any]:
     """Runs a kernel on each device's shards.
 
@@ -409,12 +417,13 @@ def kernel_on_shards(
       layouts: the layouts of the operands.
       results: the layouts of the results.
       mesh: the mesh of the layouts.
+      ordered: see `Ring`.
     """
     axes = _axes_of_factors(rule, layouts)
     if eqn.primitive == manual.PRIMITIVE:
         return _manual(eqn, axes, operands, mesh)
 
-    ring = _ring(eqn, rule, axes, mesh)
+    ring = _ring(eqn, rule, axes, mesh, ordered)
 
     def run(*shards: Any) -> tuple[Any, ...]:
         if ring is None:
@@ -476,7 +485,11 @@ def _kernel_shards_bind(eqn: Equation, shards: Sequence[Any]) -> list[Any]:
 
 
 def _ring(
-    eqn: Equation, rule: FactorRule, axes: dict[int, tuple[int, ...]], mesh: Any
+    eqn: Equation,
+    rule: FactorRule,
+    axes: dict[int, tuple[int, ...]],
+    mesh: Any,
+    ordered: bool,
 ) -> Ring | None:
     """The ring of devices that shard an attention's sequence; None without any."""
     factors = {e.factor for e in rule.exchanges}
@@ -489,6 +502,7 @@ def _ring(
         size=size,
         causal=kernels.is_causal(eqn.params),
         seq=kernels.sequence_dim(eqn.params),
+        ordered=ordered,
     )
 
 
@@ -705,4 +719,55 @@ def _layouts_of(values: Values, op: Operator) -> tuple[list[Layout], list[Layout
 def _kernel(values: Values, eqn: Equation, op: Operator, args: list[Any]) -> list[Any]:
     """Runs a hand-written kernel on shards."""
     given, made = _layouts_of(values, op)
-    return kernel_on_shards(eqn, op.rule, args, given, made, values.mesh)
+    run = functools.partial(kernel_on_shards, eqn, op.rule, mesh=values.mesh)
+    order = values.order
+    if order is None or eqn.index not in order.of.kernels:
+        return run(args, given, made)
+    if _ring_axes(op, given) == order.axes:
+        return run(args, given, made, ordered=True)
+    # The layouts of this kernel are not those of the other kernels.
+    (factor,) = op.rule.halved_factors
+
+    def turned(arrays: Any, dims: Any, layouts: Any, turn: int) -> list[Any]:
+        return [
+            order.turned(x, found, turn, layout, values.mesh)
+            if (found := [k for k, f in enumerate(own) if factor in f])
+            else x
+            for x, own, layout in zip(arrays, dims, layouts, strict=True)
+        ]
+
+    out = run(turned(args, op.rule.operands, given, -1), given, made)
+    return turned(out, op.rule.results, made, 1)
+
+
+def placed_order(
+    program: Program, graph: OperatorGraph, plan: LayoutPlan, mesh: Any
+) -> PlacedOrder | None:
+    """Returns the order in which a plan holds tokens; None for the plain order.
+
+    The order is that of the ring over which most attention kernels shard the sequence.
+    """
+    found = ring_order(program, graph.operators)
+    if not isinstance(found, RingOrder):
+        return None
+    rings = collections.Counter(
+        _ring_axes(op, [plan.operand(op, k) or () for k in range(len(op.inputs))])
+        for op in graph.operators
+        if op.equation in found.kernels
+    )
+    rings.pop((), None)
+    for axes, _ in rings.most_common(1):
+        size = math.prod(mesh.shape[mesh.axis_names[a]] for a in axes)
+        if size > 1 and found.fits(program.values, size):
+            return PlacedOrder(found, axes, size)
+    return None
+
+
+def _ring_axes(op: Operator, layouts: Sequence[Layout]) -> tuple[int, ...]:
+    """The mesh axes over which an attention kernel shards its sequence."""
+    (factor,) = op.rule.halved_factors
+    for dims, layout in zip(op.rule.operands, layouts, strict=True):
+        for factors, axes in zip(dims, layout, strict=False):
+            if factor in factors:
+                return tuple(axes)
+    return ()

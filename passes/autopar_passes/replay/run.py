@@ -22,7 +22,7 @@ from autopar_passes.program.equations import (
     Region,
     Value,
 )
-from autopar_passes.replay.primitives import run_barrier, run_primitive
+from autopar_passes.replay.primitives import placed_order, run_barrier, run_primitive
 from autopar_passes.replay.replicas import Replicas, side_by_side
 from autopar_passes.replay.values import (
     LayoutPlan,
@@ -355,6 +355,7 @@ def replay(
     """
     operators = operators_of(graph)
     made_by, sources = producers(graph.operators), program.by_index()
+    order = placed_order(program, graph, plan, mesh)
 
     def run(
         *arguments: Any,
@@ -369,6 +370,7 @@ def replay(
         for op in (x for x in operators.get(-1, []) if x.kind == "input"):
             value = op.outputs[0]
             arrays[value] = values.pin(arrays[value], plan.results(op, 0))
+        values.order = order
         return Replayer(program, operators, values, replicas).step(made)
 
     return run

@@ -17,6 +17,7 @@ import jax
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.ring_order import RingOrder, from_ring, to_ring
 from autopar_passes.layouts import Layout, constrain
 from autopar_passes.program.equations import Atom, Equation, Scalar
 from autopar_passes.sums import stacked
@@ -174,6 +175,47 @@ class Forms:
         return self.holder(number).values[number]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlacedOrder:
+    """The order of a ring of devices in which a plan holds tokens.
+
+    Attributes:
+      of: the values in this order.
+      axes: the mesh axes of the ring, major to minor.
+      size: the number of devices of the ring.
+    """
+
+    of: RingOrder
+    axes: tuple[int, ...]
+    size: int
+
+    def turned(
+        self,
+        array: Any,
+        dims: Sequence[int],
+        turn: int,
+        layout: Layout | None,
+        mesh: Any,
+    ) -> Any:
+        """Permutes tokens; first gathers the dimensions of tokens.
+
+        Args:
+          array: the array.
+          dims: its dimensions of tokens.
+          turn: 1 for the order of the ring, -1 for the plain order.
+          layout: the layout of the result; None for any.
+          mesh: the mesh of the layouts.
+        """
+        known = ((),) * array.ndim if layout is None else layout
+        whole = tuple(() if d in dims else axes for d, axes in enumerate(known))
+        array = constrain(array, mesh, whole)
+        for dim in dims:
+            array = (to_ring if turn > 0 else from_ring)(array, dim, self.size)
+        # The partitioner must not shard the permutation itself.
+        array = constrain(array, mesh, whole)
+        return array if layout is None else constrain(array, mesh, layout)
+
+
 class Values:
     """The values of a program that is being replayed.
 
@@ -181,6 +223,7 @@ class Values:
       plan: the layouts.
       mesh: the mesh of the layouts.
       scope: the innermost scope.
+      order: the values that are held in the order of a ring; None for none.
       turn: the token of the last ordered callback.
     """
 
@@ -212,6 +255,7 @@ class Values:
         self.mesh = mesh
         self.synchroniser = synchroniser
         self.scope = Forms(values, None)
+        self.order: PlacedOrder | None = None
         self.turn: Any = jax_compat.FIRST
 
     @contextlib.contextmanager
@@ -232,6 +276,8 @@ class Values:
         """Returns a value in its current layout."""
         if isinstance(atom, Scalar):
             return atom.value
+        if self.order is not None and (turn := self.order.of.turn(atom, -1)):
+            return self._turned(atom, turn, None, False)
         if self.plan.floating(atom) and atom not in self.scope.values:
             return self.make(atom, None, False)
         return self.whole(atom)
@@ -259,13 +305,24 @@ class Values:
         values.update(self.synchroniser.take(together))
         return values[value]
 
-    def read(self, atom: Atom, layout: Layout | None, backward: bool) -> Any:
+    def read(
+        self, atom: Atom, layout: Layout | None, backward: bool, reader: int = -1
+    ) -> Any:
         """Returns a value in a reader's layout.
 
         A reader in the backward pass may use the backward copy.
+
+        Args:
+          atom: the value.
+          layout: the reader's layout; None for any.
+          backward: whether the reader may use the backward copy.
+          reader: index of the equation that reads the value, which says in which order
+            it reads tokens; -1 for the plain order.
         """
         if isinstance(atom, Scalar):
             return atom.value
+        if self.order is not None and (turn := self.order.of.turn(atom, reader)):
+            return self._turned(atom, turn, layout, backward)
         if self.plan.floating(atom):
             return self.make(atom, layout, backward)
         array = self.whole(atom)
@@ -285,6 +342,19 @@ class Values:
             array = forms[key]
         return array
 
+    def _turned(
+        self, value: int, turn: int, layout: Layout | None, backward: bool
+    ) -> Any:
+        """Returns a value with its tokens permuted (`RingOrder.turn`)."""
+        key, forms = ("turned", value, layout), self.scope.forms
+        if key not in forms:
+            assert self.order is not None
+            floating = self.plan.floating(value)
+            array = self.make(value, None, backward) if floating else self.whole(value)
+            dims = self.order.of.dims[value]
+            forms[key] = self.order.turned(array, dims, turn, layout, self.mesh)
+        return forms[key]
+
     def make(self, value: int, layout: Layout | None, backward: bool) -> Any:
         """Computes a floating value in the layout that its reader needs."""
         key = ("floating", value, layout, backward)
@@ -294,7 +364,7 @@ class Values:
             eqn = self.sources[op.equation]
             wanted = _operand_layouts(op, layout)
             args = [
-                self.read(a, w, backward)
+                self.read(a, w, backward, op.equation)
                 for a, w in zip(eqn.inputs, wanted, strict=True)
             ]
             with jax_compat.source_of(eqn.source):
@@ -307,7 +377,7 @@ class Values:
     def operand(self, op: Operator, slot: int, atom: Atom) -> Any:
         """Returns an operand in the layout of the plan."""
         layout = self.plan.operand(op, slot)
-        return self.read(atom, layout, self.plan.is_backward(op))
+        return self.read(atom, layout, self.plan.is_backward(op), op.equation)
 
     def partial_operand(self, op: Operator, slot: int, atom: Atom) -> Any:
         """Returns a partial operand unchanged, and any other like `operand`."""
@@ -315,6 +385,7 @@ class Values:
             isinstance(atom, int)
             and self.plan.partial_layout(atom) is not None
             and self.plan.due(atom) is None
+            and not (self.order and self.order.of.turn(atom, op.equation))
         ):
             array = self.scope.value(atom)
             if isinstance(array, Stacked):

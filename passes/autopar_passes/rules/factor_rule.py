@@ -48,6 +48,8 @@ class Exchange:
         operator computes. If not, each half of a shard goes to the device that works on
         that half (`worker`), and the computation waits for both halves.
       widened: bytes per element as sent, divided by bytes per element of the array.
+      placed: whether the halves of shards already are where they are needed
+        (`autopar_passes.graph.ring_order`), so that nothing is sent.
     """
 
     factor: int
@@ -55,10 +57,11 @@ class Exchange:
     result: bool = False
     around: bool = False
     widened: int = 1
+    placed: bool = False
 
     def messages(self, shards: int) -> int:
         """Returns the number of messages that a device sends."""
-        if shards < 2:
+        if shards < 2 or self.placed:
             return 0
         return shards - 1 if self.around else 2
 
