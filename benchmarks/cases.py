@@ -27,6 +27,7 @@ from typing import Any
 
 import cases_judges as judges
 import feature_steps
+import workloads
 
 HERE = pathlib.Path(__file__).resolve().parent
 DATA = HERE.parent / "docs" / "data" / "cases.json"
@@ -190,8 +191,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    words = ("git", "rev-parse", "--short", "HEAD")
-    head = subprocess.run(words, cwd=HERE, stdout=subprocess.PIPE, text=True)
     wrong, chosen = 0, [case for case in CASES if asked.only in case.name]
     with tempfile.TemporaryDirectory() as temporary:
         copy = pathlib.Path(temporary) / "cases"
@@ -199,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in (copy, *copy.rglob("*")):
             path.chmod(path.stat().st_mode | 0o200)
         for case in chosen:
-            row = judged(case, copy) | {"commit": head.stdout.strip()}
+            row = judged(case, copy) | {"commit": workloads.commit()}
             wrong += not row["right"]
             write(asked.json, row)
             verdict = "right" if row["right"] else "WRONG"

@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import subprocess
 import sys
 from typing import Any
 
 import unet
 from planning_time import UNET
-from workloads import EXAMPLES, arguments
+from workloads import EXAMPLES, arguments, commit
 
 import autopar
 
@@ -71,13 +70,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--out", type=pathlib.Path, default=DATA)
     given = parser.parse_args()
-    at = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    at = commit()
     rows = list[dict[str, Any]]()
     for name in given.only:
         rows.append(row := measure(name, given.most))

@@ -28,6 +28,8 @@ import time
 import tomllib
 from typing import Any
 
+import workloads
+
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE.parent / "docs" / "data" / "regressions.json"
 PAGE = HERE.parent / "docs" / "record" / "jobs.md"
@@ -84,9 +86,8 @@ def bar(figure: dict[str, Any]) -> str:
 def run(name: str, folder: pathlib.Path) -> None:
     """Stores the output of a benchmark, with the commit and the load before the run."""
     script, *words = shlex.split(BENCHMARKS[name]["words"])
-    commit = ["git", "-C", str(HERE), "rev-parse", "--short=8", "HEAD"]
     note = {
-        "commit": subprocess.check_output(commit, text=True).strip(),
+        "commit": workloads.commit(),
         "load": round(os.getloadavg()[0], 1),
     }
     command = [sys.executable, str(HERE / script), *words]

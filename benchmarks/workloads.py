@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import pathlib
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,6 +60,12 @@ def batch_for(devices: int) -> int:
     device.
     """
     return max(32, devices)
+
+
+def commit() -> str:
+    """Eight digits of the commit of this checkout; '' outside of git."""
+    asked = ["git", "-C", str(EXAMPLES_DIR), "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(asked, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def row(*cells: object) -> None:

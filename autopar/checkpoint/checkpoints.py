@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import msgspec
@@ -89,11 +89,15 @@ class Save:
         """
         entries = self.manifest.arrays
         with folders.telling(self.folder, "written"):
+            coded = manifest.in_planes(entries)
+            some = {path: x for path, x in self.arrays.items() if x.size}
             write = store.write if self.processes == 1 else store.write_blocks
+            place = self.folder / folders.ARRAYS
             write(
-                self.folder / folders.ARRAYS,
-                {entries[path].file: x for path, x in self.arrays.items() if x.size},
+                place, {entries[p].file: x for p, x in some.items() if p not in coded}
             )
+            in_planes = {entries[p].file: x for p, x in some.items() if p in coded}
+            store.write_planes(place, in_planes)
             digests = {path: str(digest_of(x)) for path, x in self.arrays.items()}
             if self.processes > 1:
                 self._put_part(digests)
@@ -346,22 +350,37 @@ class Restored:
 class Checkpoints:
     """The checkpoints of a directory."""
 
-    def __init__(self, directory: str | pathlib.Path, *, keep: int = 3) -> None:
+    def __init__(
+        self,
+        directory: str | pathlib.Path,
+        *,
+        keep: int = 3,
+        coding: Literal["planes"] | None = None,
+    ) -> None:
         """Makes the object without reading or writing files.
 
         Args:
           directory: directory with a folder for each checkpoint. Only autopar may write
             into it, and all processes must have access to it.
           keep: number of checkpoints to keep; 0: all.
+          coding: how floating-point arrays are stored. ``"planes"`` stores the bytes of
+            their exponents side by side, which needs less room and restores the same
+            bits. Orbax cannot read such arrays, so None (the default) stores them as
+            they are. A restore reads both.
 
         Raises:
-          CheckpointError: ``keep`` is negative.
+          CheckpointError: ``keep`` is negative, or ``coding`` is unknown.
         """
         check_path("Checkpoints", directory)
+        if coding not in (None, "planes"):
+            raise CheckpointError(
+                f"Checkpoints: coding={coding!r}: expected 'planes' or None."
+            )
         if keep < 0:
             raise CheckpointError(f"Checkpoints: keep must be 0 or more, not {keep}.")
         self.directory = pathlib.Path(directory).absolute()
         self.keep = keep
+        self.coding = coding
         self._running: Background | None = None
         self._waits_at_end = False
 
@@ -448,6 +467,7 @@ class Checkpoints:
                     f"save: step={step}, position={position}: both count from 0."
                 )
             arrays, made = _arrays_to_save(train_step, state, step, position, notes)
+            made = manifest.with_coding(made, self.coding)
             alone = world.process_count == 1
             copies = copy_arrays(arrays, alone=alone)
             folder = self.directory / folders.folder_name(step, time.time_ns())
@@ -692,7 +712,7 @@ def _arrays_to_save(
     files = store.file_names([*arrays, *named_codecs, *named_noise])
     plan = running.plan
     made = Manifest(
-        schema=manifest.SCHEMA,
+        schema=manifest.PLAIN_SCHEMA,
         version=__version__,
         step=step,
         position=position,

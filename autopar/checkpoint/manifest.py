@@ -6,15 +6,20 @@ import hashlib
 import math
 import pathlib
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
+from autopar.checkpoint import planes
 from autopar.errors import CheckpointError
+from autopar_passes import jax_compat
 
 # The version of the manifest's format. The version rises by one whenever the meaning of
-# a field changes.
-SCHEMA = 1
+# a field changes. A manifest is written with the lowest version that describes it, so
+# that earlier versions of autopar read what they can.
+SCHEMA = 2
+PLAIN_SCHEMA = 1  # no array is coded
 MANIFEST = "manifest.json"
 
 
@@ -24,7 +29,7 @@ class NewerSchema(CheckpointError):
     """
 
 
-class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
+class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One array of a checkpoint.
 
     Attributes:
@@ -34,6 +39,8 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
         without elements.
       digest: checksum of the array (`autopar.checkpoint.store`).
       num_bytes: bytes of the elements, before compression.
+      coding: how the elements are stored: '' as they are, ``planes`` as planes of bytes
+        (`autopar.checkpoint.planes`).
     """
 
     shape: tuple[int, ...]
@@ -41,6 +48,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     digest: str
     num_bytes: int
+    coding: Literal["", "planes"] = ""
 
     @property
     def text(self) -> str:
@@ -116,6 +124,34 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the manifest as JSON text with its checksum."""
         stamped = msgspec.structs.replace(self, checksum=_checksum(self))
         return msgspec.json.format(msgspec.json.encode(stamped), indent=1) + b"\n"
+
+
+def in_planes(entries: Mapping[str, ArrayEntry]) -> frozenset[str]:
+    """The paths of the arrays that are stored as planes of bytes."""
+    return frozenset(path for path, x in entries.items() if x.coding == "planes")
+
+
+def with_coding(manifest: Manifest, coding: Literal["planes"] | None) -> Manifest:
+    """A copy of the manifest of arrays that are stored by a coding where it pays."""
+    if coding is None:
+        return manifest
+
+    def coded(entries: Mapping[str, ArrayEntry]) -> dict[str, ArrayEntry]:
+        return {
+            path: msgspec.structs.replace(entry, coding=coding)
+            if planes.pays(jax_compat.dtype_of(entry.dtype), entry.num_bytes)
+            else entry
+            for path, entry in entries.items()
+        }
+
+    made = msgspec.structs.replace(
+        manifest,
+        state=coded(manifest.state),
+        codecs=coded(manifest.codecs),
+        noise=coded(manifest.noise),
+    )
+    schema = SCHEMA if in_planes(made.arrays) else manifest.schema
+    return msgspec.structs.replace(made, schema=schema)
 
 
 class _ManifestHeader(msgspec.Struct):

@@ -11,7 +11,7 @@ import msgspec
 from jax.sharding import SingleDeviceSharding
 
 from autopar.checkpoint import folders, store, trees
-from autopar.checkpoint.manifest import ArrayEntry, Manifest
+from autopar.checkpoint.manifest import ArrayEntry, Manifest, in_planes
 from autopar.checkpoint.store import Digest, digest_of
 from autopar.errors import CheckpointError
 from autopar.runtime import placement
@@ -121,7 +121,7 @@ def _bits(
     }
     files = {path: entry.file for path, entry in entries.items()}
     try:
-        bits = store.read(folder / folders.ARRAYS, structs, files)
+        bits = store.read(folder / folders.ARRAYS, structs, files, in_planes(entries))
     except CheckpointError as error:
         return {}, {}, str(error)
     return bits, {path: str(digest_of(x)) for path, x in bits.items()}, ""
@@ -208,7 +208,8 @@ def read_array(folder: pathlib.Path, held: Manifest, path: str) -> jax.Array:
     sharding = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     struct = store.struct_of(entry.shape, dtype_of(entry.dtype), sharding)
     arrays = folder / folders.ARRAYS
-    found = store.read(arrays, {path: struct}, {path: entry.file})[path]
+    coded = in_planes({path: entry})
+    found = store.read(arrays, {path: struct}, {path: entry.file}, coded)[path]
     check_digests(folder, {path: entry}, {path: digest_of(found)})
     return found
 

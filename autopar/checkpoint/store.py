@@ -36,7 +36,7 @@ import logging
 import math
 import pathlib
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,7 @@ import tensorstore
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from autopar.checkpoint import planes
 from autopar.errors import CheckpointError
 from autopar.runtime import placement
 from autopar_errors import InputError
@@ -244,8 +245,26 @@ def _write_blocks(place: pathlib.Path, array: jax.Array) -> None:
         written.result()
 
 
+def write_planes(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
+    """Writes this process's blocks of arrays as planes of bytes
+    (`autopar.checkpoint.planes`). Arguments and errors are those of `write_blocks`.
+    """
+    if not arrays:
+        return
+    folder.mkdir(exist_ok=True)
+    try:
+        planes.write(folder, arrays)
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder}: the arrays cannot be written: {_reason(error)}"
+        ) from error
+
+
 def read(
-    folder: pathlib.Path, wanted: Mapping[str, Any], files: Mapping[str, str]
+    folder: pathlib.Path,
+    wanted: Mapping[str, Any],
+    files: Mapping[str, str],
+    in_planes: Container[str] = (),
 ) -> dict[str, jax.Array]:
     """Reads arrays into their shards.
 
@@ -254,29 +273,38 @@ def read(
       wanted: path -> ``ShapeDtypeStruct`` with a sharding. Arrays of which this
         process's devices need nothing are not read.
       files: path -> name of the array's folder.
+      in_planes: paths of the arrays that `write_planes` wrote.
 
     Raises:
       CheckpointError: a file is missing, truncated or changed.
     """
     out: dict[str, jax.Array] = {}
     args: dict[str, Any] = {}
+    structs: dict[str, Any] = {}
     for path, struct in wanted.items():
         if not struct.sharding.addressable_devices:
             out[path] = placement.absent(struct, struct.sharding)
         elif not struct.size:
             out[path] = _empty(struct)
+        elif path in in_planes:
+            structs[path] = struct_of(
+                struct.shape, struct.dtype, _read_into(struct.sharding)
+            )
         else:
             args[path] = ocp.ArrayRestoreArgs(
                 sharding=_read_into(struct.sharding),
                 global_shape=struct.shape,
                 dtype=struct.dtype,
             )
-    out.update(_read(folder, args, files))
+    out.update(_read(folder, args, structs, files))
     return {path: out[path] for path in wanted}
 
 
 def _read(
-    folder: pathlib.Path, args: Mapping[str, Any], files: Mapping[str, str]
+    folder: pathlib.Path,
+    args: Mapping[str, Any],
+    structs: Mapping[str, Any],
+    files: Mapping[str, str],
 ) -> dict[str, jax.Array]:
     """Reads arrays in parallel; if one cannot be read, the others are read
     nevertheless.
@@ -284,10 +312,10 @@ def _read(
     The reads run in a separate thread with its own event loop, because the caller may
     already be inside an event loop.
     """
-    if not args:
+    if not args and not structs:
         return {}
     with concurrent.futures.ThreadPoolExecutor(1) as pool, _quiet():
-        found = pool.submit(asyncio.run, _every(folder, args, files)).result()
+        found = pool.submit(asyncio.run, _every(folder, args, structs, files)).result()
     bad = {path: x for path, x in found.items() if isinstance(x, BaseException)}
     if bad:
         path, error = next(iter(bad.items()))
@@ -299,7 +327,10 @@ def _read(
 
 
 async def _every(
-    folder: pathlib.Path, args: Mapping[str, Any], files: Mapping[str, str]
+    folder: pathlib.Path,
+    args: Mapping[str, Any],
+    structs: Mapping[str, Any],
+    files: Mapping[str, str],
 ) -> dict[str, Any]:
     """Path -> the array, or the error of reading it."""
     handler, turn = ocp.type_handlers.ArrayHandler(), asyncio.Semaphore(_AT_A_TIME)
@@ -315,12 +346,17 @@ async def _every(
             (read,) = await handler.deserialize([info], [arg])
         return read
 
-    work = (one(path, arg) for path, arg in args.items())
+    async def one_in_planes(path: str) -> Any:
+        async with turn:
+            return await planes.read(folder / files[path], structs[path])
+
+    work = [one(path, arg) for path, arg in args.items()]
+    work += [one_in_planes(path) for path in structs]
     found = await asyncio.gather(*work, return_exceptions=True)
     if any(isinstance(x, BaseException) for x in found):
         # Reads of other blocks of the damaged array may still be running.
         await asyncio.sleep(_SETTLE_S)
-    return dict(zip(args, found, strict=True))
+    return dict(zip((*args, *structs), found, strict=True))
 
 
 @contextlib.contextmanager

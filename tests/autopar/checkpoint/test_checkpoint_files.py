@@ -54,7 +54,7 @@ class TestManifests:
 
     def test_a_newer_schema(self) -> None:
         data = made(schema=manifest.SCHEMA + 1).encode()
-        with pytest.raises(CheckpointError, match=r"schema 2, .* up to 1.*newer one"):
+        with pytest.raises(CheckpointError, match=r"schema 3, .* up to 2.*newer one"):
             manifest.decode(data, "m")
 
     @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"schema": 1}'])
