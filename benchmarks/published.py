@@ -7,7 +7,8 @@ FILE is a JSON list of measured configurations. Each has ``id``, ``source``,
 ``global_batch``, ``remat``, ``dtype``, ``fused_attention``, ``strategy`` and ``mesh``
 of the run, and ``step_s``. The layouts of a row are the best layouts within the run's
 strategy on its mesh. The command prints one JSON line for each row (``fits``: whether a
-plan is predicted to fit the device's memory, as the run did). The last line has the
+plan is predicted to fit the device's memory, as the run did). A row without a plan of
+its strategy has ``refused``, the reason, and counts in no figure. The last line has the
 fractions of rows within 15 % and 35 %, and the order of MFU.
 
 One constant of each kind of GPU was chosen on such rows: the fraction of a product's
@@ -47,9 +48,9 @@ from autopar.cost.breakdown import interval_s
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
 from autopar.planner.candidate import Candidate
-from autopar.planner.recipes import recipes, restriction_of
+from autopar.planner.recipes import has_context, recipes, restriction_of
 from autopar.planner.search import candidate_meshes
-from autopar.planner.solving import solve_mesh
+from autopar.planner.solving import TimeOutError, solve_mesh
 from autopar.steps.analysis import Analysis, analyse
 
 ROOT = pathlib.Path(__file__).resolve().parent
@@ -81,6 +82,9 @@ def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
 
     If no plan is predicted to fit the device's memory, the result is the fastest plan
     that does not fit.
+
+    Raises:
+      InfeasibleError: no plan was found within the row's strategy.
     """
     cluster = autopar.Cluster.parse(row["cluster"])
     device = device_of(row)
@@ -105,7 +109,7 @@ def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
         with contextlib.suppress(InfeasibleError):
             held = dataclasses.replace(cluster, device=one)
             return within(analysis, held, row, seconds)
-    raise SystemExit(f"{row['id']}: no plan of {row['strategy']}")
+    raise InfeasibleError(f"no plan of {row['strategy']} on mesh {row['mesh']}")
 
 
 def within(
@@ -121,7 +125,7 @@ def within(
         if [size for size in mesh.sizes if size > 1] != row["mesh"]:
             continue
         pricer = Pricer(cluster, mesh)
-        for recipe in recipes(len(mesh.axes)):
+        for recipe in recipes(len(mesh.axes), context=has_context(analysis)):
             if recipe.name == row["strategy"]:
                 limit = restriction_of(analysis, recipe, pricer)
                 found.append(solve_mesh(analysis, pricer, limit, seconds))
@@ -141,6 +145,14 @@ def flops(row: dict[str, Any]) -> float:
     weights = m["layers"] * layer + m["vocab"] * m["d_model"]
     mixing = m["layers"] * row["sequence"] * m["heads"] * m["head_dim"]
     return 6.0 * tokens * (weights + mixing)
+
+
+def figures(row: dict[str, Any], fused: bool, seconds: float) -> dict[str, Any]:
+    """The printed figures of a row, or the reason why it has none."""
+    try:
+        return result(row, priced(row, fused, seconds))
+    except (InfeasibleError, TimeOutError) as error:
+        return {"id": row["id"], "refused": str(error).split("\n", 1)[0]}
 
 
 def result(row: dict[str, Any], found: Candidate) -> dict[str, Any]:
@@ -286,11 +298,12 @@ def main() -> None:
     for row in rows:
         if row["id"] in known:
             continue
-        found = priced(row, not chosen.plain, chosen.limit)
-        done.append(result(row, found))
+        done.append(figures(row, not chosen.plain, chosen.limit))
         print(json.dumps(done[-1]), flush=True)
-    print(json.dumps(summary(done)))
-    print(json.dumps(left_out(done)))
+    done = [r for r in done if "refused" not in r]
+    if done:
+        print(json.dumps(summary(done)))
+        print(json.dumps(left_out(done)))
 
 
 if __name__ == "__main__":
