@@ -22,13 +22,20 @@ from autopar.errors import PlanError
 from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_again
 from autopar.steps.batch import batch_dims, batch_rows
-from autopar.steps.padding import padded_rows, padded_step, padded_whole
+from autopar.steps.padding import (
+    padded_rows,
+    padded_step,
+    padded_whole,
+    trace_rows,
+)
 from autopar_passes.graph.operators import Operator, OperatorGraph, users
 from autopar_passes.jax_compat import is_ordered
 from autopar_passes.microbatches.accumulate import accumulate_step
 from autopar_passes.microbatches.facts import Microbatched, MicrobatchError
 from autopar_passes.microbatches.find import split_step, unsplit
+from autopar_passes.microbatches.one_row import of_one_row
 from autopar_passes.program.equations import Program, walk
+from autopar_passes.program.trace import TracedStep
 from autopar_passes.rules import manual
 from autopar_passes.sums.stacked import Deferral
 
@@ -121,12 +128,33 @@ def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatch
     padded = padded_rows(rows, analysis.row_multiple, count)
     try:
         micro = padded_step(analysis, Fraction(rows, count), Fraction(padded, count))
-        return split_step(base.pytrees, micro, base.graph, count, couple=couple)
+        try:
+            return split_step(base.pytrees, micro, base.graph, count, couple=couple)
+        except MicrobatchError:
+            one = _one_row(analysis) if padded == count == rows else None
+            if one is None:
+                raise
+            return split_step(base.pytrees, one, base.graph, count, couple=couple)
     except MicrobatchError as error:
         raise PlanError(
             f"{name}: the batch cannot be split into {count} microbatches with the "
             f"meaning of the step kept: {error}"
         ) from error
+
+
+def _one_row(analysis: Analysis) -> TracedStep | None:
+    """Returns the step on one row, in the form that it has on several rows.
+
+    The result is None if it has no such form, or does not run on two rows.
+    """
+    rows = batch_rows(analysis.graph)
+    try:
+        two = trace_rows(analysis, 2)
+        more = analysis.pytrees if rows > 2 else trace_rows(analysis, 4)
+    except MicrobatchError:
+        return None
+    program = of_one_row(more.program, two.program, rows if rows > 2 else 4)
+    return None if program is None else dataclasses.replace(two, program=program)
 
 
 def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:

@@ -375,3 +375,32 @@ def test_a_loop_of_the_update_leaves_what_it_reads_to_the_update() -> None:
 
     assert "add" not in {made_by[c.value] for c in found.crossings}
     assert_close(run(step, args, COUNT), jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("length", [4, 1])
+@pytest.mark.parametrize("scanned", [False, True], ids=["in line", "in a loop"])
+def test_microbatches_of_one_row_look_up_labels(
+    scanned: bool, length: int, rows: int
+) -> None:
+    """JAX leaves the dimension of one row out of the indices of such lookups."""
+
+    def loss_of(w: Any, x: Any, y: Any) -> Any:
+        scores = jax.nn.log_softmax(x @ w + jnp.ones((len(x), 1, 1)))
+        return -jnp.mean(jnp.take_along_axis(scores, y[..., None], -1))
+
+    def loss(w: Any, x: Any, y: Any) -> Any:
+        if not scanned:
+            return loss_of(w, x, y)
+        layers = jnp.stack([jnp.eye(WIDTH), 2 * jnp.eye(WIDTH)])
+        x, _ = jax.lax.scan(lambda c, v: (jnp.tanh(c @ v), None), x, layers)
+        return loss_of(w, x, y)
+
+    def step(w: Any, x: Any, y: Any) -> Any:
+        value, grad = jax.value_and_grad(loss)(w, x, y)
+        return w - 0.1 * grad, value
+
+    x = drawn(rows, length, WIDTH, seed=3)
+    y = np.random.default_rng(4).integers(0, CLASSES, (rows, length))
+
+    assert_close(run(step, (W, x, y), rows), step(W, x, y))
