@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import Run, assert_fails
+from golden import assert_golden
 
 from autopar.errors import InputError
 from autopar.launching import slurm
@@ -68,6 +69,12 @@ def test_slurm_is_asked_for_what_an_elastic_run_needs() -> None:
 
 def test_without_a_limit_that_of_the_partition_holds() -> None:
     assert not any("--time" in x for x in directives(job_script(job())))
+
+
+def test_the_script_is_the_golden_one() -> None:
+    made = job(time="4:00:00", slots=2, run=("--devices=4",), command=("autopar",))
+    assert_golden(job_script(made), "slurm_job.sh")
+    subprocess.run(["bash", "-n"], input=job_script(made), text=True, check=True)
 
 
 @pytest.mark.parametrize("word", NASTY)

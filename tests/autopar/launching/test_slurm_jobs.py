@@ -253,6 +253,30 @@ def test_nodes_die(cluster: SlurmCluster, tmp_path: pathlib.Path) -> None:
     assert "the run has ended with status 0" in job.output.read_text()
 
 
+def test_a_standby_that_leads_saves_before_the_limit(
+    cluster: SlurmCluster, tmp_path: pathlib.Path
+) -> None:
+    """Slurm's signal would reach only the batch script, which is gone."""
+    job = Job(cluster, tmp_path, (2, 3))
+    job.wait_for(*joined("n1", "n2", "n3"), "standby n2")
+    job.forget()
+    try:
+        cluster.kill("n1")
+        job.wait_for(*joined("n2", "n3"))
+        cluster.do("scontrol", "update", f"jobid={job.number}", "timelimit=2")
+        job.wait_until(lambda: (job.folder / "saved").exists())
+        step = int((job.folder / "saved").read_text())
+        assert f"suspended at {step}" in job.events()
+        wait_for(
+            lambda: (
+                "Restarts=1" in cluster.do("scontrol", "show", "job", f"{job.number}")
+            ),
+            "it is not requeued",
+        )
+    finally:
+        cluster.start("n1")
+
+
 def test_a_standby_leads_while_the_batch_script_waits(
     cluster: SlurmCluster, tmp_path: pathlib.Path
 ) -> None:
