@@ -403,6 +403,8 @@ stand_by() {
     self=$SLURMD_NODENAME call=${calls[$1]} run_folder=$folder/$start.$SLURMD_NODENAME
     log=$run_folder/log.jsonl
     before=$(count_takeovers "$log")
+    # The steps that this one starts would bind their processes as this one is bound.
+    unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
     trap suspend USR1
     start_supervisor --standby
     until (($(count_takeovers "$log") > before)); do
