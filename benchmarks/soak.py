@@ -17,6 +17,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -179,7 +180,9 @@ class Soak:
             found["outcome"] = "recovered"
         elif self.process.poll() is not None:
             words = (self.results / "output").read_text().strip().splitlines()
-            found["says"] = words[-1][:300] if words else ""
+            # Agents on other hosts may print more after the supervisor has ended.
+            last = [x for x in words if x.startswith("autopar run: ")] or words
+            found["says"] = last[-1][:300] if last else ""
             right = found.get("gone") and LOST in found["says"]
             found["outcome"] = "ended as promised" if right else "ended"
         else:
@@ -346,9 +349,12 @@ class Soak:
 
     # The end.
 
-    def run(self, count: int) -> None:
-        """Causes a number of events."""
+    def run(self, count: int, seconds: float = math.inf) -> None:
+        """Causes a number of events; begins no event after so many seconds."""
+        end = time.monotonic() + seconds
         for k in range(count):
+            if time.monotonic() > end:
+                break
             time.sleep(self.draw.uniform(0.0, 0.5))
             good = self.event()
             last = {k: v for k, v in self.events[-1].items() if k != "time_s"}

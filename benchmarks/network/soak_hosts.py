@@ -317,7 +317,9 @@ KINDS = {
 }
 
 
-def run_seed(seed: int, events: int, kinds: list[str]) -> dict[str, Any]:
+def run_seed(
+    seed: int, events: int, kinds: list[str], limit_s: float
+) -> dict[str, Any]:
     """The figures of the events that a seed draws."""
     soak.KINDS.clear()
     soak.KINDS.update({kind: KINDS[kind] for kind in kinds})
@@ -326,7 +328,7 @@ def run_seed(seed: int, events: int, kinds: list[str]) -> dict[str, Any]:
         made = HostSoak(folder, seed, bed)
         begin = time.time()
         try:
-            made.run(events)
+            made.run(events, limit_s)
         finally:
             made.close()
         seconds = round(time.time() - begin)
@@ -342,6 +344,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     data = pathlib.Path(__file__).parents[2] / "docs" / "data" / "soak_hosts.json"
     parser.add_argument("--out", type=pathlib.Path, default=data)
+    parser.add_argument("--seconds", type=float, default=1e9, help="for all events")
+    parser.add_argument("--append", action="store_true", help="keep --out's seeds")
     parser.add_argument("--silence", type=int, default=5, help="of `autopar run`")
     parser.add_argument("--grace", type=int, default=8, help="of `autopar run`")
     parser.add_argument("--limit", type=float, default=soak.LIMIT_S, help="of an event")
@@ -352,8 +356,11 @@ def main() -> None:
     os.environ["SOAK_GRACE"] = str(given.grace)
     soak.LIMIT_S = given.limit
     found: list[dict[str, Any]] = []
+    if given.append:
+        found = json.loads(given.out.read_text())["seeds"]
+    asked = given.events, given.kinds, given.seconds
     with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
-        jobs = [pool.submit(run_seed, s, given.events, given.kinds) for s in given.seed]
+        jobs = [pool.submit(run_seed, s, *asked) for s in given.seed]
         for done in concurrent.futures.as_completed(jobs):
             found.append(done.result())
             print(json.dumps(found[-1], indent=1), flush=True)
