@@ -196,12 +196,22 @@ class Relay:
         """Treats the service as dead.
 
         If the host of the service is lost, its connections stay silent for a long time
-        before the kernel ends them.
+        before the kernel ends them. This call may take some seconds.
         """
+        self._lost = True
+        if self._registered.is_set():
+            self._end_client()
+            return
         with self._lock:
-            self._lost, services = True, list(self._services)
+            services = list(self._services)
         for service in services:
             hang_up(service)
+
+    def _end_client(self) -> None:
+        """Shuts XLA's client down, and then closes its connection."""
+        self._connected.wait()
+        shut_down(self._client)
+        self.close()
 
     def close(self) -> None:
         """Closes all connections; the client must have been shut down before."""
@@ -248,9 +258,7 @@ class Relay:
                 if answers.whole(data):
                     self._registered.set()
         if self._registered.is_set() and not self._closed:
-            self._connected.wait()
-            shut_down(self._client)
-            self.close()
+            self._end_client()
         hang_up(own)
 
     def _reach(self) -> End:

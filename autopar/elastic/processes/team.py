@@ -722,7 +722,7 @@ class Team:
         with self._breaking:
             relay = self._relay
         if relay is not None:
-            relay.lose()
+            threading.Thread(target=relay.lose, daemon=True).start()
 
     def _end_waits(self, form: Message) -> None:
         """Shuts connections down, so that nothing waits for a lost process."""

@@ -41,16 +41,30 @@ if sys.argv[1] == "connected":
     silent.set()
     failed = threading.Event()
 
+    polls_end = threading.Event()
+
     def call():
         try:
             client.key_value_increment("a", 1)
         except Exception:
             failed.set()
 
-    threading.Thread(target=call, daemon=True).start()
+    def poll():
+        while True:  # as exchanges do
+            try:
+                client.blocking_key_value_get_bytes("b", 50)
+            except Exception as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    polls_end.set()
+                    return
+
+    for work in (call, poll):
+        threading.Thread(target=work, daemon=True).start()
     assert not failed.wait(1.0)
     relay.lose()
     assert failed.wait(20.0)
+    assert polls_end.wait(20.0)
+    time.sleep(1.0)
 else:
     silent.set()
     threading.Timer(1.0, relay.lose).start()
