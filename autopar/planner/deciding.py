@@ -221,6 +221,8 @@ def _in_microbatches(search: Programs) -> None:
     for count in _counts(search):
         before = search.best
         try:
+            if asked.remat == "auto" and _kept_kernels(search, count):
+                return
             search.fits_in(count)
         except PlanError as error:
             if before is None and not search.errors.keys() - {program_name(count, "")}:
@@ -238,7 +240,6 @@ def _in_microbatches(search: Programs) -> None:
             search.leave_out(f"layers again in {count} microbatches, and more", why)
             return
         if asked.remat == "auto":
-            _kept_kernels(search, count)
             _again(search, count)
         if before is not None and search.best is before:
             return
@@ -320,15 +321,28 @@ def _local(search: Programs, count: int) -> tuple[str, ...]:
     return () if split is None else split.local
 
 
-def _kept_kernels(search: Programs, count: int) -> None:
+def _kept_kernels(search: Programs, count: int) -> bool:
     """Proposes that the step's own checkpoints keep the results of attention kernels.
 
-    The program needs more memory than the step as it is written, and less time.
+    The program has less work than the step as it is written, and needs more memory.
+
+    Returns:
+      Whether no other program can be faster: if memory does not slow the plan of this
+      one, neither the step as it is written nor more microbatches help.
     """
-    if program_name(count, "") not in search.plans:
-        return
-    if repeats_kernels(search.analysis):
-        search.fits_in(count, f"0:{KERNELS}")
+    if not repeats_kernels(search.analysis):
+        return False
+    remat = f"0:{KERNELS}"
+    try:
+        if not search.fits_in(count, remat):
+            return False
+    except PlanError:  # Planning the step as it is written raises this error again.
+        return False
+    if search.is_held_back(program_name(count, remat)):
+        return False
+    why = "they need less memory, which does not hold the plan back"
+    search.leave_out("the step as it is written, and more microbatches", why)
+    return True
 
 
 def _again(search: Programs, count: int) -> None:
@@ -351,7 +365,9 @@ def _again(search: Programs, count: int) -> None:
         search.leave_out("layers again", str(error).split("\n", 1)[0])
         return
     names = named_values(search.analysis, count, couple=couple)
-    kernels = [KERNELS] if has_kernels(search.analysis) else []
+    # Kernels that the step's own checkpoints repeat are a proposal of `_kept_kernels`.
+    kept = has_kernels(search.analysis) and not repeats_kernels(search.analysis)
+    kernels = [KERNELS] if kept else []
     levels = [FULL, DOTS, *kernels, *([NAMES + ",".join(names)] if names else [])]
     layered = _Layers(search, count, layers)
     try:

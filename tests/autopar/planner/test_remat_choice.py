@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from remat_cases import (
     again,
@@ -32,7 +33,7 @@ from autopar.planner.plan import plan_analysis
 from autopar.planner.programs import price_in_layouts
 from autopar.planner.proposals import recorded_proposals
 from autopar.planner.stages.entry import issue_s
-from autopar.plans import AS_WRITTEN
+from autopar.plans import AS_WRITTEN, Rematerialisation
 from autopar.steps.analysis import analyse
 
 # One microbatch passes the stages in turn, whatever the schedule.
@@ -262,3 +263,34 @@ def test_microbatches_are_chosen_where_checkpoints_are_left_out() -> None:
 
     assert plan.microbatches == 1
     assert not plan.remat.checkpoints
+
+
+def attending(params: Any, x: jax.Array) -> jax.Array:
+    """Layers with cuDNN's attention, each behind a checkpoint."""
+
+    def layer(w: Any, x: jax.Array) -> jax.Array:
+        q, k, v = jnp.split((x @ w[0]).reshape(*x.shape[:2], 24, 64), 3, 2)
+        mixed = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation="cudnn"
+        )
+        return x + mixed.reshape(x.shape) @ w[1]
+
+    for w in params:
+        x = jax.checkpoint(layer)(w, x)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def test_checkpoints_keep_kernels_if_memory_is_enough() -> None:
+    """The step as it is written has more work, so it is not planned, too."""
+    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    params = [(struct((512, 1536)), struct((512, 512))) for _ in range(2)]
+    args = params, struct((4, 2048, 512))
+    step = descent(attending)
+
+    with recorded_proposals() as proposals:
+        found = autopar.plan(step, *args, cluster="4:h100", compile_check=False)
+
+    written = autopar.plan(step, *args, cluster="4:h100", remat=0, compile_check=False)
+    assert found.remat == Rematerialisation(level="kernels")
+    assert found.predicted.step_s < written.predicted.step_s
+    assert {p.program for p in proposals if p.program} == {"remat 0:kernels"}
