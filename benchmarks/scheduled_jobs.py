@@ -166,15 +166,18 @@ class Hosts:
 
     address = "10.77.0.254"
 
-    def __init__(self, folder: pathlib.Path, rate_mbit: float | None = None) -> None:
+    def __init__(
+        self, folder: pathlib.Path, rate_mbit: float | None = None, count: int = NODES
+    ) -> None:
         """Starts the hosts, and an agent on each host except the last one.
 
         Args:
           folder: for the files of the agents.
           rate_mbit: rate of the links in Mbit/s; None: no limit.
+          count: number of hosts with an agent.
         """
         self.folder, self.secret = folder, folder / "secret"
-        self.rate_mbit = rate_mbit
+        self.rate_mbit, self.count = rate_mbit, count
         folder.mkdir(parents=True, exist_ok=True)
         if not self.secret.exists():
             create_secret(self.secret)
@@ -182,7 +185,7 @@ class Hosts:
         self.options += [f"--secret={self.secret}"]
         self.agents: list[subprocess.Popen[bytes]] = []
         self._open()
-        for _ in range(NODES):
+        for _ in range(count):
             self.add()
 
     def _open(self) -> None:
@@ -190,7 +193,7 @@ class Hosts:
         from bed import Bed as Namespaces
 
         self._command = netns.command
-        self._bed = Namespaces(NODES + 1, self.rate_mbit).__enter__()
+        self._bed = Namespaces(self.count + 1, self.rate_mbit).__enter__()
         bridge = f"{self._bed.prefix}br"
         words = ["ip", "addr", "add", f"{self.address}/24", "dev", bridge]
         netns.command(words, "give the scheduler an address")
@@ -220,7 +223,7 @@ class Hosts:
 
     def kill(self, name: str) -> None:
         """See `Bed`; the host's connections are not closed."""
-        addresses = [f"({self._address(k)})" for k in range(NODES)]
+        addresses = [f"({self._address(k)})" for k in range(self.count)]
         (host,) = (k for k, x in enumerate(addresses) if name.endswith(x))
         self._kill(host)
         self.agents[host].kill()
@@ -237,7 +240,7 @@ class Hosts:
         endpoint = Endpoint(network, PORT, lambda _: {}, cluster.serve)
         try:
             end = time.time() + LIMIT_S
-            while len(cluster.places()) < NODES and time.time() < end:
+            while len(cluster.places()) < self.count and time.time() < end:
                 time.sleep(0.1)
             names = [place.name for place in cluster.places()]
             yield ProcessRuns(folder, cluster.words, cluster.introduce), names

@@ -1,16 +1,16 @@
-"""Eight jobs of three models whose batch, plan and codecs adapt, on four hosts.
+"""Eight jobs of three models whose batch, plan and codecs adapt, on eight hosts.
 
     python benchmarks/network/co_adaptation.py --rates 100 1000 --seeds 1
     python benchmarks/network/co_adaptation.py --targets     # of the models
 
 Small trainings of a GPT, a ResNet and a recommendation model arrive by seed, at the
-scheduler of four hosts with one device each (network namespaces with shaped links).
-Each trains with `autopar.train` until its smoothed loss has reached the target of its
+scheduler of eight hosts with one device each (network namespaces with shaped links).
+A job has at least two devices. Each trains with `autopar.train` until its smoothed loss has reached the target of its
 model. The policy gives devices by goodput. In the arm `all` a job's batch, plan and
 codecs adapt; in the other arms one part is frozen: `batch` (the base batch), `plan`
 (the state is whole on each host, and the batch is split), or `codecs` (gradients are
 dense). All else is equal. All hosts share this machine's cores, so devices are said to
-compute at 4 GFLOP/s, and steps are paced by the seconds of work that the plan predicts
+compute at 1 GFLOP/s, and steps are paced by the seconds of work that the plan predicts
 then (`co_adaptation_script.py`). Bytes, codecs, decisions and losses are real. The
 hosts share a cache of compiled programs, which ``--keep`` keeps for the next arm.
 
@@ -62,11 +62,14 @@ from autopar.scheduler.simulator.metrics import metrics
 HERE = pathlib.Path(__file__).resolve().parent
 SCRIPT = HERE / "co_adaptation_script.py"
 DATA = HERE.parents[1] / "docs" / "data" / "co_adaptation.json"
-POLICY, HOSTS, JOBS = "goodput", scheduled_jobs.NODES, 8
-BETWEEN_S = 15.0
+POLICY, HOSTS, JOBS = "goodput", 8, 8
+BETWEEN_S = 30.0
 """Mean seconds between two arrivals."""
 
-DESIGN_SEED, DESIGN_STEPS = 1000, {"gpt": 150, "resnet": 100, "recommendation": 120}
+SIZES = (2, 4, 8)
+"""Numbers of devices of the curves: those that divide the base batches."""
+
+DESIGN_SEED, DESIGN_STEPS = 1000, {"gpt": 250, "resnet": 150, "recommendation": 500}
 """The training that sets a model's target: its seed, and its number of steps."""
 
 
@@ -87,7 +90,7 @@ def arrivals(seed: int, count: int = JOBS) -> list[Arrival]:
     models = list(itertools.islice(itertools.cycle(sorted(MODELS)), count))
     random.shuffle(models)
     times = np.cumsum([0.0, *random.exponential(BETWEEN_S, count - 1)])
-    asks = random.choice([1, 2, 4], count)
+    asks = random.choice([2, 4], count)
     return [
         Arrival(f"{model}{k}", model, float(at_s), int(n), 100 * seed + k)
         for k, (model, at_s, n) in enumerate(zip(models, times, asks, strict=True))
@@ -101,13 +104,16 @@ def words(out: pathlib.Path, job: Arrival, arm: str, rate: float) -> list[str]:
 
 
 def submitted_curve(name: str, rate: float, arm: str) -> CurveTable:
-    """The curve of a model at its submission: plans for its base batch."""
+    """The curve of a model at its submission: plans for its base batch.
+
+    A job runs on `SIZES` of devices only.
+    """
     model = MODELS[name]
     step, create_state = script.step_of(model)
     state = jax.eval_shape(create_state, jax.random.key(0))
     batch = next(model.data(0, model.base))
     points: list[CurvePoint] = []
-    for n in range(1, HOSTS + 1):
+    for n in SIZES:
         cluster = script.cluster_of(rate, n)
         options = script.plan_options(arm)
         plan = autopar.plan(step, state, batch, cluster=cluster, **options)
@@ -165,7 +171,7 @@ def reported_curve(
       found: of each job, the result of `goodputs`.
     """
     mean: dict[int, float] = {}
-    for n in range(1, HOSTS + 1):
+    for n in SIZES:
         rows, seconds = (sum(x[n][k] for x in found if n in x) for k in (0, 1))
         if rows > 0 and seconds > 0:
             mean[n] = rows / seconds
@@ -230,7 +236,8 @@ def table(
             "[[job]]", f'name = "{x.name}"', f'script = "{SCRIPT}"',
             f'application = "{x.model}"',
             f"args = {json.dumps(words(folder, x, arm, rate))}",
-            f"submitted_s = {x.at_s}", f"devices = {x.asks}", f"max = {HOSTS}",
+            f"submitted_s = {x.at_s}", f"devices = {x.asks}",
+            f"min = {SIZES[0]}", f"max = {HOSTS}",
             f'curve = "{x.model}.json"', "save_every = 100000",
         ]  # fmt: skip
     path = folder / "jobs.toml"
@@ -259,7 +266,7 @@ def run_arm(
       moves: costs of moves at this rate; None: they are measured first.
     """
     jobs, loads = arrivals(seed, count), [os.getloadavg()[0]]
-    bed = scheduled_jobs.Hosts(folder, rate)
+    bed = scheduled_jobs.Hosts(folder, rate, HOSTS)
     try:
         if moves is None:
             moves = measured_moves(folder, bed, arm, rate)
