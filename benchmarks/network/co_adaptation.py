@@ -5,13 +5,14 @@
 
 Small trainings of a GPT, a ResNet and a recommendation model arrive by seed, at the
 scheduler of eight hosts with one device each (network namespaces with shaped links).
-A job has at least two devices. Each trains with `autopar.train` until its smoothed loss has reached the target of its
-model. The policy gives devices by goodput. In the arm `all` a job's batch, plan and
-codecs adapt; in the other arms one part is frozen: `batch` (the base batch), `plan`
-(the state is whole on each host, and the batch is split), or `codecs` (gradients are
-dense). All else is equal. All hosts share this machine's cores, so devices are said to
-compute at 1 GFLOP/s, and steps are paced by the seconds of work that the plan predicts
-then (`co_adaptation_script.py`). Bytes, codecs, decisions and losses are real. The
+A job has at least two devices. It trains with `autopar.train` until its smoothed loss
+has reached the target of its model. The policy gives devices by goodput. In the arm
+`all` a job's batch, plan and codecs adapt; in the other arms one part is frozen:
+`batch` (the base batch), `plan` (the state is whole on each host, and the batch is
+split), or `codecs` (gradients are dense). All else is equal. All hosts share this
+machine's cores, so devices are said to compute at 1 GFLOP/s, and steps are paced by the
+seconds of work that the plan predicts then (`co_adaptation_script.py`). Bytes, codecs,
+decisions and losses are real. The
 hosts share a cache of compiled programs, which ``--keep`` keeps for the next arm.
 
 A row compares the average completion time with that of the simulator: the same policy,
