@@ -71,3 +71,14 @@ def test_a_row_does_not_depend_on_the_rows_that_are_read_with_it(driver: Any) ->
             jax.tree.leaves(whole), jax.tree.leaves(part), strict=True
         ):
             np.testing.assert_array_equal(one[start : start + base // 2], other)
+
+
+def test_an_arm_with_less_goodput_takes_longer(driver: Any) -> None:
+    plans = importlib.import_module("co_adaptation_plans")
+    found = {
+        f"{name} 100 {n}": {"all": model.base * n, "plan": 0.5 * model.base * n}
+        for name, model in driver.MODELS.items()
+        for n in driver.SIZES
+    }
+    ours, frozen = (plans.average_s(found, arm, 100.0, 3) for arm in ("all", "plan"))
+    assert 1.2 * ours < frozen < 4 * ours
