@@ -118,7 +118,7 @@ def submitted_curve(name: str, rate: float, arm: str) -> CurveTable:
         cluster = script.cluster_of(rate, n)
         options = script.plan_options(arm)
         plan = autopar.plan(step, state, batch, cluster=cluster, **options)
-        points.append(_point(n, model.base, plan.predicted.step_s))
+        points.append(point(n, model.base, plan.predicted.step_s))
     most = script.train_options(arm, model)["max_batch"]
     return CurveTable(points=tuple(points), base_batch=model.base, max_batch=most)
 
@@ -136,7 +136,8 @@ def submitted_curves(
     return found
 
 
-def _point(devices: int, batch: int, step_s: float) -> CurvePoint:
+def point(devices: int, batch: int, step_s: float) -> CurvePoint:
+    """A point of a curve: hosts with one device each."""
     return CurvePoint(
         cluster=f"{devices}x1:cpu", kind="cpu", nodes=devices, devices=devices,
         batch=batch, step_s=step_s, goodput=batch / step_s,
@@ -181,7 +182,7 @@ def reported_curve(
     scale = statistics.geometric_mean(ratios) if ratios else 1.0
     base = submitted.base_batch
     points = [
-        _point(n, base, base / mean.get(n, scale * p.goodput))
+        point(n, base, base / mean.get(n, scale * p.goodput))
         for n, p in by_devices.items()
     ]
     return CurveTable(points=tuple(points), base_batch=base)

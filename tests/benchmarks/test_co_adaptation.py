@@ -43,7 +43,7 @@ def test_moves_do_not_count_as_training(driver: Any) -> None:
 
 
 def test_a_curve_is_scaled_where_no_job_ran(driver: Any) -> None:
-    points = tuple(driver._point(n, 8, 1.0 / n) for n in driver.SIZES)
+    points = tuple(driver.point(n, 8, 1.0 / n) for n in driver.SIZES)
     submitted = CurveTable(points=points, base_batch=8)
     found = driver.reported_curve(submitted, [{2: (80.0, 10.0)}, {2: (80.0, 10.0)}])
     assert [p.goodput for p in found.points] == pytest.approx([8, 16, 32])
@@ -54,7 +54,7 @@ def test_a_curve_is_scaled_where_no_job_ran(driver: Any) -> None:
 def test_a_lone_job_completes_after_its_start_and_its_work(driver: Any) -> None:
     (job, *_) = driver.arrivals(1, 1)
     base = driver.MODELS[job.model].base
-    points = tuple(driver._point(n, base, 1.0) for n in driver.SIZES)
+    points = tuple(driver.point(n, base, 1.0) for n in driver.SIZES)
     curves = {job.model: CurveTable(points=points, base_batch=base)}
     moves = Moves(start_s=5.0, join_s=1.0, change_s=1.0)
     found = driver.simulated([job], curves, {job.name: 20.0 * base}, moves)
