@@ -2,6 +2,7 @@
 
 Usage: python benchmarks/scheduled_jobs.py [--on ray|hosts|slurm]
     [--policies goodput,fifo] [--keep FOLDER] [--out FILE]
+    python benchmarks/scheduled_jobs.py --simulate 12,5,1.5 40,20,4
 
 The nodes are raylets of a Ray cluster on this machine, hosts in network namespaces
 (with an agent each), or nodes of a local Slurm (srun starts the agents). The trainings
@@ -10,7 +11,8 @@ because all nodes share this machine's cores. The command prints the mean comple
 time of each policy, and the prediction of the simulator with the same policy, curves,
 arrivals and costs of moves. A separate training measures these costs before. The exit
 code is 1 if a training does not finish, or if its last loss differs from that of an
-undisturbed run.
+undisturbed run. With --simulate it only prints the predictions of the simulator, for
+given seconds of a start, of joining processes and of a change of devices.
 """
 
 from __future__ import annotations
@@ -533,7 +535,11 @@ def main() -> None:
     parser.add_argument("--policies", default="goodput,fifo")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the figures")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
+    parser.add_argument("--simulate", nargs="+", help="seconds: START,JOIN,CHANGE")
     given = parser.parse_args()
+    if given.simulate:
+        report_simulated(given.simulate, given.policies.split(","))
+        return
     # Actors run in other folders than this process, so paths must be absolute.
     paths = [os.path.abspath(x) for x in sys.path]
     os.environ |= {"SOAK_SPLIT": "0", "JAX_PLATFORMS": "cpu"}
@@ -545,6 +551,23 @@ def main() -> None:
         if given.out is not None:
             given.out.write_text(json.dumps(found, indent=1) + "\n")
         sys.exit(not good)
+
+
+def report_simulated(costs: list[str], policies: list[str]) -> None:
+    """Prints the average completion time of each policy in the simulator.
+
+    Args:
+      costs: seconds of a start, of joining processes and of a change, with commas.
+      policies: names of policies.
+    """
+    for cost in costs:
+        start_s, join_s, change_s = map(float, cost.split(","))
+        moves = Moves(start_s=start_s, join_s=join_s, change_s=change_s)
+        means = {
+            policy: round(statistics.mean(predicted(policy, moves).values()), 1)
+            for policy in policies
+        }
+        print(json.dumps({"moves": [start_s, join_s, change_s], **means}), flush=True)
 
 
 def report(
