@@ -380,7 +380,7 @@ class Checkpoints:
             raise CheckpointError(f"Checkpoints: keep must be 0 or more, not {keep}.")
         self.directory = pathlib.Path(directory).absolute()
         self.keep = keep
-        self.coding = coding
+        self.coding: Literal["planes"] | None = coding
         self._running: Background | None = None
         self._waits_at_end = False
 
