@@ -2,10 +2,12 @@
 
     python benchmarks/dropless.py [--only TEXT] [--seconds 5] [--json FILE] [--audit]
 
-Each row is a model and a cluster. The step is planned with rows sorted in blocks, of
-which each device has its own, and with all rows sorted together. Beside the two plans
-stands the fastest plan of those that people write (`autopar.planner.experts`), with
-rows in blocks. All are predicted by the cost model. With ``--audit``, two layers of
+Each row is a model and a cluster. The step is planned with slots for rows that may
+move, with rows sorted in blocks, of which each device has its own, and with all rows
+sorted together. Beside these plans stand the fastest plan of those that people write
+(`autopar.planner.experts`) with rows in blocks, and plans with slots that people write
+for experts: the layouts of the experts' matrices are pinned, and the solver chooses the
+rest. All are predicted by the cost model. With ``--audit``, two layers of
 each model are also compiled for 8x8 H100 without devices, and the bytes that the
 compiled program sends are compared with the prediction. Rows that ``--only`` leaves
 out keep their figures. Writes the figures to ``docs/data/dropless.json`` and prints a
@@ -23,15 +25,19 @@ from typing import Any
 
 import large
 import workloads
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.cluster import Cluster
+from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
 from autopar.planner.experts import expert_plans
+from autopar.planner.hints import fitting_meshes, pin_restriction, pinned_layouts
+from autopar.planner.problem import Restriction
 from autopar.planner.scheme import worth_of
-from autopar.planner.search import search
+from autopar.planner.search import candidate_meshes, search
 from autopar.steps.analysis import Analysis, analyse
-from autopar.steps.for_devices import for_devices
+from autopar.steps.for_devices import alternatives, for_devices
 
 DATA = pathlib.Path(__file__).parent.parent / "docs" / "data" / "dropless.json"
 ROWS = [
@@ -41,11 +47,53 @@ ROWS = [
 ]
 
 
-def planned(program: Analysis, cluster: Cluster, seconds: float) -> dict[str, Any]:
-    """The figures of the fastest plan of a program."""
+def expert_layouts() -> dict[str, dict[str, P]]:
+    """Layouts of the experts' matrices that people write, on two axes of a mesh.
+
+    Either axis may be the one of faster links, and the solver chooses all other
+    layouts. Megatron-LM splits experts over one axis, and has copies of them, or of
+    their parameters without the optimizer state, over the other. A ring of experts
+    gathers the matrices and sends the bytes of FSDP; XLA has no such program.
+    """
+    first, second = "first", "second"
+
+    def experts(up: P, down: P) -> dict[str, P]:
+        return {"*/gate": up, "*/up": up, "*/down": down}
+
+    both = (first, second)
+    return {
+        "EP x DP": experts(P(first), P(first)),
+        "EP x TP": experts(P(first, None, second), P(first, second)),
+        "EP x FSDP": experts(P(first, second), P(first, None, second)),
+        "EP over both axes": experts(P(both), P(both)),
+        "FSDP": experts(P(None, both), P(None, both)),
+    }
+
+
+def planned(
+    program: Analysis,
+    cluster: Cluster,
+    seconds: float,
+    pins: dict[str, P] | None = None,
+) -> dict[str, Any]:
+    """The figures of the fastest plan of a program, with the layouts of pins."""
     begin = time.process_time()
+    meshes = candidate_meshes(cluster)
+
+    def restriction(pricer: Pricer) -> Restriction:
+        layouts = pinned_layouts(program, pins or {}, pricer.mesh)
+        return pin_restriction(program, layouts)
+
     try:
-        best = search(program, cluster, seconds=seconds).best
+        if pins:
+            meshes = fitting_meshes(program, pins, meshes)
+        best = search(
+            program,
+            cluster,
+            meshes=meshes,
+            seconds=seconds,
+            restriction=restriction if pins else None,
+        ).best
     except PlanError as error:
         return {"refused": str(error).split("\n", 1)[0]}
     worth = worth_of(best.estimate, best.step_s)
@@ -67,15 +115,25 @@ def figures(name: str, text: str, seconds: float) -> dict[str, Any]:
     begin = time.process_time()
     blocks = for_devices(analysis, cluster.num_devices)
     rewriting_s = round(time.process_time() - begin, 1)
-    together = for_devices(analysis, cluster.num_devices, row_blocks=1)
+    begin = time.process_time()
+    programs = alternatives(blocks, cluster.num_devices)
+    slots = programs[-1] if programs[-1].row_capacity else None
     found: dict[str, Any] = {
         "model": name,
         "cluster": text,
         "row_blocks": blocks.row_blocks,
         "rewriting_cpu_s": rewriting_s,
+        "rewriting_slots_cpu_s": round(time.process_time() - begin, 1),
         "blocks": planned(blocks, cluster, seconds),
-        "together": planned(together, cluster, seconds),
+        "together": planned(programs[1], cluster, seconds),
     }
+    if slots is not None:
+        found["row_capacity"] = slots.row_capacity
+        found["slots"] = planned(slots, cluster, seconds)
+        found["experts_by_hand"] = {
+            rule: planned(slots, cluster, seconds, pins)
+            for rule, pins in expert_layouts().items()
+        }
     by_hand = {
         f"{expert.name} on {expert.mesh}": expert.candidate.step_s
         for expert in expert_plans(analysis, cluster, seconds=seconds)
@@ -107,28 +165,30 @@ def audited(name: str, seconds: float) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> None:
     """Prints the rows."""
     workloads.row(
-        *("model", "cluster", "in blocks s", "MFU %", "repeats %", "GB"),
-        *("together s", "repeats %", "best by hand s", "by hand", "scheme"),
+        *("model", "cluster", "slots s", "MFU %", "in blocks s", "MFU %"),
+        *("together s", "best by hand s", "by hand", "scheme"),
     )
-    workloads.row(*["---"] * 11)
+    workloads.row(*["---"] * 10)
     for r in rows:
         cells: list[str] = []
         for kind, names in (
-            ("blocks", ("step_s", "mfu", "most_repeated", "memory_bytes")),
-            ("together", ("step_s", "most_repeated")),
+            ("slots", ("step_s", "mfu")),
+            ("blocks", ("step_s", "mfu")),
+            ("together", ("step_s",)),
         ):
-            own = r[kind]
-            scale = {"step_s": 1.0, "memory_bytes": 1e-9}
+            own = r.get(kind, {})
+            scale = {"step_s": 1.0}
             cells += [
                 f"{own[n] * scale.get(n, 100.0):.3g}" if n in own else "none fits"
                 for n in names
             ]
-        hand = (
-            (f"{r['best_by_hand_s']:.3g}", r["best_by_hand"])
-            if "best_by_hand" in r
-            else ("none fits", "")
-        )
-        scheme = r["blocks"].get("scheme", "")
+        every = {n: p for n, p in r.get("experts_by_hand", {}).items() if "step_s" in p}
+        times = {n: p["step_s"] for n, p in every.items()}
+        if "best_by_hand" in r:
+            times[r["best_by_hand"]] = r["best_by_hand_s"]
+        best = min(times, key=lambda n: times[n], default="")
+        hand = (f"{times[best]:.3g}", best) if best else ("none fits", "")
+        scheme = r.get("slots", r["blocks"]).get("scheme", "")
         workloads.row(r["model"], r["cluster"], *cells, *hand, scheme)
 
 

@@ -61,7 +61,7 @@ from autopar.plans.schema import Seconds
 from autopar.plans.specs import check_divides, spec_of
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_dims, batch_rows
-from autopar.steps.for_devices import for_devices
+from autopar.steps.for_devices import alternatives, for_devices
 from autopar.steps.padding import padded_rows, with_row_multiple
 from autopar.units import number_of
 
@@ -409,11 +409,8 @@ def plan_analysis(
         most_s: float = math.inf,
         meshes: Sequence[MeshShape] = (),
     ) -> Planned:
-        programs = [program]
-        if program.row_blocks > 1:
-            programs.append(for_devices(program, on.num_devices, row_blocks=1))
         return _search_layouts(
-            programs,
+            alternatives(program, on.num_devices, compressed=codecs.mode != "none"),
             on,
             meshes or meshes_of(program, on, asked),
             asked.pins or {},

@@ -115,6 +115,7 @@ def make_plan(
         microbatches=analysis.microbatches,
         row_multiple=analysis.row_multiple,
         row_blocks=analysis.row_blocks,
+        row_capacity=analysis.row_capacity,
         local=() if analysis.split is None else analysis.split.local,
         remat=analysis.remat,
         offload=analysis.offload,
@@ -236,7 +237,7 @@ def split_as(analysis: Analysis, plan: Plan) -> Analysis:
         analysis = rematerialise(analysis, plan.remat, plan.microbatches, couple=couple)
     analysis = keep_on_host(analysis, plan.offload)
     devices = 1 if plan.replicas else math.prod(plan.axis_sizes)
-    return for_devices(analysis, devices, plan.row_blocks)
+    return for_devices(analysis, devices, plan.row_blocks, plan.row_capacity)
 
 
 def check_plan(analysis: Analysis, plan: Plan) -> None:

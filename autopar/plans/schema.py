@@ -199,6 +199,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         padded; 1: rows are not padded.
       row_blocks: the number of blocks in which rows are sorted that are sorted only to
         group them, such as tokens by their experts; 1: all rows are sorted together.
+      row_capacity: the slots that each group has in a block of rows, divided by its
+        mean number of rows; 0: rows have no slots, and no device gets rows of others.
       replicas: the share of each replica, for replicas of unequal devices. The replicas
         are the positions along the mesh's first axis, which splits no array. Empty:
         every device takes part in all microbatches.
@@ -243,6 +245,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     microbatches: int = 1
     row_multiple: int = 1
     row_blocks: int = 1
+    row_capacity: float = 0.0
     replicas: tuple[ReplicaPlan, ...] = ()
     local: tuple[str, ...] = ()
     schedule: str = NO_SCHEDULE
@@ -267,6 +270,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for name in ("row_multiple", "row_blocks"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be 1 or more, not {getattr(self, name)}.")
+        if not 0 <= self.row_capacity < math.inf:
+            raise PlanError(
+                f"row_capacity must be a number of at least 0, not {self.row_capacity}."
+            )
         if self.schedule not in SCHEDULES:
             raise PlanError(
                 f"unknown schedule '{self.schedule}'; there are {', '.join(SCHEDULES)}."

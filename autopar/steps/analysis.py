@@ -207,6 +207,8 @@ class Analysis:
       batches: the number of matrices in each of these batches.
       row_blocks: the number of blocks in which rows are sorted that are sorted only to
         group them; 1 if all rows are sorted together.
+      row_capacity: the slots of each group in a block, divided by its mean number of
+        rows (`autopar_passes.graph.row_slots`); 0 if rows have no slots.
       offload: paths of the state that the plan keeps in host memory
         (`autopar.steps.offload`).
       on_devices: if there is such state, the analysis of the step with all its state in
@@ -238,6 +240,7 @@ class Analysis:
     alone: Analysis | None = None
     batches: tuple[int, ...] = ()
     row_blocks: int = 1
+    row_capacity: float = 0.0
     offload: tuple[str, ...] = ()
     on_devices: Analysis | None = None
     programs: Mapping[int, int] | None = None

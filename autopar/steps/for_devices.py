@@ -12,18 +12,23 @@ import dataclasses
 import functools
 import time
 
+from autopar.errors import PlanError
 from autopar.steps.analysis import Analysis, analyse_again, with_program
-from autopar_passes.graph.operators import update_equations
+from autopar_passes.graph.operators import RAGGED_PRODUCTS, update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.graph.row_blocks import sort_in_blocks
 from autopar_passes.graph.row_orders import NO_ORDERS, RowOrders
+from autopar_passes.graph.row_slots import EXPECTED_RUNS, RowSlots, give_slots
 from autopar_passes.microbatches.facts import place_of
 from autopar_passes.program.equations import Program
 from autopar_passes.program.update_batches import batch_updates
 
 
 def for_devices(
-    analysis: Analysis, devices: int, row_blocks: int | None = None
+    analysis: Analysis,
+    devices: int,
+    row_blocks: int | None = None,
+    row_capacity: float = 0.0,
 ) -> Analysis:
     """Returns the analysis of a step that suits a number of devices.
 
@@ -33,15 +38,62 @@ def for_devices(
       devices: the number of devices of the plan, which has one stage.
       row_blocks: the number of blocks in which rows are sorted that are sorted only to
         group them; None: the largest number that divides the devices and the rows.
+      row_capacity: the slots that a group has in a block of rows, divided by its mean
+        number of rows; 0: rows have no slots.
 
     Returns:
       ``analysis`` itself if there is nothing to rewrite.
+
+    Raises:
+      PlanError: the rows of this step cannot have slots.
     """
     alone = analysis.alone or analysis
     if devices == 1 or alone.traced is None:
         return alone
-    make = functools.partial(_rewritten, alone, devices, row_blocks)
-    return alone.remember(("for devices", devices, row_blocks), make)
+    how = devices, row_blocks, row_capacity
+    make = functools.partial(_rewritten, alone, *how)
+    return alone.remember(("for devices", *how), make)
+
+
+def alternatives(
+    analysis: Analysis, devices: int, *, compressed: bool = False
+) -> list[Analysis]:
+    """Returns the rewrites of a step that a plan may choose from.
+
+    Rows that are sorted in blocks may also be sorted together, or have slots. A step
+    whose rows cannot have slots says why among its assumptions.
+
+    Args:
+      analysis: the result of `for_devices`.
+      devices: the number of devices of the plan, which has one stage.
+      compressed: whether gradients may be sent compressed. The gradients of products
+        of rows with slots are added up in a loop, and cannot be.
+    """
+    if analysis.row_blocks == 1:
+        return [analysis]
+    base = analysis.alone or analysis
+    together = for_devices(base, devices, row_blocks=1)
+    if compressed:
+        note = (
+            "rows of groups stay on their device, so that gradients can be compressed"
+        )
+        return [_with_note(analysis, note), together]
+
+    def slots() -> tuple[Analysis | None, str]:
+        start = time.perf_counter()
+        rules = {op.equation: op.rule for op in base.graph.operators}
+        program, found = give_slots(base.program, rules, analysis.row_blocks)
+        if not found.slots:
+            return None, found.refused
+        return _with_slots(
+            base, program, found, devices, analysis.row_blocks, start
+        ), ""
+
+    made, reason = base.remember(("slots", devices), slots)
+    if made is not None:
+        return [analysis, together, made]
+    note = f"rows of groups stay on their device, because {reason}"
+    return [_with_note(analysis, note), together]
 
 
 def stages_for_devices(micro: Analysis, devices: int) -> Analysis:
@@ -67,8 +119,30 @@ def stages_for_devices(micro: Analysis, devices: int) -> Analysis:
     return micro.remember(("for devices", devices), make)
 
 
-def _rewritten(analysis: Analysis, devices: int, row_blocks: int | None) -> Analysis:
+def notes_of_stages(micro: Analysis) -> tuple[str, ...]:
+    """What a plan of several stages does not do, for a step that groups rows."""
+    if all(op.kind not in RAGGED_PRODUCTS for op in micro.graph.operators):
+        return ()
+    return (
+        "rows of groups stay on their device, because only plans of one stage give "
+        "them slots",
+    )
+
+
+def _rewritten(
+    analysis: Analysis, devices: int, row_blocks: int | None, row_capacity: float
+) -> Analysis:
     start = time.perf_counter()
+    if row_capacity:
+        rules = {op.equation: op.rule for op in analysis.graph.operators}
+        blocks = row_blocks or devices
+        program, found = give_slots(analysis.program, rules, blocks, row_capacity)
+        if not found.slots:
+            raise PlanError(
+                f"row_capacity={row_capacity:g} in {blocks} blocks: the rows of this "
+                f"step cannot have slots, because {found.refused}."
+            )
+        return _with_slots(analysis, program, found, devices, blocks, start)
     own = equations_of_update(analysis)
     program, orders, blocks = _sorted_in_blocks(analysis, devices, row_blocks)
     program, batches = batch_updates(program, own, devices)
@@ -78,6 +152,41 @@ def _rewritten(analysis: Analysis, devices: int, row_blocks: int | None) -> Anal
         analysis, program, start, alone=analysis, batches=batches, row_blocks=blocks
     )
     return _with_reasons(made, analysis, orders)
+
+
+def _with_slots(
+    analysis: Analysis,
+    program: Program,
+    found: RowSlots,
+    devices: int,
+    blocks: int,
+    start: float,
+) -> Analysis:
+    """The analysis of a step whose rows have slots."""
+    program, batches = batch_updates(program, equations_of_update(analysis), devices)
+    made = with_program(
+        analysis,
+        program,
+        start,
+        alone=analysis,
+        batches=batches,
+        row_blocks=blocks,
+        row_capacity=found.capacity,
+    )
+    note = (
+        f"rows beyond {found.capacity:g} times the mean of a group take further rounds "
+        f"in {EXPECTED_RUNS:.0%} of all runs"
+    )
+    return _with_note(made, note)
+
+
+def _with_note(analysis: Analysis, note: str) -> Analysis:
+    """Adds a note to the assumptions of an analysis."""
+    graph = analysis.graph
+    notes = (*graph.assumed_trips, note)
+    return dataclasses.replace(
+        analysis, graph=dataclasses.replace(graph, assumed_trips=notes)
+    )
 
 
 def _sorted_in_blocks(

@@ -37,6 +37,7 @@ from jax._src.random import prng as _prng
 from jax._src.state import discharge as _discharge
 from jax.experimental import io_callback as _io_callback
 from jax.experimental import topologies as _topologies
+from jax.experimental import xla_metadata as _xla_metadata
 from jax.extend import backend as jex_backend
 from jax.extend import core as jex_core
 from jaxlib.mlir import ir as _ir
@@ -107,6 +108,35 @@ def source_of(eqn: Any) -> Generator[None]:
     stack = _source_info.current_name_stack() + eqn.source_info.name_stack
     with _source_info.user_context(eqn.source_info.traceback, name_stack=stack):
         yield
+
+
+# The key of XLA's metadata of a loop by which the loop says how often it is expected to
+# run, if its number of iterations depends on data.
+EXPECTED_RUNS = "autopar_expected_runs"
+
+
+def expecting_runs(runs: float) -> contextlib.AbstractContextManager[Any]:
+    """Traces loops that say how often they are expected to run.
+
+    The number goes with the loop, as ``frontend_attributes`` of XLA, into lowered and
+    compiled programs.
+    """
+    return _xla_metadata.set_xla_metadata(**{EXPECTED_RUNS: str(runs)})
+
+
+def expected_runs(eqn: Any) -> float | None:
+    """The number of `expecting_runs` of a loop's equation; None without one.
+
+    The metadata of an equation is in its context, which is private (0.10.2).
+    """
+    found = (getattr(eqn.ctx, "xla_metadata", None) or {}).get(EXPECTED_RUNS)
+    return None if found is None else float(found)
+
+
+def with_expected_runs(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """`expecting_runs` with the number of an equation, if it has one."""
+    found = expected_runs(eqn)
+    return contextlib.nullcontext() if found is None else expecting_runs(found)
 
 
 def bind(eqn: Any, *args: Any) -> list[Any]:

@@ -31,6 +31,7 @@ from autopar.planner.stages.stage_costs import (
 )
 from autopar.planner.stages.stage_search import StageHints, StageSearch, StageSite
 from autopar.plans import NO_SCHEDULE, PipelineData, Plan, StagePlan
+from autopar.steps.for_devices import notes_of_stages
 from autopar.steps.microbatches import over_microbatches
 from autopar.steps.stages import CutStep, sizes_by_path
 from autopar.units import seconds_text
@@ -585,7 +586,7 @@ def _write_stages(
         roles={i.path: i.role.value for i in inputs},
         shapes={i.path: tuple(whole.graph.values[i.value].shape) for i in inputs},
         unsupported_ops=whole.graph.unsupported,
-        assumed=whole.graph.assumed_trips,
+        assumed=(*whole.graph.assumed_trips, *notes_of_stages(cut.analysis)),
         local=cut.found.local,
         fingerprint=whole.fingerprint,
         structure=whole.structure,

@@ -35,6 +35,7 @@ from autopar_passes.audit.hlo_text import (
 )
 from autopar_passes.audit.kernels import Kernel, kernel_of
 from autopar_passes.audit.partitioned import AuditedCollective, MeshAxes, differing_axes
+from autopar_passes.jax_compat import EXPECTED_RUNS
 
 SCATTERED: Final = "reduce-scatter run as all-reduce"
 GATHERED: Final = "all-gather run as all-reduce"
@@ -204,6 +205,9 @@ class Reader:
         noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.attributes)
         if noted:
             return float(noted[1])
+        expected = re.search(rf'{EXPECTED_RUNS}="([\d.e-]+)"', op.attributes)
+        if expected:
+            return float(expected[1])
         bound = max(self._constants(op.callee("condition")), default=0)
         if bound == 0:
             self.unknown.add("loop of unknown length counted once")

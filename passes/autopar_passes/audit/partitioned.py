@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.mlir import passmanager
 
 from autopar_passes.graph.emit import UNKNOWN_TRIPS
+from autopar_passes.jax_compat import EXPECTED_RUNS
 
 # Name and size of each axis of the device mesh.
 MeshAxes = Sequence[tuple[str, int]]
@@ -336,8 +337,18 @@ def _bits(element: Any) -> int:
     return int(found.group()) if found else 32
 
 
+_ATTRIBUTES = "mhlo.frontend_attributes"
+
+
 def _loop_count(op: Any) -> float:
-    """Reads the trips of a loop ``while i < bound`` where ``i`` starts constant."""
+    """Reads the trips of a loop ``while i < bound`` where ``i`` starts constant.
+
+    Other loops may say how often they are expected to run
+    (`autopar_passes.jax_compat.expecting_runs`).
+    """
+    own = _ATTRIBUTES in op.attributes and op.attributes[_ATTRIBUTES]
+    if own and EXPECTED_RUNS in own:
+        return float(own[EXPECTED_RUNS].value)
     block = op.regions[0].blocks[0]
     compares = [o for o in block.operations if "compare" in o.operation.name]
     if len(compares) != 1 or len(list(block.operations)) > _COUNTING_OPERATIONS:

@@ -271,6 +271,8 @@ class _Emitter:
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         count = while_trips(eqn)
         if count is None:
+            count = jax_compat.expected_runs(eqn.source)
+        if count is None:
             self.assumed.append(f"while at {jax_compat.source_line(eqn.source)}")
             count = UNKNOWN_TRIPS
         for k in range(n_cond):

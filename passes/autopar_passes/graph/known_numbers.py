@@ -275,6 +275,44 @@ class KnownNumbers:
                 known = self.numbers_of(atom)
                 return known is not None and bool(np.all(known >= 0))
 
+    def is_below(self, atom: Atom, limit: int, depth: int = _DEPTH) -> bool:
+        """Whether all elements are known to be less than a limit.
+
+        Args:
+          atom: integers that are at least 0 (`is_natural`).
+          limit: the limit.
+          depth: the most operators to follow.
+        """
+        known = self.numbers_of(atom)
+        if known is not None:
+            return bool(np.all(known < limit))
+        if isinstance(atom, int) and atom in self.outside and depth:
+            return self.is_below(self.outside[atom], limit, depth - 1)
+        eqn = self.maker_of(atom)
+        if eqn is None or not depth:
+            return False
+
+        def below(a: Atom) -> bool:
+            return self.is_below(a, limit, depth - 1)
+
+        shape = self.shape(eqn.inputs[0]) if eqn.inputs else ()
+        match eqn.primitive:
+            case "argmax" | "argmin":
+                return math.prod(shape[d] for d in eqn.params["axes"]) <= limit
+            case "top_k":
+                axis = eqn.params.get("axis", -1)
+                return eqn.outputs.index(atom) == 1 and shape[axis] <= limit
+            case "optimization_barrier":
+                return below(eqn.inputs[eqn.outputs.index(atom)])
+            case "convert_element_type" if not _wraps(eqn):
+                return below(eqn.inputs[0])
+            case kind if kind in _RESHAPES | {
+                "copy", "broadcast_in_dim", "slice", "transpose",
+            }:  # fmt: skip
+                return below(eqn.inputs[0])
+            case _:
+                return False
+
 
 def _wraps(eqn: Equation) -> bool:
     """Whether a conversion may make a negative integer of a natural number."""

@@ -103,6 +103,21 @@ class RowProduct:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SortedValue:
+    """A value with rows of a sorted order.
+
+    Attributes:
+      order: the order.
+      dim: the dimension of the rows.
+      numbered: whether the value holds the numbers of the rows.
+    """
+
+    order: int
+    dim: int
+    numbered: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RowOrders:
     """The orders of a program that may be sorted in blocks.
 
@@ -113,6 +128,14 @@ class RowOrders:
       products: index of each ragged product -> its order and groups.
       inside: indices of all equations that read or make sorted or placed values.
       counts: indices of the equations that only count the rows of groups.
+      values: value -> its sorted rows.
+      placed: values with a number for each row that follows from its place in an order.
+      places: values that are equal to the places of rows in a sorted order, up to a
+        constant -> their dimension, and the number of the first place; None for other
+        numbers that follow from the places.
+      uniform: value that is computed from sorted rows, but is the same for all rows ->
+        its only element; None if its elements differ along other dimensions.
+      bounded: orders of keys that are known to be numbers of groups.
       refused: index of each sort that precedes a ragged product and must stay whole, or
         of a ragged product of rows in no known order -> the reason.
     """
@@ -123,6 +146,11 @@ class RowOrders:
     products: Mapping[int, RowProduct]
     inside: frozenset[int]
     counts: frozenset[int]
+    values: Mapping[int, SortedValue]
+    placed: frozenset[int]
+    places: Mapping[int, tuple[int, int] | None]
+    uniform: Mapping[int, Any]
+    bounded: frozenset[int]
     refused: Mapping[int, str]
 
     def __bool__(self) -> bool:
@@ -130,7 +158,8 @@ class RowOrders:
         return bool(self.products)
 
 
-NO_ORDERS = RowOrders({}, frozenset(), {}, {}, frozenset(), frozenset(), {})
+_NONE: frozenset[int] = frozenset()
+NO_ORDERS = RowOrders({}, _NONE, {}, {}, _NONE, _NONE, {}, _NONE, _NONE, {}, _NONE, {})
 
 
 def find_row_orders(
@@ -179,6 +208,26 @@ class _OrderFinder:
         # What was found of known arrays, which the table keeps alive, by their ids.
         self.seen: dict[Hashable, tuple[np.ndarray, Any]] = {}
         self.unknown: dict[int, str] = {}
+        # Value that is equal for all rows -> the order, and its only element.
+        self.uniform: dict[int, tuple[int, Any]] = {}
+        # Order -> the keys of its first sort.
+        self.keys: dict[int, Atom] = {}
+
+    def counted(self, value: int) -> tuple[int, int] | None:
+        """The dimension along which known numbers count up, and the first number."""
+        known = self.numbers.numbers_of(value)
+        dims = [] if known is None else [d for d, n in enumerate(known.shape) if n > 1]
+        if known is None or len(dims) != 1:
+            return None
+        numbers = known.reshape(-1)
+        first = int(numbers[0])
+        same = np.array_equal(numbers - first, np.arange(len(numbers)))
+        return (dims[0], first) if same else None
+
+    def is_bounded(self, order: int) -> bool:
+        """Whether all keys are known to be numbers of groups."""
+        groups = [p.groups for p in self.products.values() if p.order == order]
+        return self.numbers.is_below(self.keys[order], min(groups))
 
     def orders(self) -> RowOrders:
         used = {p.order for p in self.products.values()}
@@ -190,6 +239,19 @@ class _OrderFinder:
             {k: p for k, p in self.products.items() if p.order in good},
             frozenset(k for k, order in self.inside.items() if order in good),
             frozenset(k for k, order in self.counts.items() if order in good),
+            {
+                v: SortedValue(
+                    rows.order,
+                    rows.dim,
+                    self.is_identity(rows.known, self.rows[rows.order]),
+                )
+                for v, rows in self.sorted.items()
+                if rows.order in good
+            },
+            frozenset(v for v, rows in self.placed.items() if rows.order in good),
+            {v: self.counted(v) for v, order in self.places.items() if order in good},
+            {v: known for v, (order, known) in self.uniform.items() if order in good},
+            frozenset(o for o in good if self.is_bounded(o)),
             {k: self.broken[o] for k, o in self.sorts.items() if o in used - good}
             | self.unknown,
         )
@@ -296,6 +358,7 @@ class _OrderFinder:
             return
         order = self.numbers.number_of(eqn.inputs[0])
         self.rows[order] = count
+        self.keys.setdefault(order, eqn.inputs[0])
         self.sorts[eqn.index] = order
         for k, value in enumerate(eqn.outputs):
             numbers = None if k == 0 or known[k] is None else _spread(known[k], count)
@@ -634,6 +697,8 @@ class _OrderFinder:
             known = self.numbers.compute(eqn, read)
             if known is not None and is_uniform(known, places[0]):
                 self.numbers.set_known(value, known)
+                only = known.reshape(-1)[0] if np.all(known == known.flat[0]) else None
+                self.uniform[value] = order, only
                 continue
             table[value] = _OrderedRows(order, places[0], known)
             if known is None and table is self.placed:

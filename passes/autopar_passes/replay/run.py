@@ -140,11 +140,12 @@ class ControlFlow:
             made = _as_arrays(ends, carried)
             return _where(goes_on(carried), made, carried) if mapped else made
 
-        after, end = jax.lax.while_loop(
-            lambda carried: self._in_turn(carried[0], test, carried[1])[1],
-            lambda carried: self._in_turn(carried[0], step, carried[1]),
-            (self._turn(eqn), outer[n_cond + n_body :]),
-        )
+        with jax_compat.with_expected_runs(eqn.source):
+            after, end = jax.lax.while_loop(
+                lambda carried: self._in_turn(carried[0], test, carried[1])[1],
+                lambda carried: self._in_turn(carried[0], step, carried[1]),
+                (self._turn(eqn), outer[n_cond + n_body :]),
+            )
         self._after_callbacks(after)
         return self._hand_out(carries, 2, end)
 

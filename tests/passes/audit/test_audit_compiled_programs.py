@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autopar_passes import jax_compat
 from autopar_passes.audit.compiled import (
     SCATTERED,
     WIDENED,
@@ -76,6 +77,27 @@ def test_sum_of_a_product(mesh, scattered):
     sent = 64 * 16 * 4 * 3 / 4 * (1 if scattered else 2)
     assert sums(found.collectives) == {(kind, ("b",)): sent}
     assert found.exceptions == ((SCATTERED,) if scattered else ())
+
+
+def test_loops_run_as_often_as_they_expect(mesh):
+    """The number goes with the loop into the compiled program."""
+
+    def step(x, n):
+        def more(c):
+            y = jax.lax.with_sharding_constraint(jnp.sin(c[1]), whole)
+            return c[0] + 1.0, pinned(mesh, jnp.cos(y), "b", None)
+
+        with jax_compat.expecting_runs(0.25):
+            return jax.lax.while_loop(lambda c: c[0] < n[0], more, (0.0, x))[1]
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    program = compiled(
+        mesh, step, ((8, 16), jnp.float32, ("b", None)), ((1,), jnp.float32, ())
+    )
+    found = hlo_collectives(program.as_text())
+
+    assert found
+    assert {c.trips for c in found} == {0.25}
 
 
 def test_loop_of_products(mesh):

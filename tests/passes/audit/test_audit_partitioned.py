@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar_passes import jax_compat
 from autopar_passes.audit.partitioned import AuditedCollective, shardy_collectives
 from autopar_passes.graph.emit import UNKNOWN_TRIPS
 
@@ -158,6 +159,24 @@ def test_another_while_has_the_trips_that_are_assumed() -> None:
     (found,) = audit(step, ((8, 16), P("y", None)), ((1,), P()))
 
     assert found.trips == UNKNOWN_TRIPS
+
+
+def test_a_while_has_the_trips_that_it_expects() -> None:
+    """The number goes with the loop. The name of a scope does not count."""
+
+    def step(x: jax.Array, n: jax.Array) -> jax.Array:
+        def run(x: jax.Array) -> jax.Array:
+            more = lambda c: (c[0] + 1.0, _round_trip(c[1]))  # noqa: E731
+            return jax.lax.while_loop(lambda c: c[0] < n[0], more, (0.0, x))[1]
+
+        with jax_compat.expecting_runs(0.25):
+            x = run(x)
+        with jax.named_scope(jax_compat.EXPECTED_RUNS):
+            return run(x)
+
+    found = audit(step, ((8, 16), P("y", None)), ((1,), P()))
+
+    assert {c.trips for c in found} == {0.25, UNKNOWN_TRIPS}
 
 
 def _round_trip(x: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from autopar_passes import jax_compat
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.emit import UNKNOWN_TRIPS
 from autopar_passes.graph.operators import Operator, OperatorGraph
@@ -203,6 +204,22 @@ def test_unknown_trips_are_assumed_and_reported() -> None:
     assert only(graph, "sin").trips == UNKNOWN_TRIPS
     (line,) = graph.assumed_trips
     assert "test_passes_build.py" in line
+
+
+def test_a_loop_runs_as_often_as_it_expects() -> None:
+    """The number goes with the loop. The name of a scope does not count."""
+
+    def step(x: jax.Array) -> Any:
+        with jax_compat.expecting_runs(0.25):
+            x = jax.lax.while_loop(lambda c: c.sum() < 1.0, jnp.sin, x)
+        with jax.named_scope(jax_compat.EXPECTED_RUNS):
+            return jax.lax.while_loop(lambda c: c.sum() < 1.0, jnp.cos, x)
+
+    graph = graph_of(step, jnp.ones(3))
+
+    assert only(graph, "sin").trips == 0.25
+    assert only(graph, "cos").trips == UNKNOWN_TRIPS
+    assert len(graph.assumed_trips) == 1
 
 
 def test_boundary_operators_of_a_scan() -> None:
