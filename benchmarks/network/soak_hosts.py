@@ -356,15 +356,17 @@ def main() -> None:
     os.environ["SOAK_GRACE"] = str(given.grace)
     soak.LIMIT_S = given.limit
     found: list[dict[str, Any]] = []
+    commands = [" ".join(["python benchmarks/network/soak_hosts.py", *sys.argv[1:]])]
     if given.append:
-        found = json.loads(given.out.read_text())["seeds"]
+        before = json.loads(given.out.read_text())
+        found, commands = before["seeds"], [before["command"], *commands]
     asked = given.events, given.kinds, given.seconds
     with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
         jobs = [pool.submit(run_seed, s, *asked) for s in given.seed]
         for done in concurrent.futures.as_completed(jobs):
             found.append(done.result())
             print(json.dumps(found[-1], indent=1), flush=True)
-            made = {**soak.data_of(given, found), "seeds": found}
+            made = {**soak.data_of(given, found), "command": "; ".join(commands)}
             given.out.write_text(json.dumps(made, indent=1) + "\n")
 
 
