@@ -97,7 +97,7 @@ def remove(prefix: str) -> list[str]:
     """
     spaces, links = names_with(prefix)
     for space in spaces:
-        _end_processes(space)
+        end_processes(space)
     # Otherwise a namespace that is removed late would keep its end of the link.
     for link in links:
         output("ip", "link", "del", link)
@@ -107,7 +107,8 @@ def remove(prefix: str) -> list[str]:
     return spaces + links
 
 
-def _end_processes(space: str, patience_s: float = 5.0) -> None:
+def end_processes(space: str, patience_s: float = 5.0) -> None:
+    """Kills all processes in a namespace."""
     deadline = time.monotonic() + patience_s
     while pids := output("ip", "netns", "pids", space).split():
         for pid in pids:
