@@ -25,6 +25,14 @@ from autopar.cost.live import SUMS as HELD_SUMS
 from autopar.cost.live import Live, habits_of, live
 from autopar.cost.traffic import Collective, compiled_traffic, join_messages
 from autopar.layouts.layout import shards
+from autopar.planner.stages.boundaries import (
+    NO_CODECS,
+    Crossings,
+    SearchCodecs,
+    crossings,
+    device_bytes,
+    encoded,
+)
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.submeshes import Submesh, batch_splits, divides
 from autopar.steps.lifetimes import Lifetimes, in_program_order
@@ -362,76 +370,7 @@ def _overlap(
     return LayerSeconds(*total)
 
 
-# The values that cross the boundaries between layers, and the seconds for which they
-# occupy links.
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Crossings:
-    """The values that are sent across the boundary after each layer except the last.
-
-    Attributes:
-      forward: activations, by boundary.
-      backward: cotangents, by boundary.
-      entering: by layer, the activations of earlier layers that the layer reads.
-    """
-
-    forward: tuple[tuple[int, ...], ...]
-    backward: tuple[tuple[int, ...], ...]
-    entering: tuple[tuple[int, ...], ...]
-
-
-def crossings(layers: LayerMap) -> Crossings:
-    """Finds the values that cross the boundaries between layers.
-
-    A value that several layers read crosses all boundaries up to the last reader.
-    Stages between the first and the last reader pass the value on.
-    """
-    flow, count = layers.parts.flow, layers.count
-    forward: list[list[int]] = [[] for _ in range(count - 1)]
-    backward: list[list[int]] = [[] for _ in range(count - 1)]
-    entering: list[list[int]] = [[] for _ in range(count)]
-    for value, maker in flow.maker.items():
-        made = layers.parts.part.get(maker)
-        if made is None or flow.roles[maker] is Role.UPDATE:
-            continue
-        read = [
-            (layers.parts.part[r], flow.roles[r])
-            for r in flow.readers.get(value, ())
-            if r in layers.parts.part and flow.roles[r] is not Role.UPDATE
-        ]
-        later = [part for part, _ in read if part > made]
-        for boundary in range(made, max(later, default=made)):
-            forward[boundary].append(value)
-        for part in sorted(
-            {p for p, role in read if p > made and role is Role.FORWARD}
-        ):
-            entering[part].append(value)
-        earlier = [part for part, _ in read if part < made]
-        for boundary in range(min(earlier, default=made), made):
-            backward[boundary].append(value)
-    return Crossings(
-        *(tuple(map(tuple, found)) for found in (forward, backward, entering))
-    )
-
-
-def device_bytes(
-    layers: LayerMap,
-    values: Sequence[Sequence[int]],
-    submesh: Submesh,
-    scales: np.ndarray,
-) -> np.ndarray:
-    """Returns bytes of some values on one device, float64 ``[boundaries, scales]``."""
-    assignment = submesh.assignment
-    labels = layers.analysis.dim_labels
-    out = np.zeros((len(values), len(scales)))
-    for row, found in enumerate(values):
-        for value in found:
-            nbytes = assignment.graph.values[value].nbytes
-            if value in assignment.contraction.homes:
-                nbytes /= shards(assignment.home_layout(value), assignment.sizes)
-            out[row] += nbytes * scales ** labels.degree(value)
-    return out
+# Links between stages, and parameters that several layers read.
 
 
 def between(cluster: Cluster, first: Submesh, second: Submesh) -> LinkSpec:
@@ -507,6 +446,9 @@ class Priced:
       returned: ``[layers - 1, scales]``, bytes of cotangents that the next layer sends
         back to each layer.
       entering: ``[layers, scales]``, bytes of activations that each layer reads.
+      encoded: by direction (forward, backward), the bytes of ``sent`` and ``returned``
+        with codecs of cuts, and the seconds of encoding and decoding; empty without
+        codecs.
     """
 
     submesh: Submesh
@@ -517,6 +459,7 @@ class Priced:
     sent: np.ndarray
     returned: np.ndarray
     entering: np.ndarray
+    encoded: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
 
     @property
     def measures(self) -> np.ndarray:
@@ -531,7 +474,10 @@ class Priced:
 
 
 def price_layers(
-    layers: LayerMap, found: Sequence[Submesh], scales: np.ndarray
+    layers: LayerMap,
+    found: Sequence[Submesh],
+    scales: np.ndarray,
+    codecs: SearchCodecs = NO_CODECS,
 ) -> list[Priced]:
     """Prices the layers on submeshes, and leaves out dominated submeshes.
 
@@ -540,10 +486,29 @@ def price_layers(
       found: the submeshes.
       scales: rows of a microbatch divided by rows of the program, for each number of
         microbatches.
+      codecs: the codecs of cuts.
     """
     seconds, nbytes = SecondsPricer(layers, scales), BytesPricer(layers, scales)
     across = crossings(layers)
     out = [_price_submesh(layers, s, scales, seconds, nbytes, across) for s in found]
+    if codecs != NO_CODECS:
+        ways = [(across.forward, False), (across.backward, True)]
+        out = [
+            dataclasses.replace(
+                one,
+                encoded=tuple(
+                    encoded(
+                        layers,
+                        values,
+                        one.submesh,
+                        scales,
+                        codecs.of(backward=backward),
+                    )
+                    for values, backward in ways
+                ),
+            )
+            for one in out
+        ]
     return [one for k, one in enumerate(out) if not _is_dominated(out, k)]
 
 
@@ -596,6 +561,7 @@ def stage_problem(
     max_stages: int | None = None,
     *,
     alone_again: bool = True,
+    optional_codecs: bool = False,
 ) -> StageProblem:
     """Returns the problem that `autopar_solver.solve_stages` solves.
 
@@ -609,6 +575,8 @@ def stage_problem(
       alone_again: whether stages on more than half of the devices may rematerialise
         activations. False makes sure that a choice of one stage can become a plan,
         because a plan of one stage cannot rematerialise in this way.
+      optional_codecs: whether values are sent exactly where this is faster than with
+        the codecs of the prices.
     """
     groups = tuple(
         DeviceGroup(devices=part.num_devices, memory_bytes=float(part.memory_bytes))
@@ -624,7 +592,7 @@ def stage_problem(
         )
         for one, end in zip(found, ends, strict=True)
     )
-    links = _Links(cluster, found, ends)
+    links = _Links(cluster, found, ends, optional_codecs)
     again = np.array(
         [alone_again or 2 * o.devices <= cluster.num_devices for o in options]
     )
@@ -685,9 +653,14 @@ class _Links:
     """Seconds and latencies of links between numbered submeshes (`_link_ends`)."""
 
     def __init__(
-        self, cluster: Cluster, found: Sequence[Priced], ends: Sequence[int]
+        self,
+        cluster: Cluster,
+        found: Sequence[Priced],
+        ends: Sequence[int],
+        optional_codecs: bool,
     ) -> None:
         """Computes bandwidth and latency for one submesh of each number."""
+        self.optional_codecs = optional_codecs
         first = dict(zip(reversed(ends), reversed(found), strict=True))
         self.examples = [first[end] for end in range(len(first))]
         count = len(self.examples)
@@ -704,11 +677,20 @@ class _Links:
 
         The shape is ``[layers - 1, numbers, numbers]``.
         """
-        nbytes = np.stack(
-            [(e.returned if backward else e.sent)[:, scale] for e in self.examples], 1
-        )
-        most = np.maximum(nbytes[:, :, None], nbytes[:, None, :])
-        return most / self.rate[None]
+        every = [e.returned if backward else e.sent for e in self.examples]
+        exact = _larger(every, scale) / self.rate[None]
+        if not self.examples[0].encoded:
+            return exact
+        coded = [e.encoded[1 if backward else 0] for e in self.examples]
+        seconds = _larger([nbytes for nbytes, _ in coded], scale) / self.rate[None]
+        seconds = seconds + _larger([coding_s for _, coding_s in coded], scale)
+        return np.minimum(exact, seconds) if self.optional_codecs else seconds
+
+
+def _larger(tables: Sequence[np.ndarray], scale: int) -> np.ndarray:
+    """The larger of the values of two ends, ``[layers - 1, numbers, numbers]``."""
+    found = np.stack([table[:, scale] for table in tables], 1)
+    return np.maximum(found[:, :, None], found[:, None, :])
 
 
 def _layer_costs(

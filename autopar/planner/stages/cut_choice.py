@@ -42,13 +42,25 @@ from autopar_solver import (
     solve_selection,
 )
 
-# The default budget (docs/record/compression.md, `python
+# The default budget allows int8 at several cuts, and no int4: with int4 the activations
+# of a GPT had a larger loss (docs/pipelines.md, `python
 # benchmarks/network/cut_codecs.py`).
-DEFAULT_CUT_BUDGET = 0.3
-# The codecs to choose from. int8 has the error of fp8 divided by three at equal bytes.
+DEFAULT_CUT_BUDGET = 0.05
+# The codecs to choose from, those of most bytes first. fp8 has three times the error of
+# int8 at equal bytes.
 OFFERED = ("int8", "int4:block=64", "int3")
 # A step counts as no longer if it is longer by at most this fraction.
 _SAME = 1e-3
+
+
+def smallest_codec(most: float, offered: Sequence[str] = OFFERED) -> str:
+    """The codec of the fewest bytes with an error of at most ``most``, as text.
+
+    >>> smallest_codec(0.2), smallest_codec(0.001)
+    ('int4:block=64', 'dense')
+    """
+    fitting = [t for t in offered if parse_codec(t).error((1, 1)) <= most]
+    return fitting[-1] if fitting else EXACT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.codecs.choose import CodecRequest, request_of
 from autopar.planner.options import PlanOptions, layers_asked
 from autopar.planner.record import another_step
-from autopar.planner.stages.cut_choice import DEFAULT_CUT_BUDGET
+from autopar.planner.stages.boundaries import NO_CODECS, SearchCodecs
+from autopar.planner.stages.cut_choice import DEFAULT_CUT_BUDGET, smallest_codec
 from autopar.planner.stages.cut_codecs import cut_codes, planned_codes
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs
 from autopar.planner.stages.plan import (
@@ -275,6 +276,7 @@ def best_pipeline(
             seconds=options.seconds,
             alone_again=False,
             below_s=most_s - issue_s(2, 1),
+            codecs=search_codecs(options),
         )
 
     def is_slow(stages: int, count: int, step_s: float) -> bool:
@@ -456,6 +458,20 @@ def plan_wanted(
     return staged_plan(
         cut, cluster, wanted, asked, hints_of(options), cut_budget(options)
     )
+
+
+def search_codecs(options: PlanOptions) -> SearchCodecs:
+    """The codecs of cuts with which the search of stages counts.
+
+    If codecs are chosen, the search counts with the codec of the fewest bytes that both
+    directions of one cut may have within the budget.
+    """
+    budget = cut_budget(options)
+    if budget is None:
+        given = str(options.cut_codecs)
+        return SearchCodecs(*parse_cut_codecs(given)) if given != "none" else NO_CODECS
+    text = smallest_codec(budget / math.sqrt(2.0))
+    return SearchCodecs(text, text, optional=True)
 
 
 def cut_budget(options: PlanOptions) -> float | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.stages.boundaries import NO_CODECS, SearchCodecs
 from autopar.planner.stages.costs import (
     Priced,
     price_layers,
@@ -144,6 +145,7 @@ def plan_stages(
     alone: bool = True,
     alone_again: bool = True,
     below_s: float = math.inf,
+    codecs: SearchCodecs = NO_CODECS,
 ) -> PipelineChoice:
     """Plans a step as a pipeline of one or more stages.
 
@@ -163,6 +165,7 @@ def plan_stages(
       alone: whether one stage on all devices is a possible choice.
       alone_again: as for `stage_problem`.
       below_s: only pipelines with a shorter step, in seconds, are searched for.
+      codecs: the codecs of cuts.
 
     Raises:
       NotFasterError: no pipeline with a step shorter than ``below_s`` was found.
@@ -187,9 +190,16 @@ def plan_stages(
     spent.on("layouts")
     counts = list(microbatches or covering(every, found, analysed))
     scales = np.array([analysed / count for count in counts])
-    prices = price_layers(layers, found, scales)
+    prices = price_layers(layers, found, scales, codecs)
     problem = stage_problem(
-        layers, cluster, prices, counts, schedules, stages, alone_again=alone_again
+        layers,
+        cluster,
+        prices,
+        counts,
+        schedules,
+        stages,
+        alone_again=alone_again,
+        optional_codecs=codecs.optional,
     )
     spent.on("costs")
     copied = None

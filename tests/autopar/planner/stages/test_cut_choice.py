@@ -31,15 +31,15 @@ def step(params: Any, batch: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
 
-def planned(network: str, **options: Any) -> Any:
-    rows = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 8
+def planned(network: str, width: int = WIDTH, rows: int = ROWS, **options: Any) -> Any:
+    row = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * 8
     asked = {
         "cluster": f"{options.get('stages', 2)}x1:cpu,{network}", "stages": 2,
         "microbatches": 4, "axis_names": ("data",), "pins": {"batch/*": P("data")},
         "seconds": 1, **options,
     }  # fmt: skip
-    return autopar.plan(step, params, {"x": rows, "y": rows}, **asked)
+    return autopar.plan(step, params, {"x": row, "y": row}, **asked)
 
 
 def codecs_of(plan: Any) -> tuple[str, ...]:
@@ -98,6 +98,25 @@ def test_layouts_of_a_plan_are_kept_with_chosen_codecs() -> None:
     assert codecs_of(plan) == codecs_of(planned(SLOW, cut_codecs="auto"))
     assert [s.inputs for s in plan.stages] == [s.inputs for s in exact.stages]
     assert codecs_of(planned(SLOW, layouts=plan)) == ()
+
+
+@pytest.mark.parametrize("codecs", ["none", "int8", "auto"])
+def test_the_search_of_stages_counts_the_bytes_of_codes(codecs: str) -> None:
+    """With codecs, two stages are faster than one over a link that is too slow for
+    exact values. Where the link is faster, the pipeline with codecs is not slower.
+    """
+    asked = {
+        "cluster": "2x1:cpu,network=100Mb/s", "stages": "auto", "microbatches": None,
+        "width": 256, "rows": 1024, "axis_names": None, "pins": None,
+        "cut_codecs": codecs,
+    }  # fmt: skip
+    plan = planned(SLOW, **asked)
+    assert len(plan.stages) == (1 if codecs == "none" else 2)
+    assert codecs == "none" or set(codecs_of(plan)) != {"dense"}
+    asked["cluster"] = "2x1:cpu,network=400Mb/s"
+    faster = planned(SLOW, **asked)
+    assert len(faster.stages) == 2
+    assert faster.predicted.step_s < plan.predicted.step_s
 
 
 def test_one_stage_has_nothing_to_choose() -> None:

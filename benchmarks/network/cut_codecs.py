@@ -1,0 +1,341 @@
+"""Codecs of stage cuts: bytes and seconds of a step over a slow link, and the loss.
+
+    python benchmarks/network/cut_codecs.py --rates 100 --steps 0
+    python benchmarks/network/cut_codecs.py --rates --steps 2000 --batch 16 --add
+
+A GPT and an LSTM with two layers learn the text of Python's own sources
+(`language_model.py`), in two pipeline stages of one layer each. A way is ``none`` (all
+values are sent exactly), ``auto`` or codecs as text (``cut_codecs=``).
+
+``--rates``: two hosts, which are network namespaces, have one stage each. For each rate
+of the link in Mbit/s, the seconds of a step are measured, and the bytes that hosts
+send. Besides the plan's own prediction, the rows have the predicted seconds of hosts
+whose devices compute ``--faster`` times as fast.
+
+``--steps``: the held-out loss after so many steps, unshaped, with two simulated devices
+of one process. Of the way ``none``, all ``--seeds`` are trained, on one device, for the
+spread of the loss; of the other ways the first ``--coded-seeds`` of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import bed
+import clusters
+import jax
+import language_model
+import lstm
+import optax
+import worker
+
+import autopar
+from autopar.reports.staged import bind_stages, links
+from autopar.steps.analysis import analyse
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MODELS = ("gpt", "lstm")
+EXACT = "none"
+WAYS = (EXACT, "auto", "int8", "int4:block=64")
+LAYERS, HOSTS = 2, 2
+# Steps that are not measured, and steps that are.
+WARM, MEASURED = 3, 12
+
+
+def workload_of(model: str, options: argparse.Namespace, seed: int) -> Any:
+    """The model, its data and its optimizer."""
+    sizes = language_model.Sizes(
+        layers=LAYERS,
+        d_model=options.d_model,
+        heads=4,
+        seq=options.seq,
+        batch=options.batch,
+        learning_rate=options.learning_rate,
+        decay_steps=max(options.steps, 400),
+    )
+    made = language_model.build(seed, sizes)
+    if model == "gpt":
+        return made
+    net = lstm.CharLSTM(
+        layers=LAYERS,
+        d_model=options.d_model,
+        vocab=language_model.VOCAB,
+        dtype="float32",
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(language_model.schedule(sizes))
+    )
+
+    def create() -> Any:
+        return lstm.create_state(jax.random.key(seed), net, optimizer)
+
+    return made._replace(
+        create=create,
+        eval_loss=functools.partial(language_model.loss_of, net.apply),
+    )
+
+
+def staged(
+    workload: Any, way: str, cluster: autopar.Cluster, options: argparse.Namespace
+) -> Any:
+    """The step in two stages."""
+    return autopar.parallelize(
+        workload.step,
+        cluster=cluster,
+        stages=HOSTS,
+        schedule="1f1b",
+        microbatches=options.microbatches,
+        cut_codecs=way,
+        seconds=2.0,
+    )
+
+
+def start(step: Any, workload: Any) -> Any:
+    """The state of step 0."""
+    example = jax.eval_shape(lambda: workload.batch(0))
+    return step.init(workload.create, batch=example)
+
+
+# Seconds and bytes on hosts.
+
+
+def pace(options: argparse.Namespace, rate_mbit: float, idle: Any) -> None:
+    """Measures the seconds and bytes of a step of each model and way at a rate."""
+    for model in options.models:
+        workload = workload_of(model, options, 0)
+        for way in options.ways:
+            cluster = clusters.described(rate_mbit, HOSTS, clusters.load(None))
+            step = staged(workload, way, cluster, options)
+            state = start(step, workload)
+            worker.set_rate(rate_mbit)
+            state, _ = run(step, state, workload, 0, WARM)
+            times: list[float] = []
+            work = functools.partial(_measured, step, state, workload, times)
+            sent, _ = worker.measure(work, idle)
+            worker.set_rate(None)
+            data = step.plan.pipeline
+            worker.say(
+                f"{rate_mbit:g} Mbit/s: {model} {way} {statistics.median(times)}"
+            )
+            worker.report(
+                {
+                    "kind": "seconds",
+                    "model": model,
+                    "way": way,
+                    "rate": rate_mbit,
+                    "step_s": statistics.median(times),
+                    "bytes": sent.scaled(1 / len(times)).data_bytes,
+                    "predicted_s": step.plan.predicted.step_s,
+                    "codecs": [data.activation_codecs, data.cotangent_codecs],
+                    "decided": list(step.plan.decided),
+                }
+            )
+
+
+def run(
+    step: Any, state: Any, workload: Any, first: int, count: int
+) -> tuple[Any, list[float]]:
+    """Runs steps; returns the state and the seconds of each."""
+    times: list[float] = []
+    for number in range(first, first + count):
+        data = workload.batch(number, jax.process_index(), jax.process_count())
+        if jax.process_count() > 1:
+            worker.barrier()
+        begin = time.perf_counter()
+        state, metrics = step(state, data)
+        float(metrics["loss"])
+        times.append(time.perf_counter() - begin)
+    return state, times
+
+
+def _measured(step: Any, state: Any, workload: Any, times: list[float]) -> None:
+    times += run(step, state, workload, WARM, MEASURED)[1]
+
+
+def inside(options: argparse.Namespace) -> None:
+    """The work of every worker."""
+    worker.start()
+    worker.set_rate(None)
+    idle = worker.background()
+    for rate in options.rates:
+        pace(options, rate, idle)
+
+
+def predicted_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Predicted seconds of a step, and bytes at the cut in both directions.
+
+    Also for hosts whose devices compute faster, with the same link.
+    """
+    rows: list[dict[str, Any]] = []
+    for model in options.models:
+        workload = workload_of(model, options, 0)
+        for rate in options.rates:
+            for faster in (1.0, options.faster):
+                cluster = clusters.described(rate, HOSTS, clusters.load(None))
+                device = cluster.device
+                device = dataclasses.replace(
+                    device,
+                    peak_flops_per_s=tuple(
+                        (d, faster * f) for d, f in device.peak_flops_per_s
+                    ),
+                    memory_bandwidth_bytes_per_s=faster
+                    * device.memory_bandwidth_bytes_per_s,
+                    kernel_latency_s=device.kernel_latency_s / faster,
+                )
+                cluster = dataclasses.replace(cluster, device=device)
+                for way in options.ways:
+                    row = {"kind": "predicted", "model": model, "way": way}
+                    row |= {"rate": rate, "faster": faster}
+                    rows.append(row | _predicted(workload, way, cluster, options))
+    return rows
+
+
+def _predicted(
+    workload: Any, way: str, cluster: autopar.Cluster, options: argparse.Namespace
+) -> dict[str, Any]:
+    args = (
+        jax.eval_shape(workload.create),
+        jax.eval_shape(lambda: workload.batch(0)),
+    )
+    plan = autopar.plan(
+        workload.step, *args, cluster=cluster, stages=HOSTS, schedule="1f1b",
+        microbatches=options.microbatches, cut_codecs=way, seconds=2.0,
+    )  # fmt: skip
+    (link,) = links(bind_stages(analyse(workload.step, args), plan, cluster))
+    return {
+        "step_s": plan.predicted.step_s,
+        "activation_bytes": plan.microbatches * link.activation_bytes,
+        "cotangent_bytes": plan.microbatches * link.cotangent_bytes,
+        "codecs": [plan.pipeline.activation_codecs, plan.pipeline.cotangent_codecs],
+    }
+
+
+# Losses in one process.
+
+
+def losses(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The held-out losses of each model and way after ``--steps`` steps."""
+    found: list[dict[str, Any]] = []
+    for model in options.models:
+        for way in options.ways:
+            seeds = (
+                options.seeds if way == EXACT else options.seeds[: options.coded_seeds]
+            )
+            for seed in seeds:
+                begin = time.perf_counter()
+                row = _trained(model, way, seed, options)
+                row["seconds"] = time.perf_counter() - begin
+                print(json.dumps(row), flush=True)
+                found.append(row)
+                save(options, [row])
+    return found
+
+
+def _trained(
+    model: str, way: str, seed: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    workload = workload_of(model, options, seed)
+    evaluate = jax.jit(workload.eval_loss)
+    held_out = language_model.evaluation_batch(workload.sizes)
+    row: dict[str, Any] = {
+        "kind": "loss", "model": model, "way": way, "seed": seed,
+        "steps": options.steps, "points": [],
+    }  # fmt: skip
+    if way == EXACT:
+        step: Callable[..., Any] = jax.jit(workload.step, donate_argnums=0)
+        state = jax.jit(workload.create)()
+    else:
+        rate = options.plan_rate
+        cluster = clusters.described(rate, HOSTS, clusters.load(None))
+        step = staged(workload, way, cluster, options)
+        state = start(step, workload)
+    for first in range(0, options.steps, options.turn):
+        count = min(options.turn, options.steps - first)
+        state, _ = run(step, state, workload, first, count)
+        params = jax.device_get(state.params)
+        row["points"].append((first + count, float(evaluate(params, held_out))))
+    if way != EXACT:
+        data = step.plan.pipeline
+        row["codecs"] = [data.activation_codecs, data.cotangent_codecs]
+    return row
+
+
+def save(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """Adds rows to the data of ``--out``."""
+    command = " ".join(["python benchmarks/network/cut_codecs.py", *sys.argv[1:]])
+    old: dict[str, Any] = {"commands": [], "records": []}
+    if options.out.exists():
+        old = json.loads(options.out.read_text())
+    commands = list(dict.fromkeys([*old["commands"], command]))
+    made = {"commands": commands, "records": [*old["records"], *rows]}
+    options.out.write_text(json.dumps(made, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--rates", type=float, nargs="*", default=[100.0])
+    add("--models", nargs="+", default=list(MODELS))
+    add("--ways", nargs="+", default=list(WAYS))
+    add("--steps", type=int, default=0, help="of a training; 0: no losses")
+    add("--turn", type=int, default=500, help="steps between losses")
+    add("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    add("--coded-seeds", type=int, default=1)
+    add("--d-model", type=int, default=64)
+    add("--seq", type=int, default=32)
+    add("--batch", type=int, default=32)
+    add("--microbatches", type=int, default=2)
+    add("--learning-rate", type=float, default=2e-3)
+    add("--plan-rate", type=float, default=100.0, help="of the plans of --steps")
+    add("--faster", type=float, default=20.0)
+    add("--timeout", type=float, default=1800.0)
+    data = ROOT / "docs" / "data" / "cut_codecs.json"
+    add("--out", type=pathlib.Path, default=data)
+    add("--add", action="store_true", help="to the data of --out")
+    add("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the command; see the module."""
+    options = parse()
+    if options.inside:
+        inside(options)
+        return 0
+    if not options.add and options.out.exists():
+        options.out.unlink()
+    code = 0
+    if options.rates:
+        records, code = bed.run_inside(__file__, HOSTS, options.timeout)
+        if not code:
+            slowest = [
+                {**max(same, key=lambda row: row["step_s"])}
+                for same in zip(*records, strict=True)
+            ]
+            save(options, slowest)
+            for row in slowest:
+                print(json.dumps(row))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", HOSTS)
+    if options.rates:
+        rows = predicted_rows(options)
+        save(options, rows)
+        for row in rows:
+            print(json.dumps(row))
+    if options.steps:
+        losses(options)
+    return code
+
+
+if __name__ == "__main__":
+    bed.exit_with(main)
