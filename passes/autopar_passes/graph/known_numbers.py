@@ -298,9 +298,9 @@ class KnownNumbers:
         shape = self.shape(eqn.inputs[0]) if eqn.inputs else ()
         match eqn.primitive:
             case "argmax" | "argmin":
-                return math.prod(shape[d] for d in eqn.params["axes"]) <= limit
+                return math.prod(shape[int(d)] for d in eqn.params["axes"]) <= limit
             case "top_k":
-                axis = eqn.params.get("axis", -1)
+                axis = int(eqn.params.get("axis", -1))
                 return eqn.outputs.index(atom) == 1 and shape[axis] <= limit
             case "optimization_barrier":
                 return below(eqn.inputs[eqn.outputs.index(atom)])

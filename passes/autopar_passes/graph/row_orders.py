@@ -159,7 +159,7 @@ class RowOrders:
 
 
 _NONE: frozenset[int] = frozenset()
-NO_ORDERS = RowOrders({}, _NONE, {}, {}, _NONE, _NONE, {}, _NONE, _NONE, {}, _NONE, {})
+NO_ORDERS = RowOrders({}, _NONE, {}, {}, _NONE, _NONE, {}, _NONE, {}, {}, _NONE, {})
 
 
 def find_row_orders(
