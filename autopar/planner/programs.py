@@ -540,7 +540,8 @@ class Programs:
             plain = isinstance(order, str)
             where = f"in plain order: {order}" if plain else "in the order of the ring"
             lines.append(f"tokens: {where}")
-        return msgspec.structs.replace(best, decided=(*lines, *best.decided))
+        lines += [line for line in best.decided if line not in lines]
+        return msgspec.structs.replace(best, decided=tuple(lines))
 
     def fastest(self, which: Callable[[Plan], bool]) -> Plan | None:
         """The fastest plan of one stage for which a condition holds; None: no such plan
