@@ -147,6 +147,6 @@ def _run_as_written(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-# The fixtures ``run`` and ``saved`` of the command line's tests: one `conftest` is all
+# The fixtures of the command line's tests and of Slurm's: one `conftest` is all
 # that the doctests of a whole run can tell apart.
-pytest_plugins = ("command_line_fixtures",)
+pytest_plugins = ("command_line_fixtures", "slurm_fixtures")

@@ -28,6 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
+from autopar.errors import CheckpointError
+
 # Smaller arrays are stored as they are: the files of their planes would need more room.
 _SMALLEST = 1 << 14
 # Bytes that may wait at the same time to be written.
@@ -151,13 +153,14 @@ async def read(place: pathlib.Path, wanted: Any) -> jax.Array:
       wanted: ``jax.ShapeDtypeStruct`` with a sharding.
 
     Raises:
-      ValueError: the array cannot be read, or has another shape.
+      CheckpointError: the array has another shape.
+      ValueError: TensorStore cannot read the array.
     """
     opened = await tensorstore.open(_place(place), open=True)
     size = np.dtype(wanted.dtype).itemsize
     expected = (size, *wanted.shape)
     if opened.shape != expected:
-        raise ValueError(
+        raise CheckpointError(
             f"its planes have the shape {opened.shape}, and not {expected}"
         )
     indices = wanted.sharding.addressable_devices_indices_map(wanted.shape)

@@ -55,7 +55,7 @@ class CutCode:
         """The number of leading dims that the array and its code have in common.
 
         >>> CutCode("int8", (4, 16, 32), "float32").lead
-        2
+        1
         >>> CutCode("int8", (4, 16, 32, 2), "float32").lead
         2
         """

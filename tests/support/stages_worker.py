@@ -110,7 +110,15 @@ def cut_codecs() -> dict[str, Any]:
 
     The bytes are those of the activations and cotangents that this process sends.
     """
-    from cut_cases import ASKED, CODECS, ROWS, batch, chain_loss, descended, weights
+    from cut_codec_cases import (
+        ASKED,
+        CODECS,
+        ROWS,
+        batch,
+        chain_loss,
+        descended,
+        weights,
+    )
 
     out: dict[str, Any] = {}
     count = ROWS // jax.process_count()

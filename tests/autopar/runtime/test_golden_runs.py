@@ -31,16 +31,16 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def rounded(value: Any) -> Any:
-    """A number at four digits."""
+    """A number at three digits; the fourth depends on how a processor rounds."""
     if isinstance(value, (float, np.floating)):
-        return f"{float(value):.4g}"
+        return f"{float(value):.3g}"
     if isinstance(value, (tuple, list)):
         return [rounded(x) for x in value]
     return value
 
 
 def fields_of(record: Any) -> dict[str, str]:
-    """The fields of a record, with numbers at four digits."""
+    """The fields of a record, with numbers at three digits."""
     named = (f.name for f in dataclasses.fields(record))
     return {name: str(rounded(getattr(record, name))) for name in named}
 

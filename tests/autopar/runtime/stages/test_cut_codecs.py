@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from cut_cases import (
+from cut_codec_cases import (
     ASKED,
     CODECS,
     COUNT,

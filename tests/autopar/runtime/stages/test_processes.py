@@ -5,7 +5,7 @@ together.
 import json
 import signal
 
-import cut_cases
+import cut_codec_cases
 import jax
 import numpy as np
 import pytest
@@ -66,14 +66,14 @@ def test_stages_of_both_processes_sum_by_codecs(found, one_device):
 def test_stages_of_both_processes_send_codes(found):
     """They train as the stages of one process do, and send the bytes of the codes."""
     step = autopar.parallelize(
-        cut_cases.descended(cut_cases.chain_loss),
-        **cut_cases.ASKED,
+        cut_codec_cases.descended(cut_codec_cases.chain_loss),
+        **cut_codec_cases.ASKED,
         stages=2,
-        cut_codecs=cut_cases.CODECS,
+        cut_codecs=cut_codec_cases.CODECS,
         donate=False,
     )
-    _, losses = cut_cases.run(step, cut_cases.weights(), 3)
-    elements = cut_cases.ROWS * cut_cases.WIDTH
+    _, losses = cut_codec_cases.run(step, cut_codec_cases.weights(), 3)
+    elements = cut_codec_cases.ROWS * cut_codec_cases.WIDTH
     # By process: activations in 4 bits, cotangents in 8; blocks of 32.
     for process, bits in zip(found, (4, 8), strict=True):
         dense, coded = process["cut_codecs"].values()
