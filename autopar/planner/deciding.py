@@ -42,7 +42,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import unsplit
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.infeasible import size_text
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PlanOptions, of_one_stage
 from autopar.planner.programs import GAP, Planner, Programs, Unfit, program_name
 from autopar.planner.replicas import is_tight, plan_replicas
 from autopar.planner.search import candidate_meshes
@@ -175,14 +175,8 @@ def _in_replicas(
 
     Returns the plan; None if no such plan fits or can be made.
     """
-    options = dataclasses.replace(
-        search.options,
-        stages=1,
-        schedule=None,
-        cut_codecs="none",
-        cut_error_budget=None,
-        microbatches=microbatches,
-        remat=remat,
+    options = of_one_stage(
+        search.options, schedule=None, microbatches=microbatches, remat=remat
     )
 
     def make() -> Plan:
@@ -592,13 +586,7 @@ def _cannot_offload(cluster: Cluster) -> str:
 
 def _plan_on_host(search: Programs, paths: Sequence[str]) -> Plan:
     """Returns the fastest plan of one stage that keeps given state in host memory."""
-    options = dataclasses.replace(
-        search.options,
-        stages=1,
-        offload="none",
-        cut_codecs="none",
-        cut_error_budget=None,
-    )
+    options = of_one_stage(search.options, offload="none")
     inner = Programs(
         search.analysis,
         search.cluster,

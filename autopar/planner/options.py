@@ -385,6 +385,18 @@ def as_written(asked: PlanOptions) -> PlanOptions:
     )
 
 
+def of_one_stage(asked: PlanOptions, **changes: Any) -> PlanOptions:
+    """Sets one stage, without the options of stage cuts, which one stage does not have.
+
+    Args:
+      asked: the options.
+      **changes: other options to set.
+    """
+    return dataclasses.replace(
+        asked, stages=1, cut_codecs="none", cut_error_budget=None, **changes
+    )
+
+
 def read_options(given: Mapping[str, Any]) -> PlanOptions:
     """Parses the options of a command line.
 

@@ -33,7 +33,7 @@ from autopar.planner.hints import (
     pin_restriction,
     pinned_layouts,
 )
-from autopar.planner.options import DEFAULTS, PlanOptions
+from autopar.planner.options import DEFAULTS, PlanOptions, of_one_stage
 from autopar.planner.problem import Restriction
 from autopar.planner.programs import NEAR, Planned, Unfit, remat_wanted
 from autopar.planner.recipes import has_context
@@ -427,9 +427,7 @@ def plan_analysis(
     part = part_to_try(analysis, cluster, options)
     if part is None:
         return search(cluster)
-    one_stage = dataclasses.replace(
-        options, stages=1, schedule=None, cut_codecs="none", cut_error_budget=None
-    )
+    one_stage = of_one_stage(options, schedule=None)
 
     def search_padded(on: Cluster) -> Plan:
         return plan_with_padding(

@@ -24,7 +24,7 @@ from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.infeasible import size_text
-from autopar.planner.options import PlanOptions, decide_open, layers_asked
+from autopar.planner.options import PlanOptions, decide_open, layers_asked, of_one_stage
 from autopar.planner.proposals import Proposal, of_program, record
 from autopar.planner.record import assignment_of
 from autopar.planner.scheme import RING
@@ -324,15 +324,7 @@ class Programs:
         """
         asked = self.options
         said = asked.remat if asked.remat != "auto" else remat or None
-        return dataclasses.replace(
-            asked,
-            stages=1,
-            schedule=None,
-            cut_codecs="none",
-            cut_error_budget=None,
-            microbatches=count,
-            remat=said,
-        )
+        return of_one_stage(asked, schedule=None, microbatches=count, remat=said)
 
     def program(self, name: str) -> Analysis:
         """Returns the step, rewritten as a program's options say; see `as_asked`."""

@@ -500,7 +500,9 @@ def _activation_bytes(cut: CutStep, part: int, found: Sequence[Candidate]) -> fl
         if (maker is None and value in batch)
         or (maker is not None and maker.phase is Phase.FORWARD)
     }
-    encoded = {v for v in kept if v in cut.codes and v not in _made(cut, stage)}
+    encoded = kept.intersection(cut.codes)
+    if encoded:
+        encoded -= _made(cut, stage)
     nbytes = _device_bytes(cut, kept - encoded, found[stage].assignment)
     assignments = [candidate.assignment for candidate in found]
     for m in stage_messages(cut) if encoded else ():
