@@ -193,14 +193,21 @@ def write(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
         return
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
     try:
-        with _quiet():
+        with _telling_writes(folder), _quiet():
             handler.save(epath.Path(folder), args=ocp.args.PyTreeSave(some))
+    finally:
+        handler.close()
+
+
+@contextlib.contextmanager
+def _telling_writes(folder: pathlib.Path) -> Generator[None]:
+    """Raises errors of writing arrays as `CheckpointError`."""
+    try:
+        yield
     except Exception as error:
         raise CheckpointError(
             f"{folder}: the arrays cannot be written: {_reason(error)}"
         ) from error
-    finally:
-        handler.close()
 
 
 def write_blocks(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
@@ -214,14 +221,10 @@ def write_blocks(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
       CheckpointError: the blocks cannot be written.
     """
     folder.mkdir(exist_ok=True)
-    try:
+    with _telling_writes(folder):
         for name, array in arrays.items():
             if array.size and array.sharding.addressable_devices:
                 _write_blocks(folder / name, array)
-    except Exception as error:
-        raise CheckpointError(
-            f"{folder}: the arrays cannot be written: {_reason(error)}"
-        ) from error
 
 
 def _write_blocks(place: pathlib.Path, array: jax.Array) -> None:
@@ -252,12 +255,8 @@ def write_planes(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
     if not arrays:
         return
     folder.mkdir(exist_ok=True)
-    try:
+    with _telling_writes(folder):
         planes.write(folder, arrays)
-    except Exception as error:
-        raise CheckpointError(
-            f"{folder}: the arrays cannot be written: {_reason(error)}"
-        ) from error
 
 
 def read(
