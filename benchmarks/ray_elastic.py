@@ -11,7 +11,6 @@ differs.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import pathlib
 import subprocess
@@ -24,7 +23,7 @@ from typing import Any
 import ray
 import raylets
 from ray import cluster_utils
-from soak_figures import losses, plain_losses
+from soak_figures import longest_pause_s, losses, plain_losses, set_pace
 
 SCRIPT = pathlib.Path(__file__).parent / "ray_script.py"
 LIMIT_S = 240.0
@@ -64,9 +63,7 @@ class RayRun:
 
     def pace(self, seconds: float) -> None:
         """Sets the seconds of every step."""
-        new = self.folder / "pace.new"
-        new.write_text(str(seconds))
-        new.replace(self.folder / "pace")
+        set_pace(self.folder, seconds)
 
     def add(self, **options: Any) -> None:
         """Adds a raylet; the first raylet is the head node.
@@ -126,14 +123,6 @@ class RayRun:
         self.cluster.shutdown()
 
 
-def longest_pause(
-    steps: list[tuple[int, float, float]], begin_s: float, end_s: float
-) -> float:
-    """The longest time between the ends of two steps, within a period."""
-    times = [x[2] for x in steps if begin_s < x[2] < end_s]
-    return max(b - a for a, b in itertools.pairwise(times))
-
-
 def main() -> None:
     """Runs the training, and reports the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -176,10 +165,8 @@ def report(run: RayRun, count: int, code: int, killed_s: float, added_s: float) 
         "missing_steps": missing,
         "worst_relative_difference_of_losses": worst,
         "kill_to_worker_gone_s": round(gone - killed_s, 3),
-        "pause_at_loss_s": round(longest_pause(steps, killed_s, added_s), 3),
-        "pause_at_join_s": round(
-            longest_pause(steps, joined, run.worlds()[-1][0] + 5), 3
-        ),
+        "pause_at_loss_s": longest_pause_s(steps, killed_s, added_s),
+        "pause_at_join_s": longest_pause_s(steps, joined, run.worlds()[-1][0] + 5),
         "worker_started_to_world_s": round(formed - joined, 3),
     }
     print(json.dumps(result, indent=1))

@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import itertools
 import json
 import os
 import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from soak_figures import losses, plain_losses
+from soak_figures import (
+    has_trained,
+    longest_pause_s,
+    losses,
+    plain_losses,
+    set_pace,
+)
 
 from autopar.launching.slurm import SlurmJob, job_script
 
@@ -68,9 +73,7 @@ class Training:
 
     def pace(self, seconds: float) -> None:
         """Sets the seconds of every step."""
-        new = self.folder / "pace.new"
-        new.write_text(str(seconds))
-        new.replace(self.folder / "pace")
+        set_pace(self.folder, seconds)
 
     def log(self, event: str) -> list[dict[str, Any]]:
         """The events of a kind in the logs of all supervisors."""
@@ -100,20 +103,12 @@ class Training:
 
         def trains() -> bool:
             formed = self.log("formed")
-            if len(formed) < count or len(formed[-1]["workers"]) != processes:
-                return False
-            begin_s = formed[-1]["time_s"]
-            return sum(x[2] > begin_s for x in losses(self.folder)) >= 10 * processes
+            steps = 10 * processes
+            return len(formed) >= count and has_trained(
+                self.folder, formed[-1], processes, steps
+            )
 
         self.wait(trains)
-
-
-def longest_pause_s(
-    steps: Sequence[tuple[int, float, float]], begin_s: float, end_s: float
-) -> float:
-    """The longest time between the ends of two steps, within a period."""
-    times = [x[2] for x in steps if begin_s < x[2] < end_s]
-    return round(max(b - a for a, b in itertools.pairwise(times)), 2)
 
 
 def measure(steps: int, folder: pathlib.Path) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 SCRIPT = pathlib.Path(__file__).with_name("soak_script.py")
@@ -28,6 +29,37 @@ def losses(folder: pathlib.Path) -> list[tuple[int, float, float]]:
                     step, loss, seconds = json.loads(line)
                     found.append((step, loss, seconds))
     return sorted(found, key=lambda x: x[2])
+
+
+def set_pace(folder: pathlib.Path, seconds: float) -> None:
+    """Sets the seconds of every step of a run that reads its pace from a folder."""
+    new = folder / "pace.new"
+    new.write_text(str(seconds))
+    new.replace(folder / "pace")
+
+
+def has_trained(
+    folder: pathlib.Path, formed: Mapping[str, Any], processes: int, steps: int
+) -> bool:
+    """Whether a world has so many processes, and they have done so many steps.
+
+    Args:
+      folder: folder of the run.
+      formed: the event of the world in the supervisor's log.
+      processes: number of processes.
+      steps: number of steps, those of each process counted.
+    """
+    if len(formed["workers"]) != processes:
+        return False
+    return sum(x[2] > formed["time_s"] for x in losses(folder)) >= steps
+
+
+def longest_pause_s(
+    steps: Sequence[tuple[int, float, float]], begin_s: float, end_s: float
+) -> float:
+    """The longest time between the ends of two steps, within a period."""
+    times = [x[2] for x in steps if begin_s < x[2] < end_s]
+    return round(max(b - a for a, b in itertools.pairwise(times)), 3)
 
 
 def plain_losses(folder: pathlib.Path, steps: int) -> dict[int, float]:

@@ -35,7 +35,6 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -307,7 +306,7 @@ def run_arm(
         "error_as_submitted": as_submitted / mean - 1,
         "moves": dataclasses.asdict(moves),
         "load_averages": loads,
-        "commit": _commit(),
+        "commit": workloads.commit(),
         "goodput_at_submission": _goodput(curves),
         "goodput_reported": _goodput(reported),
         "each": {
@@ -338,11 +337,6 @@ def _number(value: float | None) -> float | None:
 
 def _goodput(curves: Mapping[str, CurveTable]) -> dict[str, list[float]]:
     return {name: [p.goodput for p in curve.points] for name, curve in curves.items()}
-
-
-def _commit() -> str:
-    asked = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
 
 
 def targets() -> dict[str, float]:

@@ -14,7 +14,6 @@ twice, or a loss differs.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import pathlib
@@ -30,7 +29,13 @@ import netns
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from soak_figures import losses, plain_losses
+from soak_figures import (
+    has_trained,
+    longest_pause_s,
+    losses,
+    plain_losses,
+    set_pace,
+)
 
 from autopar.elastic.processes.certificates import create_secret
 
@@ -149,9 +154,7 @@ class Training:
 
     def pace(self, seconds: float) -> None:
         """Sets the seconds of every step."""
-        new = self.folder / "pace.new"
-        new.write_text(str(seconds))
-        new.replace(self.folder / "pace")
+        set_pace(self.folder, seconds)
 
     def log(self, event: str) -> list[dict[str, Any]]:
         """The events of a kind in the supervisor's log."""
@@ -179,10 +182,10 @@ class Training:
 
         def trains() -> bool:
             formed = self.log("formed")
-            if len(formed) < count or len(formed[-1]["workers"]) != processes:
-                return False
-            begin_s = formed[-1]["time_s"]
-            return sum(x[2] > begin_s for x in losses(self.folder)) >= 4 * processes
+            steps = 4 * processes
+            return len(formed) >= count and has_trained(
+                self.folder, formed[-1], processes, steps
+            )
 
         self.wait(trains)
 
@@ -191,14 +194,6 @@ class Training:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-
-
-def longest_pause_s(
-    steps: Sequence[tuple[int, float, float]], begin_s: float, end_s: float
-) -> float:
-    """The longest time between the ends of two steps, within a period."""
-    times = [x[2] for x in steps if begin_s < x[2] < end_s]
-    return round(max(b - a for a, b in itertools.pairwise(times)), 2)
 
 
 def steps_again(
