@@ -35,6 +35,7 @@ from soak_figures import SCRIPT, report
 
 from autopar.elastic.processes.members import ProcessId
 from autopar.elastic.processes.records import command
+from autopar.elastic.processes.stacks import stack_lines
 
 HERE = pathlib.Path(__file__).parent
 LEAST, MOST = 2, 4
@@ -96,7 +97,7 @@ class Soak:
     def status(self) -> dict[str, Any]:
         """The supervisor's status; empty if it does not answer."""
         with contextlib.suppress(OSError, ValueError, KeyError):
-            return command(self.run_folder, command="status")["status"]
+            return self.ask(command="status")["status"]
         return {}
 
     def notes(self) -> dict[str, Any]:
@@ -215,11 +216,11 @@ class Soak:
 
     def _leave(self, found: Any, world: Any, generation: int) -> Any:
         gone = self.draw.choice(world)
-        command(self.run_folder, command="remove", worker=gone)
+        self.ask(command="remove", worker=gone)
         return {"generation": generation, "dead": frozenset([gone])}
 
     def _join(self, found: Any, world: Any, generation: int) -> Any:
-        command(self.run_folder, command="resize", processes=len(world) + 1)
+        self.ask(command="resize", processes=len(world) + 1)
         return {"generation": generation, "size": lambda n: n > len(world)}
 
     def _service(self, found: Any, world: Any, generation: int) -> Any:
@@ -360,17 +361,27 @@ class Soak:
             last = {k: v for k, v in self.events[-1].items() if k != "time_s"}
             print(k, json.dumps(last), flush=True)
             if not good:
+                self.print_stacks()
                 for path in (self.run_folder / "log.jsonl", self.results / "output"):
                     text = path.read_text().splitlines()
                     print(f"the end of {path}:", *text[-40:], sep="\n", flush=True)
                 self.finish()
                 self.begin()
 
+    def ask(self, **words: Any) -> Any:
+        """Sends the supervisor a command."""
+        return command(self.run_folder, **words)
+
+    def print_stacks(self) -> None:
+        """Prints where each worker's threads are."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            print(*stack_lines(self.ask(command="stacks")), sep="\n", flush=True)
+
     def finish(self) -> None:
         """Ends the run, and all of its remaining processes."""
         asked, code = self.process.poll() is None, None
         with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
-            command(self.run_folder, command="stop")
+            self.ask(command="stop")
             code = self.process.wait(60)
         if asked:
             self.stops.append(code == 0)

@@ -5,13 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import errno
-import fcntl
-import hashlib
-import json
-import os
 import pathlib
-import socket
 import sys
 import threading
 import time
@@ -203,127 +197,32 @@ class Background:
         except BaseException as error:  # `wait` raises it
             self._error = error
 
-    def wait(self) -> None:
+    def wait(self, check: Callable[[], None] | None = None) -> None:
         """Waits until the checkpoint is written.
+
+        Args:
+          check: called repeatedly during the wait; raises an error to end the wait.
 
         Raises:
           CheckpointError: the checkpoint could not be written.
         """
+        while check is not None and self._thread.is_alive():
+            check()
+            self._thread.join(_POLL_S)
         self._thread.join()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
     def abandon(self) -> None:
         """Stops the save's waits for other processes, because one of them is lost."""
         self._stopped.set()
         self._thread.join()
-
-
-# The lock of a directory of checkpoints: it decides which run may write there.
-#
-# Two runs that save into one directory would remove each other's checkpoints. The
-# process that saves holds a POSIX record lock on the file ``.lock`` in the directory.
-# The operating system releases the lock when the process ends, however it ends. The
-# file's content identifies the process.
-
-_NAME = ".lock"
-# `autopar run` sets this environment variable to the same value in all its processes.
-# By it, a process recognises its own run if another process of the run takes over
-# saving.
-_RUN_VARIABLE = "AUTOPAR_SUPERVISOR"
-_HELD = (errno.EACCES, errno.EAGAIN)
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Claim:
-    descriptor: int
-    pid: int
-
-
-# Directory -> the lock that this process holds. POSIX releases the lock when the
-# process closes any descriptor of the file. So all users of a directory share one
-# descriptor.
-_CLAIMS: dict[str, _Claim] = {}
-
-
-def claim(directory: pathlib.Path) -> None:
-    """Locks a directory for this run, until this process ends or releases the lock.
-
-    Raises:
-      CheckpointError: another run holds the lock.
-      OSError: the directory cannot be written.
-    """
-    path = directory / _NAME
-    if _is_ours(path):
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        try:
-            _refuse(directory, descriptor, error)
-        finally:
-            os.close(descriptor)
-        return
-    _CLAIMS[str(path)] = _Claim(descriptor, os.getpid())
-    with contextlib.suppress(OSError):  # the lock is valid even if the disk is full
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_own()).encode(), 0)
-
-
-def release(directory: pathlib.Path) -> None:
-    """Releases the lock of a directory; does nothing if this process does not
-    hold it.
-    """
-    path = directory / _NAME
-    if _is_ours(path):
-        os.close(_CLAIMS.pop(str(path)).descriptor)
-
-
-def _is_ours(path: pathlib.Path) -> bool:
-    """Whether this process holds the lock of a file that still exists."""
-    found = _CLAIMS.get(str(path))
-    if found is None or found.pid != os.getpid():  # a fork has no locks
-        return False
-    try:
-        return os.path.samestat(os.fstat(found.descriptor), path.stat())
-    except OSError:
-        return False
-
-
-def _own() -> dict[str, Any]:
-    _, *token = os.environ.get(_RUN_VARIABLE, "").rsplit(":", 3)[:2]
-    run = hashlib.sha256(token[0].encode()).hexdigest()[:16] if token else ""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "run": run}
-
-
-def _refuse(directory: pathlib.Path, descriptor: int, error: OSError) -> None:
-    """Raises an error that names the run that has locked a directory, unless it is this
-    run.
-    """
-    if error.errno in _WITHOUT_LOCKS:
-        warnings.warn(
-            f"{directory}: its file system has no locks; see to it that no other run "
-            "saves there.",
-            stacklevel=4,
-        )
-        return
-    if error.errno not in _HELD:
-        raise error
-    try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
-        host, pid, run = (found[name] for name in ("host", "pid", "run"))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        host, pid, run = "unknown", "unknown", ""
-    if run and run == _own()["run"]:
-        return
-    raise CheckpointError(
-        f"{directory}: another run saves there: process {pid} on host {host}. Wait "
-        "until it has ended, or name another directory."
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -473,7 +372,7 @@ class Checkpoints:
             folder = self.directory / folders.folder_name(step, time.time_ns())
             if world.process_index == 0:
                 with folders.telling(self.directory, "written"):
-                    claim(self.directory)
+                    folders.claim(self.directory)
                 folders.begin(folder)
         if not self._waits_at_end:
             wait_at_end(self.wait)
@@ -509,7 +408,7 @@ class Checkpoints:
             contextlib.suppress(OSError),
         ):
             if world.process_index == 0:
-                claim(self.directory)
+                folders.claim(self.directory)
         agreement.exchange_data(world, "opening the checkpoints")
 
     def wait_for_other_world(
@@ -536,17 +435,25 @@ class Checkpoints:
 
     def release(self) -> None:
         """Releases the lock, so that other runs may save into the directory."""
-        release(self.directory)
+        folders.release(self.directory)
 
-    def wait(self) -> None:
+    def wait(self, check: Callable[[], None] | None = None) -> None:
         """Waits until the last save is complete.
+
+        Args:
+          check: called repeatedly during the wait; raises an error to end the wait. The
+            save goes on then, until `abandon` or another `wait`.
 
         Raises:
           CheckpointError: the save failed; earlier checkpoints are unchanged.
         """
-        running, self._running = self._running, None
-        if running is not None:
-            running.wait()
+        if (running := self._running) is None:
+            return
+        try:
+            running.wait(check)
+        finally:
+            if running.is_over:
+                self._running = None
 
     def abandon(self) -> None:
         """Stops a save that waits for a process that is lost."""

@@ -15,11 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
 import os
 import pathlib
 import re
 import shutil
+import socket
+import warnings
 from collections.abc import Generator, Mapping
+from typing import Any
 
 from autopar.checkpoint import manifest
 from autopar.checkpoint.manifest import MANIFEST, Manifest
@@ -292,3 +299,109 @@ def find_checkpoint(folder: pathlib.Path, step: int | None = None) -> pathlib.Pa
         what = "" if step is None else f" of step {step}"
         raise CheckpointError(f"{folder}: no checkpoint{what}.")
     return found[-1]
+
+
+# The lock of a directory of checkpoints: it decides which run may write there.
+#
+# Two runs that save into one directory would remove each other's checkpoints. The
+# process that saves holds a POSIX record lock on the file ``.lock`` in the directory.
+# The operating system releases the lock when the process ends, however it ends. The
+# file's content identifies the process.
+
+_LOCK = ".lock"
+# `autopar run` sets this environment variable to the same value in all its processes.
+# By it, a process recognises its own run if another process of the run takes over
+# saving.
+_RUN_VARIABLE = "AUTOPAR_SUPERVISOR"
+_HELD = (errno.EACCES, errno.EAGAIN)
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Claim:
+    descriptor: int
+    pid: int
+
+
+# Directory -> the lock that this process holds. POSIX releases the lock when the
+# process closes any descriptor of the file. So all users of a directory share one
+# descriptor.
+_CLAIMS: dict[str, _Claim] = {}
+
+
+def claim(directory: pathlib.Path) -> None:
+    """Locks a directory for this run, until this process ends or releases the lock.
+
+    Raises:
+      CheckpointError: another run holds the lock.
+      OSError: the directory cannot be written.
+    """
+    path = directory / _LOCK
+    if _is_ours(path):
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        try:
+            _refuse(directory, descriptor, error)
+        finally:
+            os.close(descriptor)
+        return
+    _CLAIMS[str(path)] = _Claim(descriptor, os.getpid())
+    with contextlib.suppress(OSError):  # the lock is valid even if the disk is full
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(_own()).encode(), 0)
+
+
+def release(directory: pathlib.Path) -> None:
+    """Releases the lock of a directory; does nothing if this process does not
+    hold it.
+    """
+    path = directory / _LOCK
+    if _is_ours(path):
+        os.close(_CLAIMS.pop(str(path)).descriptor)
+
+
+def _is_ours(path: pathlib.Path) -> bool:
+    """Whether this process holds the lock of a file that still exists."""
+    found = _CLAIMS.get(str(path))
+    if found is None or found.pid != os.getpid():  # a fork has no locks
+        return False
+    try:
+        return os.path.samestat(os.fstat(found.descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def _own() -> dict[str, Any]:
+    _, *token = os.environ.get(_RUN_VARIABLE, "").rsplit(":", 3)[:2]
+    run = hashlib.sha256(token[0].encode()).hexdigest()[:16] if token else ""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "run": run}
+
+
+def _refuse(directory: pathlib.Path, descriptor: int, error: OSError) -> None:
+    """Raises an error that names the run that has locked a directory, unless it is this
+    run.
+    """
+    if error.errno in _WITHOUT_LOCKS:
+        warnings.warn(
+            f"{directory}: its file system has no locks; see to it that no other run "
+            "saves there.",
+            stacklevel=4,
+        )
+        return
+    if error.errno not in _HELD:
+        raise error
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+        host, pid, run = (found[name] for name in ("host", "pid", "run"))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        host, pid, run = "unknown", "unknown", ""
+    if run and run == _own()["run"]:
+        return
+    raise CheckpointError(
+        f"{directory}: another run saves there: process {pid} on host {host}. Wait "
+        "until it has ended, or name another directory."
+    )

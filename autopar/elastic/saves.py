@@ -97,31 +97,54 @@ class Saves:
         has_saves = self.checkpoints is not None and self._every is not None
         return has_saves and step < 2 * (self._every or 0)
 
-    def after(self, state: Any, step: int, position: int) -> None:
+    def after(
+        self,
+        state: Any,
+        step: int,
+        position: int,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         """Saves the state after a step, if the step number is a multiple of ``every``.
 
         Args:
           state: the state that the step returned.
           step: number of steps done.
           position: number of samples consumed.
+          check: called repeatedly during a wait for other processes, which may be lost;
+            raises an error to end the wait.
         """
         if self._every is not None and step % self._every == 0:
-            self._save(state, step, position)
+            self._save(state, step, position, check)
 
-    def end(self, state: Any, step: int, position: int) -> None:
-        """Saves the last state, and waits until the save is complete."""
+    def end(
+        self,
+        state: Any,
+        step: int,
+        position: int,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Saves the last state, and waits until the save is complete.
+
+        The arguments are those of `after`.
+        """
         if state is not None and step != self._last:
-            self._save(state, step, position)
-        if self.checkpoints is not None:
-            self._trying(self.checkpoints.wait)
-            self.checkpoints.release()
+            self._save(state, step, position, check)
+        if (checkpoints := self.checkpoints) is not None:
+            self._trying(lambda: checkpoints.wait(check))
+            checkpoints.release()
 
-    def _save(self, state: Any, step: int, position: int) -> None:
+    def _save(
+        self,
+        state: Any,
+        step: int,
+        position: int,
+        check: Callable[[], None] | None,
+    ) -> None:
         if (checkpoints := self.checkpoints) is None:
             return
         # This call reports the failure of an earlier save, if there was one. The new
         # save is made in any case.
-        self._trying(checkpoints.wait)
+        self._trying(lambda: checkpoints.wait(check))
         saved = self._trying(
             lambda: checkpoints.save(
                 self._step, state, step=step, position=position, notes=self.notes()

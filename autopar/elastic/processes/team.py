@@ -457,12 +457,12 @@ class Team:
             if relay.alone:
                 raise WorldBroken("the coordination service died as the world formed")
             jax_processes.enter_world(client, network.host, index, count)
-        self._check_alive()
+        self.check_alive()
         devices = tuple(jax.devices())
         self.respawning.decide(devices[0].platform)
-        self._check_alive()
+        self.check_alive()
         channel = WorldChannel(
-            self._client, index, count, self._check_alive, self.lanes_end
+            self._client, index, count, self.check_alive, self.lanes_end
         )
         world = World(devices, index, count, channel if count > 1 else LoneChannel())
         source = form.get("state")
@@ -491,7 +491,8 @@ class Team:
         host, _ = split_address(self._link.supervisor)
         return join_address(host, split_address(address)[1])
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises `WorldBroken` if this process must leave its world."""
         if self._link.must_leave:
             raise WorldBroken("the world is left")
 

@@ -300,8 +300,9 @@ class TeamRun:
         self._settle_ways()
         self._team.say_saving()
         self._activity.enter("save", self.step)
+        at = self.state, self.step, self.position
         try:
-            self._saves.end(self.state, self.step, self.position)
+            self._saves.end(*at, self._team.check_alive)
         except Exception as error:
             if not self._team.broken(error):
                 raise
@@ -323,7 +324,8 @@ class TeamRun:
             result = self._run()
             ran = True
             self._activity.enter("save", step)
-            self._saves.after(self.state, self.step, self.position)
+            at = self.state, self.step, self.position
+            self._saves.after(*at, self._team.check_alive)
         except Exception as error:
             self._broke_s = self._broke_s or begin
             if not self._team.broken(error):

@@ -24,7 +24,7 @@ import small_step
 
 import autopar
 from autopar import CheckpointError, Checkpoints
-from autopar.checkpoint import checkpoints, folders
+from autopar.checkpoint import folders
 
 
 @functools.cache
@@ -118,9 +118,9 @@ class TestTwoRuns:
         found: list[str] = []
         for address in ("10.0.0.1:7000:aa:0:60", "10.0.0.2:7000:bb:0:60"):
             monkeypatch.setenv("AUTOPAR_SUPERVISOR", address)
-            found.append(checkpoints._own()["run"])
+            found.append(folders._own()["run"])
         monkeypatch.setenv("AUTOPAR_SUPERVISOR", "[::1]:7001:aa:3:60")
-        assert found[0] == checkpoints._own()["run"] != found[1]
+        assert found[0] == folders._own()["run"] != found[1]
 
 
 class TestAnotherWorld:

@@ -346,8 +346,12 @@ class TestWriting:
         made.wait()
         assert (made.steps(), made.incomplete()) == ([1, 3], [])
 
-    def test_a_lost_process_is_not_waited_for(self, tmp_path: pathlib.Path) -> None:
-        """Its part never comes: the save is given up, and is not complete."""
+    def test_a_lost_process_is_not_waited_for(
+        self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its part never comes: the wait ends if the world is left, and the save is
+        given up and not complete.
+        """
         made = saved(tmp_path, 1)
         folder = tmp_path / "00000002-0000000000000000"
         folder.mkdir()
@@ -360,7 +364,14 @@ class TestWriting:
             processes=2,
         )
         running = checkpoints.Background(old)
-        running.abandon()
+        monkeypatch.setattr(made, "_running", running)
+
+        def check() -> None:
+            raise KeyError("the world is left")
+
+        with pytest.raises(KeyError, match="the world is left"):
+            made.wait(check)
+        made.abandon()
         with pytest.raises(CheckpointError, match="the save was given up"):
             running.wait()
         assert made.incomplete() == [folder]
