@@ -1,7 +1,7 @@
 """Runs five small trainings on a cluster of four nodes, under two policies.
 
 Usage: python benchmarks/scheduled_jobs.py [--on ray|hosts|slurm]
-    [--policies goodput,fifo] [--keep FOLDER] [--out FILE]
+    [--policies goodput,fifo] [--keep FOLDER] [--out FILE]   # the clusters in FILE stay
     python benchmarks/scheduled_jobs.py --simulate 12,5,1.5 40,20,4
 
 The nodes are raylets of a Ray cluster on this machine, hosts in network namespaces
@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol
 
+import workloads
 from ray_pace import seconds_of
 
 from autopar.dispatch.backend import HostCluster, RayCluster
@@ -54,6 +55,7 @@ from autopar.scheduler.simulator.metrics import metrics
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path += [str(HERE / "network"), str(HERE.parent / "tests" / "support")]
 SCRIPT = HERE / "scheduled_jobs_script.py"
+DATA = HERE.parent / "docs" / "data" / "scheduled_jobs.json"
 NODES, BATCH, LIMIT_S = 4, 24, 1500.0
 INTERVAL_S, REACT_S, KILL_S, ADD_S = 10.0, 2.0, 62.0, 122.0
 # The lost node, by its number in the policies.
@@ -61,6 +63,7 @@ KILLED = 1
 # Seconds for which a lost node counts as alive: in Ray (docs/elastic_ray.md), and for a
 # scheduler whose connection to an agent is silent.
 UNSEEN_S = 15.0
+SAVE_EVERY = 10
 PORT = 7400
 TOLERANCE = 1e-4
 # The usual seconds from step to step are the median of this many.
@@ -105,6 +108,9 @@ class Bed(Protocol):
     options: list[str]
     """Of `autopar schedule`, for this cluster."""
 
+    fence_s: float
+    """Seconds for which a job that has lost all its processes waits for them."""
+
     def add(self) -> None:
         """Adds a node."""
         ...
@@ -125,6 +131,8 @@ class Bed(Protocol):
 
 class Raylets:
     """A head node without workers, and raylets with one CPU each."""
+
+    fence_s = 0.0  # Ray says that a process is dead
 
     def __init__(self, folder: pathlib.Path) -> None:
         """Starts them."""
@@ -167,6 +175,7 @@ class Hosts:
     """Agents of hosts; the hosts are network namespaces connected to this one."""
 
     address = "10.77.0.254"
+    fence_s = 30.0  # the silence and the grace of its workers (docs/elastic_hosts.md)
 
     def __init__(
         self, folder: pathlib.Path, rate_mbit: float | None = None, count: int = NODES
@@ -384,7 +393,7 @@ def table(folder: pathlib.Path) -> pathlib.Path:
         lines += [
             "[[job]]", f'name = "{t.name}"', f'script = "{SCRIPT}"',
             f"args = {given}", f"submitted_s = {t.at_s}", f"devices = {t.asks}",
-            f"max = {NODES}", f'curve = "{t.name}.json"', "save_every = 10",
+            f"max = {NODES}", f'curve = "{t.name}.json"', f"save_every = {SAVE_EVERY}",
         ]  # fmt: skip
     path = folder / "jobs.toml"
     path.write_text("\n".join(lines) + "\n")
@@ -491,7 +500,7 @@ def predicted(policy: str, moves: Moves) -> dict[str, float]:
     """
     events = (
         NodeEvent(at_s=0.0, node=NODES, away=True),
-        NodeEvent(at_s=INTERVAL_S + KILL_S + UNSEEN_S, node=KILLED, away=True),
+        NodeEvent(at_s=INTERVAL_S + KILL_S, node=KILLED, away=True, noticed_s=UNSEEN_S),
         NodeEvent(at_s=INTERVAL_S + ADD_S, node=NODES, away=False),
     )
     options = Options(interval_s=INTERVAL_S, react_s=REACT_S, events=events)
@@ -533,7 +542,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--on", choices=BEDS, default="ray")
     parser.add_argument("--policies", default="goodput,fifo")
-    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the figures")
+    parser.add_argument("--out", type=pathlib.Path, default=DATA)
     parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
     parser.add_argument("--simulate", nargs="+", help="seconds: START,JOIN,CHANGE")
     given = parser.parse_args()
@@ -548,8 +557,9 @@ def main() -> None:
         folder = (given.keep or pathlib.Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         good, found = report(folder, given.on, given.policies.split(","))
-        if given.out is not None:
-            given.out.write_text(json.dumps(found, indent=1) + "\n")
+        kept = json.loads(given.out.read_text()) if given.out.exists() else {}
+        kept[given.on] = {**found, "commit": workloads.commit()}
+        given.out.write_text(json.dumps(kept, indent=1) + "\n")
         sys.exit(not good)
 
 
@@ -562,7 +572,10 @@ def report_simulated(costs: list[str], policies: list[str]) -> None:
     """
     for cost in costs:
         start_s, join_s, change_s = map(float, cost.split(","))
-        moves = Moves(start_s=start_s, join_s=join_s, change_s=change_s)
+        moves = Moves(
+            start_s=start_s, join_s=join_s, change_s=change_s,
+            fence_s=Hosts.fence_s, save_every=SAVE_EVERY,
+        )  # fmt: skip
         means = {
             policy: round(statistics.mean(predicted(policy, moves).values()), 1)
             for policy in policies
@@ -586,7 +599,11 @@ def report(
             spec = JobSpec(
                 name="moves", script=str(SCRIPT), args=tuple(given), max=NODES
             )
-            moves = measured(folder / policy, bed, spec)
+            moves = dataclasses.replace(
+                measured(folder / policy, bed, spec),
+                fence_s=bed.fence_s,
+                save_every=SAVE_EVERY,
+            )
             found = completed(folder / policy, bed, policy, moves)
         finally:
             bed.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -76,11 +77,15 @@ class NodeEvent:
       at_s: time in seconds from the beginning of the trace.
       node: number of the node.
       away: True if the node leaves, False if it comes back.
+      noticed_s: if the node dies without notice, seconds until jobs and the scheduler
+        notice it. Jobs that use the node stand still meanwhile. A job whose nodes have
+        all died goes back to its last save. 0: the node leaves with notice.
     """
 
     at_s: float
     node: int
     away: bool
+    noticed_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +234,9 @@ class _Simulation:
         self._rounds: list[Round] = []
         self._spans: list[Span] = []
         self._away: set[int] = set()
+        # Dead node -> when its death is noticed; job -> until when it stands still.
+        self._dead: dict[int, float] = {}
+        self._stands: dict[str, float] = {}
         self._events = sorted(options.events, key=lambda event: event.at_s)
         self._idle = 0
         self._owned = any(job.job.user or job.job.priority != 1 for job in jobs)
@@ -325,8 +333,9 @@ class _Simulation:
 
     def _advance(self, job: RunningJob, seconds: float, slowed: set[str]) -> None:
         slowdown = self._options.interference if job.job.name in slowed else 0.0
+        stands_s = min(seconds, self._stands_s(job.job.name))
         try:
-            job.advance(self._now_s, seconds, slowdown)
+            job.advance(self._now_s + stands_s, seconds - stands_s, slowdown)
         except ScheduleError as error:
             # A job that cannot run fails. The other jobs continue.
             job.failed = str(error)
@@ -340,14 +349,37 @@ class _Simulation:
         users = collections.Counter(node for nodes in wide.values() for node in nodes)
         return {k for k, v in wide.items() if any(users[node] > 1 for node in v)}
 
+    def _stands_s(self, name: str) -> float:
+        """Seconds for which a job stands still from now on."""
+        held = self._current.get(name, ())
+        ends = [self._dead[node] for node in held if node in self._dead]
+        return max(0.0, max([self._stands.get(name, 0.0), *ends]) - self._now_s)
+
     def _leave_and_join(self) -> None:
         while self._events and self._events[0].at_s <= self._now_s:
             event = self._events.pop(0)
+            if event.away and event.noticed_s:
+                noticed = event.at_s + event.noticed_s
+                self._dead[event.node] = noticed
+                later = dataclasses.replace(event, at_s=noticed, noticed_s=0.0)
+                bisect.insort(self._events, later, key=lambda x: x.at_s)
+                continue
             (self._away.add if event.away else self._away.discard)(event.node)
             lost = [k for k, v in self._current.items() if event.node in v]
             for name in lost if event.away else []:
                 self._end_span(name)
+                self._strand(name, self._current[name])
                 self._lose(name, event.node)
+            self._dead.pop(event.node, None)
+
+    def _strand(self, name: str, held: Allocation) -> None:
+        """Lets a job that gives up dead nodes stand still until it can go on."""
+        ends = [self._dead[node] for node in held if node in self._dead]
+        if not ends:
+            return
+        lose = getattr(self._jobs[name], "lose_state", None)
+        gone = len(ends) == len(held) and lose is not None
+        self._stands[name] = max(ends) + (lose() if gone else 0.0)
 
     def _lose(self, name: str, node: int) -> None:
         """Takes a node from a job; a job that can, continues on its other nodes."""
@@ -392,6 +424,7 @@ class _Simulation:
             plan = decided.plans.get(name, job.plan)
             if new != old or (new and plan != job.plan):
                 self._end_span(name)
+                self._strand(name, old)
                 job.reallocate(placement_of(new), plan, nodes.kinds_of(new))
                 if new:
                     self._begun[name] = self._now_s, new, job.plan, job.batch

@@ -602,6 +602,10 @@ class Moves:
         devices; None: always `change_s`.
       told_s: seconds of every move as the policy sees them; None: the policy sees the
         true seconds.
+      fence_s: seconds for which a job that has lost all its nodes waits before it
+        starts again, because processes that nobody can reach might still train.
+      save_every: steps between saves. A job that has lost all its nodes goes back to
+        its last save. None: it loses no steps.
     """
 
     start_s: float
@@ -609,6 +613,8 @@ class Moves:
     change_s: float
     by_pair: MoveSeconds | None = None
     told_s: float | None = None
+    fence_s: float = 0.0
+    save_every: int | None = None
 
     def move_s(self, old: Shape, new: Shape) -> float:
         """Seconds to move from ``old`` to ``new`` (nodes, devices).
@@ -728,6 +734,19 @@ class CurveJob:
         self._kinds = kinds
         self.restarts += bool(placement)
         self.placement = placement
+
+    def lose_state(self) -> float:
+        """Goes back to the last save, because all of the job's nodes have died.
+
+        Returns:
+          Seconds for which the job must not start again.
+        """
+        if not self._steps:
+            return 0.0
+        if every := self._moves.save_every:
+            self._steps = float(self._steps // every * every)
+        self._trains = ()
+        return self._moves.fence_s
 
     def view(self, now_s: float, oracle: bool) -> JobView:
         """What a policy can see of the job."""

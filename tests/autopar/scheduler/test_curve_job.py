@@ -83,6 +83,23 @@ def test_a_job_goes_on_where_it_loses_a_node(policy: str) -> None:
     assert spans == expected
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_node_that_dies_unnoticed_costs_seconds_and_perhaps_steps(nodes: int) -> None:
+    """The node dies at 25 s, after 15 s of training; this is noticed at 40 s.
+
+    On one node the job goes back from step 15 to step 10, waits 30 s more, and starts
+    again on the other node. On two nodes it pauses, and goes on with one device.
+    """
+    moves = dataclasses.replace(MOVES, fence_s=30.0, save_every=10)
+    given = Job(name="one", application="tiny", submitted_s=0.0, batch=BATCH, steps=40)
+    made = CurveJob(given, LINE, nodes, moves)
+    events = (NodeEvent(at_s=25.0, node=0, away=True, noticed_s=15.0),)
+    options = Options(interval_s=10.0, react_s=5.0, events=events)
+    simulate([made], Nodes.parse("2x1:cpu"), policy_of("goodput"), options)
+    expected = 40 + 30 + 5 + (40 - 10) if nodes == 1 else 40 + 1 + (40 - 30)
+    assert made.completed_s == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("policy", ["goodput", "pollux", "sia", "fair", "fifo"])
 def test_jobs_end_where_a_node_is_lost_and_another_joins(policy: str) -> None:
     """The tables of a policy follow the number of devices, down and up."""
