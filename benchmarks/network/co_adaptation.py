@@ -432,7 +432,7 @@ def main() -> None:
             rates, seeds = asked[: len(given.rates)], asked[len(given.rates) :]
             command = ["python benchmarks/network/co_adaptation.py --rates", *rates]
             command += ["--seeds", *seeds, "--jobs", str(given.jobs)]
-            whole = {"command": " ".join(command), "arms": found}
+            whole = {**known, "command": " ".join(command), "arms": found}
             given.out.write_text(json.dumps(whole, indent=1) + "\n")
             print(json.dumps(found[-1]["each"]), file=sys.stderr, flush=True)
     ratios = report(found)
