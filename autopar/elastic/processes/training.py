@@ -269,10 +269,18 @@ class TeamRun:
     def _end_orphaned(self) -> None:
         """Saves the state with all processes, and ends unless a supervisor is back.
 
+        If the save fails because the world breaks, this waits for a supervisor, with
+        the state in memory.
+
         Raises:
           RunError: there is still no supervisor.
         """
-        self._saves.end(self.state, self.step, self.position)
+        try:
+            self._saves.end(self.state, self.step, self.position)
+        except Exception as error:
+            if not self._team.broken(error):
+                raise
+            return
         if self._team.gives_up():
             saved = f"The state after {self.step} steps was saved."
             raise self._team.lost_error(saved)

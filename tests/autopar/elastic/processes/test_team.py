@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from concurrent import futures
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from autopar.elastic.processes import team as teams
 from autopar.elastic.processes.link import Address
+from autopar.elastic.processes.training import TeamRun
 from autopar.runtime.world import in_lane
 
 
@@ -87,3 +89,24 @@ def test_a_thread_beside_the_steps_need_not_wait_for_a_process_that_leaves() -> 
         ends.set()
         with pytest.raises(teams.WorldBroken):
             waits.result(10)
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_last_save_that_a_broken_world_ends_waits_for_a_supervisor(
+    breaks: bool,
+) -> None:
+    """The state is only in memory then, so the process must not end."""
+
+    def end(*_: Any) -> None:
+        raise ConnectionError("the coordination service has ended")
+
+    run: Any = types.SimpleNamespace(
+        state=None, step=7, position=0,
+        _saves=types.SimpleNamespace(end=end),
+        _team=types.SimpleNamespace(broken=lambda _: breaks),
+    )  # fmt: skip
+    if breaks:
+        TeamRun._end_orphaned(run)
+    else:
+        with pytest.raises(ConnectionError):
+            TeamRun._end_orphaned(run)
