@@ -18,7 +18,9 @@ bytes, in chunks of one plane of one block each.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import math
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -32,8 +34,8 @@ from autopar.errors import CheckpointError
 
 # Smaller arrays are stored as they are: the files of their planes would need more room.
 _SMALLEST = 1 << 14
-# Bytes that may wait at the same time to be written.
-_WINDOW = 1 << 28
+# Blocks that are split, compressed and written at the same time. Each needs memory.
+_WRITERS = min(4, os.cpu_count() or 1)
 # Elements that are rotated at a time, so that they stay in the processor's cache.
 _CHUNK = 1 << 15
 _COMPRESSOR = {"id": "zstd", "level": 1}
@@ -105,28 +107,24 @@ def write(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
     Raises:
       ValueError: the file system refuses a write; TensorStore's message says why.
     """
-    writes: list[Any] = []
-    waiting = 0
-    for name, array in arrays.items():
-        if not array.sharding.addressable_devices:
-            continue
-        opened = tensorstore.open(
-            _spec(folder / name, array), create=True, open=True
-        ).result()
-        for shard in array.addressable_shards:
-            block = np.asarray(shard.data)
-            writes.append(opened[(slice(None), *shard.index)].write(split(block)))
-            waiting += block.nbytes
-            if waiting > _WINDOW:
-                _wait(writes)
-                waiting = 0
-    _wait(writes)
+    with concurrent.futures.ThreadPoolExecutor(_WRITERS) as pool:
+        writes: list[concurrent.futures.Future[None]] = []
+        for name, array in arrays.items():
+            if not array.sharding.addressable_devices:
+                continue
+            opened = tensorstore.open(
+                _spec(folder / name, array), create=True, open=True
+            ).result()
+            writes += [
+                pool.submit(_write_block, opened, shard.index, shard.data)
+                for shard in array.addressable_shards
+            ]
+        for one in writes:
+            one.result()
 
 
-def _wait(writes: list[Any]) -> None:
-    for one in writes:
-        one.result()
-    writes.clear()
+def _write_block(opened: Any, index: Any, block: Any) -> None:
+    opened[(slice(None), *index)].write(split(np.asarray(block))).result()
 
 
 def _spec(place: pathlib.Path, array: jax.Array) -> dict[str, Any]:
