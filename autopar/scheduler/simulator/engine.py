@@ -299,8 +299,8 @@ class _Simulation:
 
     def _decide(self) -> None:
         """Asks the policy for a decision and applies it."""
-        if views := self._views():
-            nodes = self._nodes.without(self._away)
+        nodes = self._nodes.without(self._away)
+        if views := self._views(nodes.total):
             decided = decide_for_users(
                 self._policy,
                 self._now_s,
@@ -393,9 +393,18 @@ class _Simulation:
         job.reallocate(placement_of(rest), job.plan, self._nodes.kinds_of(rest))
         self._begun[name] = self._now_s, rest, job.plan, job.batch
 
-    def _views(self) -> dict[str, JobView]:
-        oracle = self._policy.oracle
-        found = {job.job.name: job.view(self._now_s, oracle) for job in self._active()}
+    def _views(self, devices: int) -> dict[str, JobView]:
+        """What the policy sees of the jobs that the present devices can serve.
+
+        As in a cluster, a job that needs more devices waits for nodes that join, and
+        other jobs do not wait behind it.
+        """
+        oracle, fixed = self._policy.oracle, self._policy.adapts == "nothing"
+        found = {
+            job.job.name: job.view(self._now_s, oracle)
+            for job in self._active()
+            if not (fixed and job.job.devices > devices)
+        }
         if not self._owned:
             return found
         return {

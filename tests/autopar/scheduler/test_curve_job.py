@@ -83,6 +83,15 @@ def test_a_job_goes_on_where_it_loses_a_node(policy: str) -> None:
     assert spans == expected
 
 
+def test_jobs_do_not_wait_behind_one_that_needs_a_lost_node() -> None:
+    events = (NodeEvent(at_s=20.0, node=1, away=True),)
+    events += (NodeEvent(at_s=200.0, node=1, away=False),)
+    options = Options(interval_s=10.0, events=events)
+    wide, small = job(400, devices=4), job(8, name="two", submitted_s=5.0, devices=1)
+    simulate([wide, small], Nodes.parse("4x1:cpu"), policy_of("fifo"), options)
+    assert (small.completed_s or 0.0) < 50.0 < 200.0 < (wide.completed_s or 0.0)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_node_that_dies_unnoticed_costs_seconds_and_perhaps_steps(nodes: int) -> None:
     """The node dies at 25 s, after 15 s of training; this is noticed at 40 s.

@@ -69,7 +69,9 @@ def test_a_node_that_leaves_or_joins_calls_for_a_decision():
         NodeEvent(at_s=31.0, node=3, away=True),
         NodeEvent(at_s=72.0, node=3, away=False),
     )
-    assert times(history(events=events))[:5] == [5.0, 15.0, 35.0, 60.0, 75.0]
+    found = set(times(history("goodput", events=events)))
+    assert found >= {35.0, 75.0}
+    assert not {35.0, 75.0} & set(times(history("goodput")))
 
 
 def test_looks_that_do_not_divide_the_interval_do_not_move_it():
