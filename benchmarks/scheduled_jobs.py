@@ -394,6 +394,7 @@ def table(folder: pathlib.Path) -> pathlib.Path:
             "[[job]]", f'name = "{t.name}"', f'script = "{SCRIPT}"',
             f"args = {given}", f"submitted_s = {t.at_s}", f"devices = {t.asks}",
             f"max = {NODES}", f'curve = "{t.name}.json"', f"save_every = {SAVE_EVERY}",
+            f"steps = {t.steps}",
         ]  # fmt: skip
     path = folder / "jobs.toml"
     path.write_text("\n".join(lines) + "\n")
@@ -513,6 +514,7 @@ def predicted(policy: str, moves: Moves) -> dict[str, float]:
             curve_of(t.one_s).on("cpu"),
             NODES,
             moves,
+            states_steps=True,
         )
         for t in TRAININGS
     ]  # fmt: skip

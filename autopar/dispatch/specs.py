@@ -51,6 +51,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ``devices`` devices.
       user: the user to whose quota the job counts; '': the user who submits it.
       priority: weight of the job among the jobs of its user.
+      steps: number of steps of the base batch that the script runs; 0: not known. A
+        policy may serve jobs first that have little work left.
       save_every: number of steps between checkpoints, if the script does not set it.
       ahead: whether the run plans and compiles for likely next numbers of devices, in a
         background process.
@@ -72,6 +74,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     guaranteed: bool = False
     user: str = ""
     priority: float = 1.0
+    steps: int = 0
     save_every: int = 100
     ahead: bool = False
 
@@ -268,6 +271,8 @@ def _wrong(spec: JobSpec, folder: pathlib.Path) -> str:
         return f"user has {len(spec.user)} letters; give at most {_LONGEST_USER}."
     if wrong := wrong_priority(spec.priority):
         return wrong
+    if spec.steps < 0:
+        return f"steps is {spec.steps}; give the number of steps, or 0."
     if spec.save_every < 1:
         return f"save_every is {spec.save_every}; give at least 1 step."
     return ""

@@ -148,6 +148,8 @@ def view_of(
     if curve is None:
         linear = AtLeast(Linear(), spec.min)
         return JobView(**shared, curve=linear, progress=job.served_device_s)
+    progress = float(job.position if job.worth is None else job.worth)
+    left = spec.steps * curve.base_batch - progress
     by_kind = {kind: AtLeast(curve.on(kind), spec.min) for kind in kinds}
     return JobView(
         **shared,
@@ -155,5 +157,6 @@ def view_of(
         by_kind=by_kind,
         # The curve counts progress in rows of the base batch. A row of a larger batch
         # makes less progress.
-        progress=float(job.position if job.worth is None else job.worth),
+        progress=progress,
+        left=left if left > 0 else None,
     )

@@ -163,6 +163,8 @@ class JobView:
       least: the fewest devices that the job can use.
       cap: the most devices that the job may get under its user's quota; 0: the job may
         not run now; None: the user has no quota.
+      left: work left, as the owner states it, in the unit of ``progress``; None: the
+        owner states nothing, or the job has done more than was stated.
     """
 
     name: str
@@ -188,6 +190,7 @@ class JobView:
     share: float = 1.0
     least: int = 1
     cap: int | None = None
+    left: float | None = None
 
     def on(self, kind: str) -> Curve:
         """The job's curve on devices of a kind."""

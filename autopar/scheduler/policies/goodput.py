@@ -3,10 +3,10 @@
 Each job has a curve: its progress per second on every configuration, with the best
 batch or plan there. The utility of a configuration is a concave function of its
 speed-up over one device, so that no job gets nothing for long. The policy maximises the
-sum of weighted utilities. A job's weight is smaller if it has more work left. The
-policy does not see the remaining work. The policy predicts the remaining work by
-Gittins' index, from completed jobs of the same program. If no job of the program has
-completed yet, the policy assumes that a job has as much work left as it has done. A
+sum of weighted utilities. A job's weight is smaller if it has more work left. An owner
+may state the remaining work. Otherwise, the policy predicts it by Gittins' index, from
+completed jobs of the same program. If no job of the program has completed yet, the
+policy assumes that a job has as much work left as it has done. A
 move (a change of a job's devices) costs time, so its gain counts only for the time that
 remains after it. The integer program is solved until the proved relative gap to the
 optimum is at most `Settings.gap`.
@@ -133,8 +133,11 @@ class Settings:
       least: a configuration with a speed-up of at most this value has a utility of 0.
       shortness: a job's weight is its remaining work to the power of minus this value;
         with 0 the weight does not depend on the remaining work.
-      known_s: seconds on one device that are added to each job's remaining work before
-        the weight is computed.
+      known_s: seconds on one device that are added to each job's predicted remaining
+        work before the weight is computed.
+      stated_s: the same for a job whose owner states its remaining work.
+      trust: weight of the remaining work that an owner states, where the best
+        prediction has a weight of 1 (`sureness`).
       events_s: assumed seconds between events that make a job move. The gain of a move
         counts for a time: the geometric mean of these seconds and the seconds of the
         move (as in Young's formula for the interval between checkpoints).
@@ -161,6 +164,8 @@ class Settings:
     least: float = 0.2
     shortness: float = 0.5
     known_s: float = 800.0
+    stated_s: float = 10.0
+    trust: float = 2.0
     events_s: float = 960.0
     growth: int = 4
     first: int = 1
@@ -296,7 +301,9 @@ class Goodput:
         self._speeds = {k: v for k, v in self._speeds.items() if k[0] in jobs}
 
     def _left_s(self, view: JobView, single: float) -> float:
-        """Predicted seconds on one device until a job completes, by Gittins' index."""
+        """Seconds on one device until a job completes, stated or by Gittins' index."""
+        if view.left is not None:
+            return view.left / single
         whole = self._finished_work(view)
         if whole:
             if not view.measured:
@@ -318,6 +325,8 @@ class Goodput:
 
         If completed jobs predict this time badly (`sureness`), the result is infinite.
         """
+        if view.left is not None and single > 0:
+            return view.left / single
         whole = self._finished_work(view)
         known = view.measured and single > 0 and len(whole) >= _ENOUGH
         if not known or sureness(whole) < self._settings.least_sureness:
@@ -360,8 +369,11 @@ class Goodput:
         for name, single in singles.items():
             if single > 0:
                 view = jobs[name]
-                left[name] = math.log(self._left_s(view, single) + set_.known_s)
-                sure[name] = sureness(self._finished_work(view))
+                stated = view.left is not None
+                more_s = set_.stated_s if stated else set_.known_s
+                left[name] = math.log(self._left_s(view, single) + more_s)
+                wholes = self._finished_work(view)
+                sure[name] = set_.trust if stated else sureness(wholes)
         mean = sum(left.values()) / max(len(left), 1)
         due = entitlements(jobs)
         return {

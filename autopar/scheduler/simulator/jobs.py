@@ -644,6 +644,8 @@ class CurveJob:
         most: int,
         moves: Moves,
         by_kind: Mapping[str, StepCurve] | None = None,
+        *,
+        states_steps: bool = False,
     ) -> None:
         """Starts as a waiting job.
 
@@ -653,7 +655,9 @@ class CurveJob:
           most: the most devices that the job can use.
           moves: seconds of moves.
           by_kind: kind of devices -> curve; other kinds use ``curve``.
+          states_steps: whether the owner states the number of steps.
         """
+        self._states_steps = states_steps
         self.job, self._curve, self._most, self._moves = job, curve, most, moves
         self._by_kind = dict(by_kind or {})
         self._kinds: tuple[str, ...] = ()
@@ -769,6 +773,9 @@ class CurveJob:
             oracle=left,
             by_kind=self._by_kind,
             moves=self._moves.seconds_told,
+            left=(self.job.steps - self._steps) * self.batch
+            if self._states_steps
+            else None,
         )
 
 

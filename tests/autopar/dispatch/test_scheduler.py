@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import sqlite3
 
@@ -428,7 +429,12 @@ def test_what_a_job_measures_is_what_its_policy_is_told(
     assert (job.microbatches, job.codecs) == (2, "int8")
     lines = world.scheduler._lines["one"]  # pyright: ignore[reportPrivateUsage]
     view = view_of(job, 60.0, ("cpu",), MOVES, lines)
-    assert view.progress == 40.0
+    assert (view.progress, view.left) == (40.0, None)
+    spec = msgspec.structs.replace(job.handed.spec, steps=100)
+    stated = dataclasses.replace(
+        job, handed=msgspec.structs.replace(job.handed, spec=spec)
+    )
+    assert view_of(stated, 60.0, ("cpu",), MOVES, lines).left == 100 * BATCH - 40.0
     worth = efficiency(300.0, 4 * BATCH, BATCH)
     four = np.array([4])
     assert view.curve.goodput(four, four) == pytest.approx(4 * BATCH / 0.5 * worth)

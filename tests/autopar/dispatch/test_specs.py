@@ -49,6 +49,7 @@ def test_a_table_is_read(tmp_path: pathlib.Path) -> None:
         (ONE + 'curve = "a"\ntarget = "b"', "job 'one': curve and target are both"),
         (ONE + "noise_scale = 3.0", "job 'one': target_args and noise_scale belong"),
         (ONE + "save_every = 0", "job 'one': save_every is 0"),
+        (ONE + "steps = -1", "job 'one': steps is -1"),
         (ONE + ONE, "job 'one' stands there twice"),
         ('[[job]]\nscript = "train.py"', "job 1: .*missing.*`name`"),
         ('[[job]]\nname = "../x"\nscript = "train.py"', r"name '\.\./x' is no name"),

@@ -172,3 +172,24 @@ def test_a_move_takes_what_its_pair_takes_and_a_policy_is_told() -> None:
     view = CurveJob(given, LINE, 4, constant).view(0.0, oracle=False)
     assert view.move_s((1, 1), (2, 2)) == 30
     assert view.move_s((0, 0), (2, 2)) == 5
+
+
+def test_short_jobs_come_first_where_owners_state_their_steps() -> None:
+    """Two devices, and jobs of 400, 400 and 20 steps, the short one last."""
+
+    def mean_s(*, states: bool) -> float:
+        made = [
+            CurveJob(
+                Job(
+                    name=f"job{k}", application=f"program{k}", submitted_s=2.0 * k,
+                    batch=BATCH, steps=steps,
+                ),
+                LINE, 2, MOVES, states_steps=states,
+            )
+            for k, steps in enumerate((400, 400, 20))
+        ]  # fmt: skip
+        options = Options(interval_s=10.0, react_s=2.0)
+        simulate(made, Nodes.parse("2x1:cpu"), policy_of("goodput"), options)
+        return sum(x.completed_s or 0.0 for x in made) / len(made)
+
+    assert mean_s(states=True) < 0.9 * mean_s(states=False)
