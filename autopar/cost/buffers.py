@@ -339,26 +339,29 @@ class _Homes:
             yield Buffer(value, before, start, start, "collective buffers")
 
     def _exchange_buffers(self, op: Operator) -> Iterator[Buffer]:
-        """Yields the buffer for exchanges among an operator's shards while it runs.
+        """Yields the buffer that an operator's shards need while they run.
 
         An array that goes around a ring needs two buffers: one to read and one to
         receive. An operand that shards exchange only once needs one buffer for the
         copy. The operator's first result is accumulated in float32 over the rounds of
-        the ring.
+        the ring. A kernel may also hold intermediate values.
         """
         assignment, time = self.assignment, self.life.time[op.index]
-        total = 0.0
+        total, held = 0.0, op.kernel is not None and op.kernel.held_bytes
         for exchange, step, _, value in exchanges_of(assignment, op):
             nbytes = local_bytes(assignment, value, step.layout, tiled=self.life.tiled)
             if exchange.around:
                 total += 2 * exchange.widened * nbytes
             elif not exchange.result:
                 total += nbytes
-        if total:
+        if total or held:
             value, dims = op.outputs[0], op.rule.results[0]
             layout = assignment.layout(op, dims)
             nbytes = local_bytes(assignment, value, layout, tiled=self.life.tiled)
             wide = WIDER if is_narrow(assignment.graph, value) else 1
+            if op.kernel is not None and held:
+                share = nbytes / assignment.graph.values[value].nbytes
+                total += min(held, op.kernel.inner_bytes * share)
             yield Buffer(value, total + wide * nbytes, time, time, "collective buffers")
 
     def _sizes(self, op: Operator, slot: int) -> tuple[float, float | None]:

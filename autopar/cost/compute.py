@@ -238,7 +238,11 @@ def _product_s(
     """`shard_s` for operators of the matrix units."""
     bandwidth = device.memory_bandwidth_bytes_per_s
     if work.op.kernel is not None:
-        compute_s = flops / kernel_flops_per_s(work.op.kernel, device)
+        kernel = work.op.kernel
+        compute_s = flops / kernel_flops_per_s(kernel, device)
+        if kernel.inner_bytes:
+            # Shards share intermediate values as they share the work.
+            nbytes = nbytes + kernel.inner_bytes / kernel.flops * flops
         return np.maximum(compute_s, nbytes / bandwidth)
     if rates_of(device, work.itemsize) is not None:
         batch = flops / (2.0 * sides.prod(axis=1))

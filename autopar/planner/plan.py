@@ -126,12 +126,20 @@ def part_to_try(
     rows = math.gcd(*rows_by_path(analysis).values())
     if isinstance(options.microbatches, int):
         rows //= math.gcd(rows, options.microbatches)
-    if not rows or has_context(analysis):
+    if not rows or has_context(_programs(analysis, cluster)[-1]):
         return None
     part = dividing_part(cluster, rows)
     # A program runs on the cluster's first devices, so the part consists of them.
     first = part is not None and part.ids == cluster.ids[: part.num_devices]
     return part if first else None
+
+
+def _programs(
+    analysis: Analysis, cluster: Cluster, *, compressed: bool = False
+) -> list[Analysis]:
+    """The rewrites of a step that a plan may choose from, the boldest one last."""
+    devices, device = cluster.num_devices, cluster.device
+    return alternatives(analysis, devices, device, compressed=compressed)
 
 
 def padded_part(
@@ -409,10 +417,11 @@ def plan_analysis(
         most_s: float = math.inf,
         meshes: Sequence[MeshShape] = (),
     ) -> Planned:
+        programs = _programs(program, on, compressed=codecs.mode != "none")
         return _search_layouts(
-            alternatives(program, on.num_devices, compressed=codecs.mode != "none"),
+            programs,
             on,
-            meshes or meshes_of(program, on, asked),
+            meshes or meshes_of(programs[-1], on, asked),
             asked.pins or {},
             codecs,
             asked.seconds,

@@ -116,6 +116,7 @@ def make_plan(
         row_multiple=analysis.row_multiple,
         row_blocks=analysis.row_blocks,
         row_capacity=analysis.row_capacity,
+        attention_kernel=analysis.attention_kernel,
         local=() if analysis.split is None else analysis.split.local,
         remat=analysis.remat,
         offload=analysis.offload,
@@ -237,7 +238,13 @@ def split_as(analysis: Analysis, plan: Plan) -> Analysis:
         analysis = rematerialise(analysis, plan.remat, plan.microbatches, couple=couple)
     analysis = keep_on_host(analysis, plan.offload)
     devices = 1 if plan.replicas else math.prod(plan.axis_sizes)
-    return for_devices(analysis, devices, plan.row_blocks, plan.row_capacity)
+    return for_devices(
+        analysis,
+        devices,
+        plan.row_blocks,
+        plan.row_capacity,
+        attention_kernel=plan.attention_kernel,
+    )
 
 
 def check_plan(analysis: Analysis, plan: Plan) -> None:

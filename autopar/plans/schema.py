@@ -201,6 +201,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         group them, such as tokens by their experts; 1: all rows are sorted together.
       row_capacity: the slots that each group has in a block of rows, divided by its
         mean number of rows; 0: rows have no slots, and no device gets rows of others.
+      attention_kernel: what computes attention that the step writes out: ``blocks``,
+        which computes blocks of scores; ``cudnn``, where cuDNN's attention can, and
+        blocks where not; '': the step's own operators.
       replicas: the share of each replica, for replicas of unequal devices. The replicas
         are the positions along the mesh's first axis, which splits no array. Empty:
         every device takes part in all microbatches.
@@ -246,6 +249,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     row_multiple: int = 1
     row_blocks: int = 1
     row_capacity: float = 0.0
+    attention_kernel: str = ""
     replicas: tuple[ReplicaPlan, ...] = ()
     local: tuple[str, ...] = ()
     schedule: str = NO_SCHEDULE

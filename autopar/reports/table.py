@@ -238,6 +238,8 @@ def shape_of_plan(plan: Plan) -> str:
             split += f", rows sorted in {plan.row_blocks} blocks"
         if plan.row_capacity:
             split += f", slots for {plan.row_capacity:g} times the mean of a group"
+        if plan.attention_kernel:
+            split += f", attention by {plan.attention_kernel}"
         if plan.stage.sums_each_microbatch:
             split += ", gradients summed in each"
         if plan.replicas:

@@ -209,6 +209,8 @@ class Analysis:
         group them; 1 if all rows are sorted together.
       row_capacity: the slots of each group in a block, divided by its mean number of
         rows (`autopar_passes.graph.row_slots`); 0 if rows have no slots.
+      attention_kernel: how attention that the step writes out is computed
+        (`autopar.steps.for_devices`).
       offload: paths of the state that the plan keeps in host memory
         (`autopar.steps.offload`).
       on_devices: if there is such state, the analysis of the step with all its state in
@@ -241,6 +243,7 @@ class Analysis:
     batches: tuple[int, ...] = ()
     row_blocks: int = 1
     row_capacity: float = 0.0
+    attention_kernel: str = ""
     offload: tuple[str, ...] = ()
     on_devices: Analysis | None = None
     programs: Mapping[int, int] | None = None

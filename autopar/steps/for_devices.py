@@ -3,7 +3,8 @@
 The update computes equal matrices in batches, of which each device takes a part
 (`autopar_passes.program.update_batches`). Rows that are sorted only to group them, such
 as tokens by their experts, are sorted in blocks, so that each device sorts its own rows
-(`autopar_passes.graph.row_blocks`).
+(`autopar_passes.graph.row_blocks`). Attention with many scores is computed in blocks of
+scores, so that devices may share a sequence (`autopar_passes.graph.attention_blocks`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import dataclasses
 import functools
 import time
 
+from autopar.cluster import DeviceSpec
 from autopar.errors import PlanError
 from autopar.steps.analysis import Analysis, analyse_again, with_program
+from autopar_passes.graph.attention_blocks import FoundAttention, attend_in_blocks
 from autopar_passes.graph.operators import RAGGED_PRODUCTS, update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.graph.row_blocks import sort_in_blocks
@@ -22,6 +25,16 @@ from autopar_passes.graph.row_slots import EXPECTED_RUNS, RowSlots, give_slots
 from autopar_passes.microbatches.facts import place_of
 from autopar_passes.program.equations import Program
 from autopar_passes.program.update_batches import batch_updates
+from autopar_passes.remat.kernels import keep_kernels
+
+# How a plan computes attention that a step writes out: all scores at once, in blocks of
+# scores, or by cuDNN where it can and in blocks where not.
+AS_WRITTEN, IN_BLOCKS, CUDNN = "", "blocks", "cudnn"
+# Attention is also planned in blocks if the scores of one product, split over all
+# devices, need more than this share of a device's memory.
+_SCORES = 1 / 16
+# A softmax is computed in float32.
+_SCORE_BYTES = 4
 
 
 def for_devices(
@@ -29,6 +42,8 @@ def for_devices(
     devices: int,
     row_blocks: int | None = None,
     row_capacity: float = 0.0,
+    *,
+    attention_kernel: str = AS_WRITTEN,
 ) -> Analysis:
     """Returns the analysis of a step that suits a number of devices.
 
@@ -40,37 +55,46 @@ def for_devices(
         group them; None: the largest number that divides the devices and the rows.
       row_capacity: the slots that a group has in a block of rows, divided by its mean
         number of rows; 0: rows have no slots.
+      attention_kernel: how attention that the step writes out is computed:
+        `AS_WRITTEN`, `IN_BLOCKS` or `CUDNN`.
 
     Returns:
       ``analysis`` itself if there is nothing to rewrite.
 
     Raises:
-      PlanError: the rows of this step cannot have slots.
+      PlanError: the rows of this step cannot have slots, or it writes out no attention
+        that can be computed in blocks.
     """
     alone = analysis.alone or analysis
     if devices == 1 or alone.traced is None:
         return alone
-    how = devices, row_blocks, row_capacity
+    how = devices, row_blocks, row_capacity, attention_kernel
     make = functools.partial(_rewritten, alone, *how)
     return alone.remember(("for devices", *how), make)
 
 
 def alternatives(
-    analysis: Analysis, devices: int, *, compressed: bool = False
+    analysis: Analysis,
+    devices: int,
+    device: DeviceSpec,
+    *,
+    compressed: bool = False,
 ) -> list[Analysis]:
     """Returns the rewrites of a step that a plan may choose from.
 
     Rows that are sorted in blocks may also be sorted together, or have slots. A step
-    whose rows cannot have slots says why among its assumptions.
+    whose rows cannot have slots says why among its assumptions. Attention with many
+    scores may be computed in blocks of scores.
 
     Args:
       analysis: the result of `for_devices`.
       devices: the number of devices of the plan, which has one stage.
+      device: the kind of the devices.
       compressed: whether gradients may be sent compressed. The gradients of products
         of rows with slots are added up in a loop, and cannot be.
     """
     if analysis.row_blocks == 1:
-        return [analysis]
+        return _with_attention(analysis, devices, device)
     base = analysis.alone or analysis
     together = for_devices(base, devices, row_blocks=1)
     if compressed:
@@ -94,6 +118,43 @@ def alternatives(
         return [analysis, together, made]
     note = f"rows of groups stay on their device, because {reason}"
     return [_with_note(analysis, note), together]
+
+
+def _with_attention(
+    analysis: Analysis, devices: int, device: DeviceSpec
+) -> list[Analysis]:
+    """A step, and the step with its attention in blocks, if it has many scores."""
+    base = analysis.alone or analysis
+    operators, values = base.graph.operators, base.graph.values
+    products = [k for found in base.attention for k in found.products]
+    scores = [values[v].size for k in products for v in operators[k].outputs]
+    nbytes = _SCORE_BYTES * max(scores, default=0)
+    if devices == 1 or base.traced is None:
+        return [analysis]
+    if nbytes <= _SCORES * devices * device.memory_bytes:
+        return [analysis]
+    kernel = CUDNN if device.kind == "gpu" else IN_BLOCKS
+    program, found = _in_blocks(base, kernel)
+    if found.refused:
+        reasons = "; ".join(found.refused)
+        note = f"attention that is written out keeps all scores, because {reasons}"
+        analysis = _with_note(analysis, note)
+    if program is base.program:
+        return [analysis]
+    return [analysis, for_devices(base, devices, attention_kernel=kernel)]
+
+
+def _in_blocks(analysis: Analysis, kernel: str) -> tuple[Program, FoundAttention]:
+    """The program with its attention in blocks, and what was found."""
+
+    def make() -> tuple[Program, FoundAttention]:
+        rules = {op.equation: op.rule for op in analysis.graph.operators}
+        program, found = attend_in_blocks(
+            analysis.program, rules, cudnn=kernel == CUDNN
+        )
+        return keep_kernels(program), found
+
+    return analysis.remember(("attention", kernel), make)
 
 
 def stages_for_devices(micro: Analysis, devices: int) -> Analysis:
@@ -130,9 +191,15 @@ def notes_of_stages(micro: Analysis) -> tuple[str, ...]:
 
 
 def _rewritten(
-    analysis: Analysis, devices: int, row_blocks: int | None, row_capacity: float
+    analysis: Analysis,
+    devices: int,
+    row_blocks: int | None,
+    row_capacity: float,
+    attention_kernel: str,
 ) -> Analysis:
     start = time.perf_counter()
+    if attention_kernel:
+        return _with_kernel(analysis, devices, attention_kernel, start)
     if row_capacity:
         rules = {op.equation: op.rule for op in analysis.graph.operators}
         blocks = row_blocks or devices
@@ -152,6 +219,28 @@ def _rewritten(
         analysis, program, start, alone=analysis, batches=batches, row_blocks=blocks
     )
     return _with_reasons(made, analysis, orders)
+
+
+def _with_kernel(
+    analysis: Analysis, devices: int, kernel: str, start: float
+) -> Analysis:
+    """The analysis of a step whose attention is computed in blocks, or by cuDNN."""
+    program, found = _in_blocks(analysis, kernel)
+    if program is analysis.program:
+        raise PlanError(
+            f"attention_kernel='{kernel}': {analysis.pytrees.name} writes out no "
+            "attention that can be computed in blocks"
+            f"{': '.join(('', *found.refused))}."
+        )
+    program, batches = batch_updates(program, equations_of_update(analysis), devices)
+    return with_program(
+        analysis,
+        program,
+        start,
+        alone=analysis,
+        batches=batches,
+        attention_kernel=kernel,
+    )
 
 
 def _with_slots(

@@ -326,7 +326,7 @@ class _Search:
         if op.role is Role.UPDATE or rule.whole or eqn.regions:
             return False
         if rule.kinds[factor] is FactorKind.EXCHANGED:
-            return eqn.primitive in kernels.PRIMITIVES
+            return eqn.primitive in kernels.RINGS
         if rule.kinds[factor] not in (FactorKind.PASS, FactorKind.REDUCE):
             return False
         alone = all(

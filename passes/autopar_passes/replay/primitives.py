@@ -20,7 +20,14 @@ from autopar_passes.layouts import Layout, on_shards, partition_spec
 from autopar_passes.program.equations import Equation, Program
 from autopar_passes.program.flatten import INLINED, call_body
 from autopar_passes.replay.values import LayoutPlan, PlacedOrder, Values
-from autopar_passes.rules import kernels, manual, pallas_grid, ragged, shardy
+from autopar_passes.rules import (
+    blockwise,
+    kernels,
+    manual,
+    pallas_grid,
+    ragged,
+    shardy,
+)
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule, worker
 from autopar_passes.sums import stacked
 from autopar_passes.sums.finish import BY_SHARDS, Sum, behind, run_and_sum
@@ -53,13 +60,15 @@ from autopar_passes.sums.stacked import Stacked, stack_partials, sum_partials
 Array = Any
 # The first round in which a device works on keys and values of another device.
 _FIRST = 1
-# The kernel of the forward pass: from blocks of queries, keys and values, and whether
-# the mask is causal, to the output and the log-sum-exp of each row.
-Forward = Callable[[Array, Array, Array, bool], tuple[Array, Array]]
+# The kernel of the forward pass: from a block of queries and of arrays beside them, a
+# block of keys, values and arrays beside them, and whether the mask is causal, to the
+# output and the log-sum-exp of each row.
+Forward = Callable[[Sequence[Array], Sequence[Array], bool], tuple[Array, Array]]
 # The kernel of the backward pass: from the same blocks, and the output, the log-sum-exp
 # and the output's gradient of whole rows, to the gradients of queries, keys and values.
 Backward = Callable[
-    [Array, Array, Array, Array, Array, Array, bool], tuple[Array, Array, Array]
+    [Sequence[Array], Sequence[Array], Array, Array, Array, bool],
+    tuple[Array, Array, Array],
 ]
 
 
@@ -84,48 +93,52 @@ class Ring:
     ordered: bool = False
 
     def forward(
-        self, block: Forward, query: Array, key: Array, value: Array
+        self, block: Forward, own: Sequence[Array], moved: Sequence[Array]
     ) -> tuple[Array, Array]:
         """The output for this device's queries, and the log-sum-exp of its rows.
 
         Args:
           block: the kernel.
-          query: this device's shard of the queries.
-          key: this device's shard of the keys.
-          value: this device's shard of the values.
+          own: this device's shard of the queries, and of other arrays with their
+            positions.
+          moved: this device's shards of the keys, the values, and other arrays with
+            their positions.
 
         Returns:
-          The output, in the dtype of ``query``, and the log-sum-exp in float32, with
+          The output, in the dtype of the queries, and the log-sum-exp in float32, with
           shape (batch, heads, sequence).
         """
-        dealt = self._is_dealt(query)
-        q, k, v = (self._deal(x, self.seq, dealt) for x in (query, key, value))
-        out, rows = block(q, k, v, self.causal)
+        dealt = self._is_dealt(own[0])
+        own, moved = (
+            [self._deal(x, self.seq, dealt) for x in arrays] for arrays in (own, moved)
+        )
+        out, rows = block(own, moved, self.causal)
         parts = 1 + dealt
         held = (
             _chunks(out, self.seq, parts).astype(jnp.float32),
             _chunks(rows, 2, parts),
         )
-        queries = _chunks(q, self.seq, parts)
+        queries = [_chunks(x, self.seq, parts) for x in own]
 
-        def turn(number: Any, k: Array, v: Array, held: Any) -> Any:
-            keys, values = (_chunks(x, self.seq, parts) for x in (k, v))
-            for own, other, seen in self._blocks(number, dealt):
-                found = block(queries[own], keys[other], values[other], False)
-                held = self._merge(held, own, found, seen)
+        def turn(number: Any, moved: Sequence[Array], held: Any) -> Any:
+            keys = [_chunks(x, self.seq, parts) for x in moved]
+            for mine, other, seen in self._blocks(number, dealt):
+                found = block(
+                    [x[mine] for x in queries], [x[other] for x in keys], False
+                )
+                held = self._merge(held, mine, found, seen)
             return held
 
-        held = self._around(turn, (k, v), held)
-        out = _join(held[0].astype(query.dtype), self.seq)
+        held = self._around(turn, moved, held)
+        out = _join(held[0].astype(own[0].dtype), self.seq)
         rows = _join(held[1], 2)
         return self._return(out, self.seq, dealt), self._return(rows, 2, dealt)
 
     def backward(
         self,
         block: Backward,
-        query: Array,
-        key: Array,
-        value: Array,
+        own: Sequence[Array],
+        moved: Sequence[Array],
         out: Array,
         rows: Array,
         gradient: Array,
@@ -134,87 +147,87 @@ class Ring:
 
         Args:
           block: the kernel.
-          query: this device's shard of the queries.
-          key: this device's shard of the keys.
-          value: this device's shard of the values.
+          own: see `forward`.
+          moved: see `forward`.
           out: the output of `forward`.
           rows: the log-sum-exp of `forward`.
           gradient: the gradient of the output.
         """
-        dealt = self._is_dealt(query)
+        dealt = self._is_dealt(own[0])
         parts = 1 + dealt
         # Without the barrier a compiler would keep the shards received in the forward
         # pass.
-        given = jax.lax.optimization_barrier((gradient, query, key, value, out, rows))
-        gradient, q, k, v, out, rows = given
-        q, k, v, out, gradient = (
-            self._deal(x, self.seq, dealt) for x in (q, k, v, out, gradient)
+        given = jax.lax.optimization_barrier((gradient, own, moved, out, rows))
+        gradient, own, moved, out, rows = given
+        like = own[0], *moved[:2]
+        own, moved, (out, gradient) = (
+            [self._deal(x, self.seq, dealt) for x in arrays]
+            for arrays in (own, moved, (out, gradient))
         )
         rows = self._deal(rows, 2, dealt)
-        of_query, *own = (
+        of_query, *home = (
             _chunks(x, self.seq, parts).astype(jnp.float32)
-            for x in block(q, k, v, out, rows, gradient, self.causal)
+            for x in block(own, moved, out, rows, gradient, self.causal)
         )
-        queries, outs, gradients = (
-            _chunks(x, self.seq, parts) for x in (q, out, gradient)
-        )
+        queries = [_chunks(x, self.seq, parts) for x in own]
+        outs, gradients = (_chunks(x, self.seq, parts) for x in (out, gradient))
         logs = _chunks(rows, 2, parts)
 
-        def part(own: Any, keys: Array, values: Array, seen: Any) -> list[Array]:
+        def part(mine: Any, keys: Sequence[Array], seen: Any) -> list[Array]:
             found = block(
-                *(queries[own], keys, values),
-                *(outs[own], logs[own], gradients[own], False),
+                *([x[mine] for x in queries], keys),
+                *(outs[mine], logs[mine], gradients[mine], False),
             )
             return [jnp.where(seen, x, 0).astype(jnp.float32) for x in found]
 
-        def turn(number: Any, k: Array, v: Array, held: Any) -> Any:
-            return self._backward_turn(part, number, (k, v), held, dealt)
+        def turn(number: Any, moved: Sequence[Array], held: Any) -> Any:
+            return self._backward_turn(part, number, moved, held, dealt)
 
-        held = of_query, *(jnp.zeros_like(x) for x in own)
-        of_query, *travelling = self._around(turn, (k, v), held)
-        home = (x + self._send(y) for x, y in zip(own, travelling, strict=True))
+        held = of_query, *(jnp.zeros_like(x) for x in home)
+        of_query, *travelling = self._around(turn, moved, held)
+        home = (x + self._send(y) for x, y in zip(home, travelling, strict=True))
         return tuple(
-            self._return(_join(x.astype(like.dtype), self.seq), self.seq, dealt)
-            for x, like in zip((of_query, *home), (query, key, value), strict=True)
+            self._return(_join(x.astype(y.dtype), self.seq), self.seq, dealt)
+            for x, y in zip((of_query, *home), like, strict=True)
         )
 
     def _backward_turn(
-        self, part: Any, number: Any, moved: tuple[Array, Array], held: Any, dealt: bool
+        self, part: Any, number: Any, moved: Sequence[Array], held: Any, dealt: bool
     ) -> Any:
         """Adds the gradients of a round's blocks to the accumulated gradients."""
         of_query, *travelling = held
         if number is not _FIRST:
             travelling = [self._send(x) for x in travelling]
         of_key, of_value = travelling
-        keys, values = (_chunks(x, self.seq, 1 + dealt) for x in moved)
+        keys = [_chunks(x, self.seq, 1 + dealt) for x in moved]
         for own, other, seen in self._blocks(number, dealt):
-            added = part(own, keys[other], values[other], seen)
+            added = part(own, [x[other] for x in keys], seen)
             of_query = of_query.at[own].add(added[0])
             of_key = of_key.at[other].add(added[1])
             of_value = of_value.at[other].add(added[2])
         return of_query, of_key, of_value
 
-    def _around(self, turn: Any, moved: tuple[Array, Array], held: Any) -> Any:
+    def _around(self, turn: Any, moved: Sequence[Array], held: Any) -> Any:
         """Runs all rounds after the first.
 
         In the first round, each device uses its own keys and values.
 
         The keys and values of the next round are sent while the current round computes.
         """
-        k, v = (self._send(x) for x in moved)
+        moved = [self._send(x) for x in moved]
 
         def step(carry: Any, number: Any) -> Any:
-            (k, v), held = carry
-            ahead = self._send(k), self._send(v)
-            return (ahead, turn(number, k, v, held)), None
+            moved, held = carry
+            ahead = [self._send(x) for x in moved]
+            return (ahead, turn(number, moved, held)), None
 
         if self.size > _FIRST + 1:
-            ((k, v), held), _ = step(((k, v), held), _FIRST)
+            (moved, held), _ = step((moved, held), _FIRST)
             numbers = jnp.arange(_FIRST + 1, self.size - 1)
             if len(numbers):
-                ((k, v), held), _ = jax.lax.scan(step, ((k, v), held), numbers)
-            return turn(self.size - 1, k, v, held)
-        return turn(_FIRST, k, v, held)
+                (moved, held), _ = jax.lax.scan(step, (moved, held), numbers)
+            return turn(self.size - 1, moved, held)
+        return turn(_FIRST, moved, held)
 
     def _blocks(self, number: Any, dealt: bool) -> Sequence[tuple[Any, Any, Any]]:
         """The blocks of a round: chunks of queries and keys, and whether they count."""
@@ -507,7 +520,11 @@ def _ring(
 
 
 def _around_ring(eqn: Equation, ring: Ring, shards: Sequence[Any]) -> list[Any]:
-    """Runs cuDNN's attention with its sequence sharded over the devices of a ring."""
+    """Runs attention with its sequence sharded over the devices of a ring."""
+    if eqn.primitive in blockwise.PRIMITIVES:
+        return blockwise.run(
+            eqn.primitive, eqn.params["form"], shards, ring.forward, ring.backward
+        )
     query, key, value, *unused = shards[: kernels.OPERANDS]
 
     def bind(arrays: Sequence[Any], causal: bool, **given: Any) -> list[Any]:
@@ -518,16 +535,18 @@ def _around_ring(eqn: Equation, ring: Ring, shards: Sequence[Any]) -> list[Any]:
         rows, out, gradient = shards[kernels.OPERANDS :]
 
         def backward(
-            q: Any, k: Any, v: Any, out: Any, rows: Any, gradient: Any, causal: bool
+            own: Any, moved: Any, out: Any, rows: Any, gradient: Any, causal: bool
         ) -> Any:
-            return bind([q, k, v, *unused, rows, out, gradient], causal)
+            return bind([*own, *moved, *unused, rows, out, gradient], causal)
 
-        return list(ring.backward(backward, query, key, value, out, rows, gradient))
+        return list(
+            ring.backward(backward, (query,), (key, value), out, rows, gradient)
+        )
 
-    def forward(q: Any, k: Any, v: Any, causal: bool) -> Any:
-        return bind([q, k, v, *unused], causal, is_training=True)
+    def forward(own: Any, moved: Any, causal: bool) -> Any:
+        return bind([*own, *moved, *unused], causal, is_training=True)
 
-    made = ring.forward(forward, query, key, value)
+    made = ring.forward(forward, (query,), (key, value))
     return list(made if eqn.params["is_training"] else made[:1])
 
 

@@ -213,7 +213,7 @@ class KernelWork:
     """The work of one kernel on whole arrays.
 
     A kernel reads its operands once and writes its results once. Intermediate values
-    stay on the chip.
+    stay on the chip, except for ``inner_bytes``.
 
     Attributes:
       name: the name of the kernel, as messages and reports show it.
@@ -228,6 +228,9 @@ class KernelWork:
         recomputation.
       causal_flops: the part of the model FLOPs that belongs to attention with a causal
         mask.
+      inner_bytes: bytes of intermediate values that the kernel reads from memory and
+        writes to it.
+      held_bytes: the most bytes of them that it holds at once.
     """
 
     name: str
@@ -239,6 +242,8 @@ class KernelWork:
     assumed: str = ""
     own_model_flops: float | None = None
     causal_flops: float = 0.0
+    inner_bytes: float = 0.0
+    held_bytes: float = 0.0
 
     @property
     def model_flops(self) -> float:

@@ -54,8 +54,8 @@ import numpy as np
 
 from autopar_passes import jax_compat
 from autopar_passes.program.equations import Equation
+from autopar_passes.rules import blockwise, manual, pallas_grid
 from autopar_passes.rules import flops as pallas_flops
-from autopar_passes.rules import manual, pallas_grid
 from autopar_passes.rules.factor_rule import (
     CUDNN_EFFICIENCY,
     GPU,
@@ -136,7 +136,7 @@ def is_attention(
       results: the abstract results.
     """
     if eqn.primitive != pallas_grid.PRIMITIVE:
-        return eqn.primitive == FORWARD
+        return eqn.primitive in (FORWARD, blockwise.FORWARD)
     if attention_flops(eqn.params, operands, results, 0.0) is None:
         return False
     first = eqn.params["grid_mapping"].num_index_operands
@@ -189,6 +189,8 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 FORWARD = "dot_product_attention_fwd_wrapper"
 BACKWARD = "dot_product_attention_bwd_wrapper"
 PRIMITIVES = frozenset({FORWARD, BACKWARD})
+# Primitives whose sequence a ring of devices can share.
+RINGS = PRIMITIVES | blockwise.PRIMITIVES
 # The number of operands of the forward call. The backward call has three more operands:
 # the log-sum-exp of each row, the output, and the gradient of the output.
 OPERANDS = 10
@@ -417,13 +419,19 @@ def attention_kernel(
 
 
 def is_causal(params: dict[str, Any]) -> bool:
-    """Whether the mask of a call masks out the later keys."""
+    """Whether the mask of a call of `RINGS` masks out the later keys."""
+    if "form" in params:
+        return params["form"].scores.causal
     return getattr(params["mask_type"], "name", "") in _CAUSAL
 
 
 def sequence_dim(params: dict[str, Any]) -> int:
-    """The index of the sequence dimension in queries, keys, values and outputs."""
-    return 2 if params["layout"] else 1
+    """The index of the sequence dimension in queries, keys, values and outputs.
+
+    Attention in blocks brings its operands into the order (batch, heads, sequence,
+    elements) before a ring gets them.
+    """
+    return 2 if params.get("layout", 1) else 1
 
 
 def params_of_block(params: dict[str, Any], *, causal: bool) -> dict[str, Any]:
@@ -451,7 +459,7 @@ _ATTENTION = ("mha_", "splash_m", "_flash_attention", "flash_attention")
 def is_kernel(primitive: str) -> bool:
     """Whether a primitive is a hand-written kernel."""
     single = (pallas_grid.PRIMITIVE, manual.PRIMITIVE)
-    return primitive in PRIMITIVES or primitive in single
+    return primitive in RINGS or primitive in single
 
 
 def kernel_name(eqn: Equation) -> str:
@@ -480,6 +488,8 @@ def kernel_rule(
     """
     if eqn.primitive == manual.PRIMITIVE:
         return manual.manual_rule(operands, results, eqn.params)
+    if eqn.primitive in blockwise.PRIMITIVES:
+        return blockwise.rule(eqn.primitive, operands, results, eqn.params["form"])
     name = kernel_name(eqn)
     own = registered_rule(name, operands, results, eqn.params)
     if eqn.primitive in PRIMITIVES:
@@ -507,6 +517,8 @@ def kernel_work(
     """
     if eqn.primitive in PRIMITIVES:
         return attention_kernel(eqn.primitive, operands, eqn.params)
+    if eqn.primitive in blockwise.PRIMITIVES:
+        return blockwise.work(eqn.primitive, operands, eqn.params["form"])
     if eqn.primitive == manual.PRIMITIVE:
         made = manual.manual_kernel(operands, results, eqn.params)
         shards = math.prod(manual.manual_axes(eqn.params).values())

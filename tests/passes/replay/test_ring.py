@@ -53,13 +53,17 @@ def test_a_ring_attends_as_one_device(
     def forward(q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
         return attention(q, k, v, params(causal))
 
-    def backward(*arrays: Any) -> Any:
-        q, k, v, out, rows, gradient, causal = arrays
-        return block_gradients(q, k, v, rows, out, gradient, params(causal))
+    def block(own: Any, moved: Any, causal: bool) -> tuple[Any, Any]:
+        return forward(*own, *moved, causal)
+
+    def backward(own: Any, moved: Any, *rest: Any) -> Any:
+        out, rows, gradient, causal = rest
+        given = (*own, *moved, rows, out, gradient)
+        return block_gradients(*given, params(causal))
 
     def both(q: Any, k: Any, v: Any, given: Any) -> Any:
-        out, rows = ring.forward(forward, q, k, v)
-        return out, rows, ring.backward(backward, q, k, v, out, rows, given)
+        out, rows = ring.forward(block, (q,), (k, v))
+        return out, rows, ring.backward(backward, (q,), (k, v), out, rows, given)
 
     run = jax.shard_map(
         both,

@@ -1,0 +1,98 @@
+"""Tests attention that a step writes out, computed in blocks on a split sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sharing_links import sharing
+
+import autopar
+
+BATCH, SEQ, HEADS, DIM, LAYERS, VOCAB = 4, 32, 2, 4, 2, 16
+WIDTH = HEADS * DIM
+
+
+def small_devices() -> autopar.Cluster:
+    """Slow devices, whose memory many scores would fill."""
+    cluster = sharing(autopar.Cluster.parse("8:cpu"))
+    rates = tuple(
+        (dtype, 1e-4 * rate) for dtype, rate in cluster.device.peak_flops_per_s
+    )
+    device = dataclasses.replace(
+        cluster.device, peak_flops_per_s=rates, memory_bytes=30_000
+    )
+    return dataclasses.replace(cluster, device=device)
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention of (batch, sequence, heads, head_dim)."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    scores = jnp.where(mask, scores, -1e30)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def training(attend: Any = attention, *, remat: bool = False) -> Any:
+    """A step of a language model, its state, and tokens."""
+
+    def block(p: Any, x: Any) -> Any:
+        q, k, v = (
+            (x @ p[n]).reshape(*x.shape[:2], HEADS, DIM) for n in ("q", "k", "v")
+        )
+        return jnp.tanh(x + attend(q, k, v).reshape(x.shape) @ p["o"])
+
+    apply = jax.checkpoint(block) if remat else block
+
+    def step(params: Any, tokens: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            x = params["table"][tokens[:, :-1]]
+            for p in params["layers"]:
+                x = apply(p, x)
+            logs = jax.nn.log_softmax(x @ params["table"].T)
+            return -jnp.take_along_axis(logs, tokens[:, 1:, None], -1).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (loss, grads)
+
+    keys = iter(jax.random.split(jax.random.key(0), 4 * LAYERS + 2))
+    layers = [
+        {n: 0.4 * jax.random.normal(next(keys), (WIDTH, WIDTH)) for n in "qkvo"}
+        for _ in range(LAYERS)
+    ]
+    params = {
+        "table": jax.random.normal(next(keys), (VOCAB, WIDTH)), "layers": layers
+    }  # fmt: skip
+    tokens = jax.random.randint(next(keys), (BATCH, SEQ + 1), 0, VOCAB)
+    return step, params, tokens
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"microbatches": 2}, {"remat": True}], ids=lambda o: "-".join(o)
+)
+def test_a_split_sequence_trains_as_one_device(options: dict[str, Any]) -> None:
+    options = dict(options)
+    step, params, tokens = training(remat=options.pop("remat", False))
+    planned = autopar.parallelize(
+        step,
+        donate=False,
+        cluster=small_devices(),
+        axis_names=("sequence",),
+        max_axes=1,
+        seconds=1,
+        **options,
+    )
+
+    got = planned(params, tokens)
+
+    assert planned.plan.attention_kernel == "blocks", str(planned.plan)
+    audit = autopar.audit(step, params, tokens, plan=planned.plan)
+    assert audit.agrees, str(audit)
+    assert "collective_permute" in str(audit)
+    expected = jax.jit(step)(params, tokens)
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))

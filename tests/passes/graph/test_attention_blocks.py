@@ -1,0 +1,257 @@
+"""Tests that attention which a step writes out is found, and means the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cudnn_on_cpu import cudnn_on_cpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar_passes.graph import attention_blocks
+from autopar_passes.graph.attention_blocks import FoundAttention, attend_in_blocks
+from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.score_masks import hidden_differences, is_causal
+from autopar_passes.program.equations import Program, evaluate, walk
+from autopar_passes.program.trace import trace
+from autopar_passes.rules import blockwise, kernels
+
+BATCH, SEQ, HEADS, DIM = 2, 8, 4, 8
+
+
+def causal(length: int = SEQ) -> Any:
+    return jnp.tril(jnp.ones((length, length), bool))
+
+
+def by_hand(scores: Any) -> Any:
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def scores_of(q: Any, k: Any) -> Any:
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+
+
+def mixed(weights: Any, v: Any) -> Any:
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def plain(q: Any, k: Any, v: Any) -> Any:
+    return mixed(jax.nn.softmax(jnp.where(causal(), scores_of(q, k), -1e30)), v)
+
+
+def full(q: Any, k: Any, v: Any) -> Any:
+    return mixed(by_hand(scores_of(q, k)), v)
+
+
+def capped(q: Any, k: Any, v: Any) -> Any:
+    scores = 5.0 * jnp.tanh(scores_of(q, k) / 5.0)
+    return mixed(by_hand(jnp.where(causal(), scores, -jnp.inf)), v)
+
+
+def window(q: Any, k: Any, v: Any) -> Any:
+    away = jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)[None]
+    scores = jnp.where((away >= 0) & (away < 3), scores_of(q, k), -1e30)
+    return mixed(jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)), v)
+
+
+def slopes(q: Any, k: Any, v: Any) -> Any:
+    """Biases that fall with the distance, and another slope for each head."""
+    away = (jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)[None]).astype(jnp.float32)
+    bias = -away * (0.1 * jnp.arange(1, HEADS + 1))[:, None, None]
+    bias = jnp.where(away >= 0, bias, -1e30)
+    return mixed(jax.nn.softmax(scores_of(q, k) + bias), v)
+
+
+def heads_first(q: Any, k: Any, v: Any) -> Any:
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    scores = scores + jnp.where(causal(), 0.0, -1e30)
+    return (jax.nn.softmax(scores) @ v).swapaxes(1, 2)
+
+
+def grouped(q: Any, k: Any, v: Any) -> Any:
+    q = q.reshape(BATCH, SEQ, 2, HEADS // 2, DIM)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k[:, :, :2]) / 2.0
+    weights = jax.nn.softmax(jnp.where(causal(), scores, -1e30))
+    made = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v[:, :, :2])
+    return made.reshape(BATCH, SEQ, HEADS, DIM)
+
+
+FOUND = [plain, full, capped, window, slopes, heads_first, grouped]
+
+
+def step(attend: Callable[..., Any], params: Any, x: Any) -> Any:
+    def loss(params: Any) -> Any:
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in params)
+        return jnp.sum(jnp.sin(attend(q, k, v)))
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value, grads
+
+
+def rewritten(
+    run: Any, *args: Any, cudnn: bool = False
+) -> tuple[Program, Program, FoundAttention]:
+    """The program of a step, the rewritten program, and what was found."""
+    traced = trace(run, args)
+    graph = step_graph(traced)
+    rules = {op.equation: op.rule for op in graph.operators}
+    made, found = attend_in_blocks(traced.program, rules, cudnn=cudnn)
+    return traced.program, made, found
+
+
+def arguments() -> Any:
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = [jax.random.normal(k, (3, HEADS, DIM)) for k in keys[:3]]
+    return params, jax.random.normal(keys[3], (BATCH, SEQ, 3))
+
+
+@pytest.mark.parametrize("attend", FOUND, ids=lambda f: f.__name__)
+def test_attention_in_blocks_gives_the_same_results(
+    attend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blockwise, "_SIDE", 4)
+    args = arguments()
+
+    before, after, found = rewritten(functools.partial(step, attend), *args)
+
+    assert (found.replaced, found.refused) == (1, ())
+    names = [eqn.primitive for eqn in walk(after.body)]
+    assert sum(n in blockwise.PRIMITIVES for n in names) == 2
+    assert "exp" not in names
+    flat = jax.tree.leaves(args)
+    pair = [jax.jit(functools.partial(evaluate, p))(*flat) for p in (before, after)]
+    for a, b in zip(*pair, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * float(abs(a).max()))
+
+
+@pytest.mark.parametrize("attend", FOUND, ids=lambda f: f.__name__)
+def test_cudnn_computes_scores_that_are_only_scaled(
+    attend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in for cuDNN also computes float32, which has less rounding."""
+    monkeypatch.setattr(attention_blocks, "_CUDNN_DTYPES", {"float32"})
+    args = arguments()
+    run = functools.partial(step, attend)
+
+    with cudnn_on_cpu():
+        before, after, found = rewritten(run, *args, cudnn=True)
+        flat = jax.tree.leaves(args)
+        pair = [jax.jit(functools.partial(evaluate, p))(*flat) for p in (before, after)]
+
+    assert found.replaced == 1
+    names = {eqn.primitive for eqn in walk(after.body)}
+    scaled = attend in (plain, full, heads_first, grouped)
+    assert names & kernels.RINGS == (
+        kernels.PRIMITIVES if scaled else blockwise.PRIMITIVES
+    )
+    for a, b in zip(*pair, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * float(abs(a).max()))
+
+
+def in_bfloat16(q: Any, k: Any, v: Any) -> Any:
+    return mixed(jax.nn.softmax(scores_of(q, k).astype(jnp.bfloat16)), v)
+
+
+def dropped(q: Any, k: Any, v: Any) -> Any:
+    weights = jax.nn.softmax(scores_of(q, k))
+    kept = jax.random.bernoulli(jax.random.key(1), 0.9, weights.shape)
+    return mixed(jnp.where(kept, weights / 0.9, 0.0), v)
+
+
+def one_more(q: Any, k: Any, v: Any) -> Any:
+    weights = jnp.exp(scores_of(q, k))
+    return mixed(weights / (1.0 + weights.sum(-1, keepdims=True)), v)
+
+
+def watched(q: Any, k: Any, v: Any) -> Any:
+    weights = jax.nn.softmax(scores_of(q, k))
+    return mixed(weights, v) + weights.max()
+
+
+@jax.custom_vjp
+def wrong(x: Any) -> Any:
+    return jax.nn.softmax(x)
+
+
+wrong.defvjp(lambda x: (wrong(x), wrong(x)), lambda y, g: (y * g,))
+
+
+def with_another_gradient(q: Any, k: Any, v: Any) -> Any:
+    return mixed(wrong(scores_of(q, k)), v)
+
+
+@pytest.mark.parametrize(
+    ("attend", "reason"),
+    [
+        (in_bfloat16, "softmax is computed in bfloat16"),
+        (dropped, "not a softmax"),
+        (one_more, "not a softmax"),
+        (watched, "reduced in several ways"),
+        (with_another_gradient, "not the gradient of one"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_is_no_softmax_stays_as_written(
+    attend: Callable[..., Any], reason: str
+) -> None:
+    before, after, found = rewritten(functools.partial(step, attend), *arguments())
+
+    assert found.replaced == 0
+    assert after is before
+    assert any(reason in line for line in found.refused), found.refused
+
+
+def test_a_loss_over_classes_is_no_attention() -> None:
+    def loss_step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            logs = jax.nn.log_softmax(x @ w)
+            return -logs[..., 0].mean()
+
+        return w - jax.grad(loss)(w)
+
+    *_, found = rewritten(loss_step, jnp.ones((8, 8)), jnp.ones((2, 8, 8)))
+
+    assert found == FoundAttention(0, ())
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    window=st.integers(1, 9),
+    strict=st.booleans(),
+    shift=st.integers(-2, 2),
+    additive=st.booleans(),
+)
+def test_hidden_differences_match_the_mask(
+    window: int, strict: bool, shift: int, additive: bool
+) -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        rows, columns = jnp.arange(SEQ)[:, None] + shift, jnp.arange(SEQ)[None]
+        seen = (rows > columns) if strict else (rows >= columns)
+        seen &= rows - columns < window
+        scores = scores_of(q, k)
+        low = jnp.where(seen, 0.0, -1e30)
+        scores = scores + low if additive else jnp.where(seen, scores, -1e30)
+        return mixed(jax.nn.softmax(scores), v)
+
+    _, after, found = rewritten(
+        lambda w, x: (w, attend(*(jnp.einsum("bsd,dhk->bshk", x, p) for p in w))),
+        *arguments(),
+    )
+
+    assert found.replaced == 1
+    (eqn,) = (e for e in after.body.equations if e.primitive == blockwise.FORWARD)
+    form = eqn.params["form"]
+    labels = ["product", *(x[0] for x in form.operands[3:])]
+    hidden = hidden_differences(form.scores.steps, labels, form.scores.result, SEQ)
+    away = np.arange(1 - SEQ, SEQ) + shift
+    seen = ((away > 0) if strict else (away >= 0)) & (away < window)
+    np.testing.assert_array_equal(hidden, ~seen)
+    assert form.scores.causal == is_causal(hidden)
