@@ -2,7 +2,8 @@
 
 The sending stage encodes an array as bytes, and the receiving stage decodes the bytes,
 each within the compiled program of its task. The codecs are the blockwise codecs of
-gradients (`autopar.compression.codecs.quantise`). The last dims of an array, together
+gradients (`autopar.compression.codecs.quantise`), and ``topk``, which keeps the largest
+elements (`autopar.compression.cut_top`). The last dims of an array, together
 at least `ROW` elements, are a row. A row is divided into the blocks of the codec, so
 blocks never extend over two samples unless a sample is shorter than a row. The encoded
 array has the remaining dims of the array, followed by one dim of bytes.
@@ -25,6 +26,8 @@ import jax.numpy as jnp
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.quantise import Blockwise
 from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.codecs.sparse import TopK
+from autopar.compression.cut_top import TopRows
 from autopar_errors import InputError
 
 # The codec of a cut whose values are sent exactly.
@@ -33,7 +36,7 @@ EXACT = "dense"
 KINDS = ("activations", "cotangents")
 # The least number of elements of a row, if the array has as many. Shorter rows would
 # have many scales: one for each row and block.
-ROW = 64
+ROW = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,11 +47,14 @@ class CutCode:
       codec: text of the codec.
       shape: shape of the array.
       dtype: name of the array's dtype, a real floating-point type.
+      masked: whether the elements that another code keeps are kept, so that their
+        positions are not sent. Only for codecs that keep some elements.
     """
 
     codec: str
     shape: tuple[int, ...]
     dtype: str
+    masked: bool = False
 
     @property
     def lead(self) -> int:
@@ -56,7 +62,7 @@ class CutCode:
 
         >>> CutCode("int8", (4, 16, 32), "float32").lead
         1
-        >>> CutCode("int8", (4, 16, 32, 2), "float32").lead
+        >>> CutCode("int8", (4, 16, 64, 2), "float32").lead
         2
         """
         lead = max(0, len(self.shape) - 1)
@@ -72,7 +78,7 @@ class CutCode:
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the code."""
-        width = _row_bytes(self.codec, self.elements)
+        width = _row_bytes(self.codec, self.elements, masked=self.masked)
         return jax.ShapeDtypeStruct((*self.shape[: self.lead], width), jnp.uint8)
 
     @property
@@ -89,48 +95,75 @@ class CutCode:
         """Bytes of the array without the code."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
-    def encode(self, array: jax.Array) -> jax.Array:
-        """Encodes the array as bytes, with shape and dtype of `struct`."""
+    def encode(self, array: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """Encodes the array as bytes, with shape and dtype of `struct`.
+
+        Args:
+          array: the array.
+          mask: if ``masked``, the code of another array of this shape.
+        """
         codec, elements = cut_codec(self.codec), self.elements
 
-        def encode_rows(rows: jax.Array) -> jax.Array:
+        def encode_rows(rows: jax.Array, *masks: jax.Array) -> jax.Array:
+            if isinstance(codec, TopRows):
+                return codec.encode(rows, *masks)
             lengths = jnp.full(rows.shape[:1], elements, jnp.int32)
             return codec.encode(rows, lengths, jnp.uint32(0))
 
         rows = array.astype(jnp.float32).reshape(*self.shape[: self.lead], elements)
-        return self._over_rows(encode_rows)(rows)
+        return self._over_rows(encode_rows)(rows, *self._masks(mask))
 
-    def decode(self, code: jax.Array) -> jax.Array:
-        """Decodes bytes to an array of the shape and dtype that was encoded."""
+    def decode(self, code: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """Decodes bytes to an array of the shape and dtype that was encoded.
+
+        Args:
+          code: the bytes.
+          mask: as for `encode`.
+        """
         codec, elements = cut_codec(self.codec), self.elements
-        made = self._over_rows(lambda rows: codec.decode(rows, elements))(code)
+
+        def decode_rows(rows: jax.Array, *masks: jax.Array) -> jax.Array:
+            return codec.decode(rows, elements, *masks)
+
+        made = self._over_rows(decode_rows)(code, *self._masks(mask))
         return made.reshape(self.shape).astype(self.dtype)
 
-    def _over_rows(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _masks(self, mask: jax.Array | None) -> tuple[jax.Array, ...]:
+        assert (mask is not None) == self.masked
+        return () if mask is None else (mask,)
+
+    def _over_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Extends a function of rows, (m, _) to (m, _), to all leading dims.
 
         The leading dims are not joined, because each may be split over devices.
         """
         if not self.lead:
-            return lambda array: function(array[None])[0]
+            return lambda *arrays: function(*(array[None] for array in arrays))[0]
         for _ in range(self.lead - 1):
             function = jax.vmap(function)
         return function
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def cut_codec(text: str) -> Blockwise:
+def cut_codec(text: str) -> Blockwise | TopRows:
     """The codec that a text names, if it can encode arrays that cross stage cuts.
 
     Raises:
       InputError: there is no such codec, or it cannot encode such arrays.
     """
     codec: Codec = parse_codec(text)
+    if isinstance(codec, TopK):
+        if codec != TopK(ratio=codec.ratio):
+            raise InputError(
+                f"codec {text!r}: at stage cuts, topk sends values as int8; leave "
+                "values= out."
+            )
+        return TopRows(codec.ratio)
     if not isinstance(codec, Blockwise):
         raise InputError(
             f"codec {text!r} encodes gradients that are summed, and values that cross "
-            "stage cuts are not: take a codec of blocks, such as 'int8', 'fp8' or "
-            "'int4:block=64'."
+            "stage cuts are not: take a codec of blocks, such as 'int8' or "
+            "'eden:levels=32', or 'topk:ratio=0.1'."
         )
     if getattr(codec, "rounding", "nearest") != "nearest":
         raise InputError(
@@ -139,6 +172,11 @@ def cut_codec(text: str) -> Blockwise:
             "out."
         )
     return codec
+
+
+def keeps_some(text: str) -> bool:
+    """Whether a codec keeps some elements of a row, and can have a mask."""
+    return isinstance(cut_codec(text), TopRows)
 
 
 def cut_codecs_text(given: str | Mapping[str, str]) -> str:
@@ -192,9 +230,12 @@ def parse_cut_codecs(text: str) -> tuple[str, str]:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _row_bytes(text: str, elements: int) -> int:
+def _row_bytes(text: str, elements: int, *, masked: bool) -> int:
     """The number of bytes of a row."""
     codec = cut_codec(text)
+    if isinstance(codec, TopRows):
+        return codec.row_bytes(elements, masked=masked)
+    assert not masked
     made = jax.eval_shape(
         codec.encode,
         jax.ShapeDtypeStruct((1, elements), jnp.float32),

@@ -50,11 +50,11 @@ class ArrayCode(Protocol):
         """Bytes of the encoded array."""
         ...
 
-    def encode(self, array: jax.Array) -> jax.Array:
-        """Encodes the array."""
+    def encode(self, array: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """Encodes the array, with the mask of another code if the code has one."""
         ...
 
-    def decode(self, code: jax.Array) -> jax.Array:
+    def decode(self, code: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Decodes the array."""
         ...
 
@@ -73,6 +73,8 @@ class CutStep:
       again: indices of the forward equations that the backward pass recomputes.
       codes: value -> its code, for the activations and cotangents that stages send each
         other encoded (`autopar.planner.stages.cut_codecs`).
+      masks: cotangent -> the activation whose code is the mask of its code.
+      unmasked: the tasks without the inputs that masks need; None: the same.
     """
 
     found: Microbatched
@@ -84,6 +86,8 @@ class CutStep:
     codes: Mapping[int, ArrayCode] = dataclasses.field(
         default_factory=dict[int, ArrayCode]
     )
+    masks: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
+    unmasked: Cut | None = None
 
     def sent_bytes(self, value: int) -> float:
         """The bytes of a value that a task of a microbatch sends to another stage."""

@@ -4,6 +4,7 @@ Importing this package registers the codecs of its modules.
 """
 
 from autopar.compression.codecs import (
+    eden,
     lowrank,
     predicted,
     quantise,
@@ -13,6 +14,7 @@ from autopar.compression.codecs import (
 )
 
 __all__ = [
+    "eden",
     "lowrank",
     "predicted",
     "quantise",

@@ -240,11 +240,11 @@ class Format:
 
     Attributes:
       block: elements of a block.
-      bits: bits of one element.
+      code_bytes: maps the width of a block to the bytes of its codes.
       width: maps the number of elements in the last block, which may be shorter, to the
         width with which this block is written.
       encode: maps blocks (m, k, w), the number of elements without padding in each
-        block (m, k), and a salt to codes, uint8 (m, k, w * bits / 8), and scales,
+        block (m, k), and a salt to codes, uint8 (m, k, _), and scales,
         float32 (m, k), whose values are exact in bfloat16.
       decode: maps codes to (m, k, w) without multiplying by the scales; exact.
       rotation: a linear map that is applied to the blocks at the end of decoding. The
@@ -252,7 +252,7 @@ class Format:
     """
 
     block: int
-    bits: int
+    code_bytes: Callable[[int], int]
     width: Callable[[int], int]
     encode: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     decode: Callable[[jax.Array], jax.Array]
@@ -279,7 +279,7 @@ class Format:
         lies between packing and reshape. Codes of 8 bits need no packing. XLA for CPUs
         vectorises copies of them only if there are no scales between codes.
         """
-        return self.bits < 8
+        return self.code_bytes(self.block) < self.block
 
     def laid_out(self, codes: jax.Array, scales: jax.Array) -> list[jax.Array]:
         """Codes (m, k, _) and scales (m, k) as byte arrays, which a row joins."""
@@ -326,7 +326,7 @@ def encode_rows(
 def decode_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
     """Decodes uint8 (m, b) to float32 (m, c)."""
     out: list[jax.Array] = []
-    for values, scales in _parts_of(form, payload, elements):
+    for values, scales in parts_of(form, payload, elements):
         # The rotation is exact, because it acts on whole numbers. So all workers get
         # the same bits, even if their processors sum in different orders.
         turned = form.rotation(values) if form.rotation else values
@@ -339,7 +339,7 @@ def decode_sum_rows(form: Format, payload: jax.Array, elements: int) -> jax.Arra
     applied only once, to the sum.
     """
     out: list[jax.Array] = []
-    for values, scales in _parts_of(form, payload, elements):
+    for values, scales in parts_of(form, payload, elements):
         total = add_rows(values * scales)[None]
         out.append((form.rotation(total) if form.rotation else total).reshape(1, -1))
     return join_parts(out)[0, :elements]
@@ -371,14 +371,14 @@ def scale_bytes(scales: jax.Array) -> jax.Array:
     )
 
 
-def _parts_of(
+def parts_of(
     form: Format, payload: jax.Array, elements: int
 ) -> list[tuple[jax.Array, jax.Array]]:
     """For each part: the blocks (m, k, w) before scaling, and the scales (m, k, 1)."""
     out: list[tuple[jax.Array, jax.Array]] = []
     at = 0
     for _, blocks, width in form.parts(elements):
-        end = at + blocks * (width * form.bits // 8 + _SCALE_BYTES)
+        end = at + blocks * (form.code_bytes(width) + _SCALE_BYTES)
         codes, scales = form.taken_apart(payload[:, at:end], blocks)
         at = end
         out.append((form.decode(codes), add_barrier(scales)[..., None]))
@@ -414,6 +414,11 @@ def largest(blocks: jax.Array, top: float) -> jax.Array:
         half = sizes.shape[-1] // 2
         sizes = jnp.maximum(sizes[..., :half], sizes[..., half:])
     scales = jnp.max(sizes, axis=-1) * jnp.float32(1.0 / top)
+    return bfloat16_above(scales)
+
+
+def bfloat16_above(scales: jax.Array) -> jax.Array:
+    """Rounds positive scales up to bfloat16; see `usable` for other scales."""
     bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
     up = (bits + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
     rounded = jax.lax.bitcast_convert_type(up, jnp.float32)

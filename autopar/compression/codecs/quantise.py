@@ -1,4 +1,4 @@
-"""Blockwise quantisers: int8, int4, int3, sign and fp8.
+"""Blockwise quantisers: int8, int4, sign and fp8.
 
 The sum and the scales are those of `autopar.compression.codecs.blocks`. For ``D``
 elements, ``b`` bits and blocks of ``B`` elements, each of n workers sends ``2 (n - 1) /
@@ -56,7 +56,6 @@ from autopar_errors import InputError
 _ROUNDINGS = ("nearest", "stochastic")
 _INT8_TOP = 127
 _INT4_TOP = 7
-_INT3_TOP = 3
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
@@ -126,8 +125,6 @@ _BLOCKS = 16, 64, 256, 1024, 4096, 65536
 _INT8_ERRORS = 0.0060, 0.0092, 0.0134, 0.0194, 0.0283, 0.0616
 _INT4_ERRORS = 0.106, 0.160, 0.230, 0.321, 0.437, 0.685
 _ROTATED_ERROR = 0.125
-# Relative errors of int3, whose blocks are rotated, on the same samples.
-_INT3_ERRORS = 0.189, 0.243, 0.290, 0.330, 0.366, 0.434
 
 
 def _error_of(block: int, errors: Sequence[float], rounding: Rounding) -> float:
@@ -171,9 +168,7 @@ class Int8(Blockwise):
         return 7.0
 
     def _format(self) -> Format:
-        return Format(
-            self.block, 8, lambda rest: rest, self._encode_blocks, _decode_int8
-        )
+        return Format(self.block, _same, _same, self._encode_blocks, _decode_int8)
 
     def _encode_blocks(
         self, blocks: jax.Array, real: jax.Array, salt: jax.Array
@@ -233,7 +228,12 @@ class Int4(Blockwise):
     def _format(self) -> Format:
         rotation = _rotate if self.hadamard else None
         return Format(
-            self.block, 4, self._width, self._encode_blocks, _decode_int4, rotation
+            self.block,
+            lambda width: width // 2,
+            self._width,
+            self._encode_blocks,
+            _decode_int4,
+            rotation,
         )
 
     def _width(self, rest: int) -> int:
@@ -252,76 +252,6 @@ class Int4(Blockwise):
         low, high = values[..., :half], values[..., half:]
         codes = low + (high << 4) + (_INT4_TOP + 1) * 17
         return codes.astype(jnp.uint8), scales
-
-
-@register_codec
-@dataclasses.dataclass(frozen=True)
-class Int3(Blockwise):
-    """Sends whole numbers in -3..3, eight in three bytes, with a scale for each block.
-
-    Each block is first rotated by a Walsh-Hadamard transform. Then its elements are
-    about normally distributed, and the largest of 64 is near 2.5 times their root mean
-    square.
-
-    Attributes:
-      block: elements of a block.
-      rounding: nearest or stochastic.
-      server_feedback: whether the error of the second shot is added to the next step's
-        second shot.
-    """
-
-    name: ClassVar[str] = "int3"
-    feedback: ClassVar[bool] = True
-
-    block: int = 64
-    rounding: Rounding = "nearest"
-    server_feedback: bool = True
-
-    def __post_init__(self) -> None:
-        """Checks the fields."""
-        check_block(self.name, self.block, 8)
-        check_choice(self.name, "rounding", self.rounding, _ROUNDINGS)
-        if self.block & (self.block - 1):
-            raise InputError(
-                f"int3: block must be a power of two, got {self.block}; use "
-                f"block={1 << (self.block.bit_length() - 1)}."
-            )
-
-    @classmethod
-    def choices(cls) -> tuple[Self, ...]:
-        """See `Codec`. The result is empty: where int4 is too large for gradients, sign
-        codes with error feedback are smaller than these codes.
-        """
-        return ()
-
-    def error(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`."""
-        return _error_of(self.block, _INT3_ERRORS, self.rounding)
-
-    def cost(self, shape: tuple[int, ...]) -> float:
-        """See `Codec`."""
-        return 16.0
-
-    def _format(self) -> Format:
-        return Format(
-            self.block, 3, self._width, self._encode_blocks, _decode_int3, _rotate
-        )
-
-    def _width(self, rest: int) -> int:
-        return max(8, 1 << (rest - 1).bit_length())
-
-    def _encode_blocks(
-        self, blocks: jax.Array, real: jax.Array, salt: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        del real
-        turned = add_barrier(_rotate(blocks))
-        values, scales = levels(turned, _INT3_TOP, self.rounding, salt)
-        parts = jnp.split((values + (_INT3_TOP + 1)) & 7, 8, axis=-1)
-        word = functools.reduce(
-            jnp.bitwise_or, [part << (3 * k) for k, part in enumerate(parts)]
-        )
-        codes = [(word >> (8 * k)).astype(jnp.uint8) for k in range(3)]
-        return jnp.concatenate(codes, axis=-1), scales
 
 
 @register_codec
@@ -372,7 +302,11 @@ class Sign(Blockwise):
 
     def _format(self) -> Format:
         return Format(
-            self.block, 1, lambda rest: round_up(rest, 8), _encode_signs, _decode_signs
+            self.block,
+            lambda width: width // 8,
+            lambda rest: round_up(rest, 8),
+            _encode_signs,
+            _decode_signs,
         )
 
 
@@ -410,7 +344,7 @@ class Fp8(Blockwise):
 
     def _format(self) -> Format:
         return Format(
-            self.block, 8, lambda rest: rest, self._encode_blocks, self._decode_blocks
+            self.block, _same, _same, self._encode_blocks, self._decode_blocks
         )
 
     def _encode_blocks(
@@ -427,6 +361,10 @@ class Fp8(Blockwise):
     def _decode_blocks(self, codes: jax.Array) -> jax.Array:
         values = jax.lax.bitcast_convert_type(codes, _FP8[self.format])
         return values.astype(jnp.float32)
+
+
+def _same(width: int) -> int:
+    return width
 
 
 def _rotate(blocks: jax.Array) -> jax.Array:
@@ -447,17 +385,6 @@ def _decode_int4(codes: jax.Array) -> jax.Array:
     offset = _INT4_TOP + 1
     low, high = (codes & 0xF).astype(jnp.float32), (codes >> 4).astype(jnp.float32)
     both = jnp.stack((low - offset, high - offset), axis=2)
-    return both.reshape(*codes.shape[:2], -1)
-
-
-def _decode_int3(codes: jax.Array) -> jax.Array:
-    """Decodes uint8 (m, k, 3 w / 8) to (m, k, w): eight elements from three bytes, of
-    which one each is in the thirds of the last dim.
-    """
-    low, middle, high = jnp.split(codes.astype(jnp.int32), 3, axis=-1)
-    word = low | (middle << 8) | (high << 16)
-    parts = [((word >> (3 * k)) & 7) - (_INT3_TOP + 1) for k in range(8)]
-    both = jnp.stack(parts, axis=2).astype(jnp.float32)
     return both.reshape(*codes.shape[:2], -1)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.cut_codes import EXACT, CutCode
+from autopar.compression.cut_codes import EXACT, CutCode, keeps_some
 from autopar.cost.codecs import local_s
 from autopar.layouts.layout import shards
 from autopar.planner.stages.cut_codecs import LEAST
@@ -110,6 +110,11 @@ class SearchCodecs:
         """The codec of one direction."""
         return self.cotangents if backward else self.activations
 
+    def masked(self, *, backward: bool) -> bool:
+        """Whether one direction is sent at the positions of the other."""
+        same = self.activations == self.cotangents != EXACT
+        return backward and same and keeps_some(self.cotangents)
+
 
 # All values are sent exactly.
 NO_CODECS = SearchCodecs()
@@ -121,6 +126,8 @@ def encoded(
     submesh: Submesh,
     scales: np.ndarray,
     codec: str,
+    *,
+    masked: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The bytes of values on one device, encoded where cuts encode them.
 
@@ -133,6 +140,7 @@ def encoded(
       submesh: the devices and layouts.
       scales: rows of a microbatch divided by rows of the program.
       codec: the codec, as text.
+      masked: whether codes have masks (`autopar.compression.cut_codes.CutCode`).
 
     Returns:
       The bytes, and the seconds of encoding and decoding, float64 ``[boundaries,
@@ -152,7 +160,7 @@ def encoded(
             floating = jnp.issubdtype(known.dtype, jnp.floating)
             if codec != EXACT and floating and degree and known.size >= LEAST:
                 shape = tuple(known.shape)
-                code = CutCode(codec, shape, jnp.dtype(known.dtype).name)
+                code = CutCode(codec, shape, jnp.dtype(known.dtype).name, masked)
                 if code.nbytes < code.dense_bytes:
                     size = float(code.nbytes)
                     coding_s = 1.5 * local_s(parse_codec(codec), shape, device)

@@ -503,6 +503,7 @@ def price_layers(
                         one.submesh,
                         scales,
                         codecs.of(backward=backward),
+                        masked=codecs.masked(backward=backward),
                     )
                     for values, backward in ways
                 ),

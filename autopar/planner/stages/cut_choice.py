@@ -13,8 +13,9 @@ steps.
 
 The *error* of a choice is the square root of the sum of squared errors over all sites.
 The error of a site is that of its codec, relative and in the L2 norm
-(`autopar.compression.codecs.codec.Codec.error`). It is a sum because every activation
-passes all later cuts, and every cotangent all earlier ones.
+(`autopar.compression.codecs.codec.Codec.error`), and counts `COTANGENT_WEIGHT` times
+for cotangents. It is a sum because every activation passes all later cuts, and every
+cotangent all earlier ones.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.cut_codes import EXACT
 from autopar.planner.candidate import Candidate
 from autopar.planner.codecs.choose import WORTHWHILE
-from autopar.planner.stages.cut_codecs import cut_codes, cut_parts
+from autopar.planner.stages.cut_codecs import cut_parts, with_codes
 from autopar.planner.stages.stage_costs import KINDS, coding_s, link_s, stage_costs
 from autopar.steps.stages import CutStep
 from autopar_solver import (
@@ -42,13 +43,15 @@ from autopar_solver import (
     solve_selection,
 )
 
-# The default budget allows int8 at several cuts, and no int4: with int4 the activations
-# of a GPT had a larger loss (docs/pipelines.md, `python
-# benchmarks/network/cut_codecs.py`).
-DEFAULT_CUT_BUDGET = 0.05
+# Errors of cotangents harm less, because they are about independent and cancel in the
+# gradients of weights (docs/pipelines.md, `python benchmarks/network/cut_codecs.py`).
+COTANGENT_WEIGHT = 0.2
+# The default budget allows int8 for activations and eden with 6 levels for cotangents,
+# at one cut.
+DEFAULT_CUT_BUDGET = 0.055
 # The codecs to choose from, those of most bytes first. fp8 has three times the error of
 # int8 at equal bytes.
-OFFERED = ("int8", "int4:block=64", "int3")
+OFFERED = ("int8", "eden:levels=32", "eden:levels=16", "eden:levels=6")
 # A step counts as no longer if it is longer by at most this fraction.
 _SAME = 1e-3
 
@@ -57,7 +60,7 @@ def smallest_codec(most: float, offered: Sequence[str] = OFFERED) -> str:
     """The codec of the fewest bytes with an error of at most ``most``, as text.
 
     >>> smallest_codec(0.2), smallest_codec(0.001)
-    ('int4:block=64', 'dense')
+    ('eden:levels=16', 'dense')
     """
     fitting = [t for t in offered if parse_codec(t).error((1, 1)) <= most]
     return fitting[-1] if fitting else EXACT
@@ -93,7 +96,7 @@ class _Option:
 
     Attributes:
       codec: as text.
-      error: its relative error; 0 for exact values.
+      error: its relative error, weighted for cotangents; 0 for exact values.
       link_s: float64 ``[parts - 1]``, seconds for which the values of a microbatch in
         the site's direction occupy the link after each part. A value that skips parts
         occupies another link than that of its cut.
@@ -131,7 +134,7 @@ def choose_cut_codecs(
       budget: the largest error of all sites together.
       offered: the codecs to choose from, as text.
     """
-    exact = dataclasses.replace(cut, codes={})
+    exact = with_codes(cut, (), ())
     tasks = stage_costs(exact, cluster, devices, found).tasks
     options = _options(exact, cluster, devices, found, offered)
     exact_s = play(table, tasks).makespan_s
@@ -180,7 +183,7 @@ def _options(
         for text in offered:
             given = tuple(text if k == number else EXACT for k in range(count))
             pair = (given, ()) if forward else ((), given)
-            coded = dataclasses.replace(cut, codes=cut_codes(cut, *pair))
+            coded = with_codes(cut, *pair)
             if not coded.codes:
                 continue
             task_s = nothing.copy()
@@ -188,6 +191,7 @@ def _options(
                 task_s[key.number, KINDS[key.phase]] += seconds
             shapes = [cut.analysis.graph.values[v].shape for v in coded.codes]
             error = max(parse_codec(text).error(tuple(shape)) for shape in shapes)
+            error *= 1.0 if forward else COTANGENT_WEIGHT
             row.append(_Option(text, error, links(coded), task_s))
         out[site] = row
     return out

@@ -16,6 +16,14 @@ cotangents that leave the part behind the cut. A value is encoded if all of this
   encoded; they have codecs of their own (`autopar.planner.stages.codecs`).
 - The code has fewer bytes than the value.
 
+If both directions of a cut have the same codec ``topk``, a cotangent is sent at the
+positions of its activation, without positions. The cotangent of an activation is the
+only value of its shape and dtype that is sent back between the same stages; if there
+are several, each is sent with its own positions. The receiving stage takes the
+positions from the code that it received. The sending stage keeps the code that it sent
+until the backward pass: among the inputs of its tasks, the code of value ``v`` is
+``~v``.
+
 The receiving stage computes with the decoded activations, in the forward pass and in
 the backward pass. The cotangent that it sends back is that of the decoded activation,
 and the sending stage takes it for the cotangent of its own exact activation (a
@@ -24,17 +32,19 @@ straight-through gradient).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.compression.cut_codes import EXACT, CutCode, cut_codec
+from autopar.compression.cut_codes import EXACT, CutCode, cut_codec, keeps_some
 from autopar.errors import PlanError
 from autopar.planner.stages.stage_costs import stage_messages
 from autopar.plans import PipelineData
-from autopar.steps.stages import ArrayCode, CutStep
+from autopar.steps.stages import CutStep
 from autopar_errors import InputError
-from autopar_passes.stages.cut import Phase
+from autopar_passes.stages.cut import Cut, Phase
 
 # Values with fewer elements are sent exactly: they have few bytes.
 LEAST = 1024
@@ -72,10 +82,10 @@ def cut_parts(cut: CutStep) -> dict[int, tuple[bool, int]]:
     return {v: place for v, place in found.items() if len(stages[v]) == 1}
 
 
-def cut_codes(
+def with_codes(
     cut: CutStep, activations: Sequence[str], cotangents: Sequence[str]
-) -> Mapping[int, ArrayCode]:
-    """The codes of the values that stages send each other encoded.
+) -> CutStep:
+    """The step whose stages send each other values by codecs, and by no others.
 
     Args:
       cut: the step as stages.
@@ -96,10 +106,13 @@ def cut_codes(
             )
         for text in texts:
             check_cut_codec(text, f"{name}_codecs")
-    out: dict[int, ArrayCode] = {}
+    tasks = cut.unmasked or cut.cut
+    exact = dataclasses.replace(cut, cut=tasks, codes={}, masks={}, unmasked=None)
     if not {*activations, *cotangents} - {EXACT}:
-        return out
-    for value, (forward, number) in cut_parts(cut).items():
+        return exact
+    out: dict[int, CutCode] = {}
+    places = cut_parts(exact)
+    for value, (forward, number) in places.items():
         texts = activations if forward else cotangents
         text = texts[number] if texts else EXACT
         if text == EXACT:
@@ -108,12 +121,57 @@ def cut_codes(
         code = CutCode(text, tuple(known.shape), jnp.dtype(known.dtype).name)
         if code.nbytes < code.dense_bytes:
             out[value] = code
-    return out
+    masks = _masks(exact, out, places)
+    for value in masks:
+        out[value] = dataclasses.replace(out[value], masked=True)
+    if not masks:
+        return dataclasses.replace(exact, codes=out)
+    return dataclasses.replace(
+        exact, cut=_with_masks(tasks, masks), codes=out, masks=masks, unmasked=tasks
+    )
 
 
-def planned_codes(cut: CutStep, data: PipelineData) -> Mapping[int, ArrayCode]:
-    """The codes of a plan; see `cut_codes`."""
-    return cut_codes(cut, data.activation_codecs, data.cotangent_codecs)
+def _masks(
+    cut: CutStep,
+    codes: Mapping[int, CutCode],
+    places: Mapping[int, tuple[bool, int]],
+) -> dict[int, int]:
+    """Cotangent -> the activation at whose positions it is sent."""
+    found: dict[tuple[Any, ...], tuple[list[int], list[int]]] = {}
+    for m in stage_messages(cut):
+        code = codes.get(m.value)
+        if code is None or not keeps_some(code.codec):
+            continue
+        forward, number = places[m.value]
+        stages = (m.source, m.target) if forward else (m.target, m.source)
+        pair = found.setdefault((code, number, *stages), ([], []))
+        pair[0 if forward else 1].append(m.value)
+    return {
+        backward[0]: forward[0]
+        for forward, backward in found.values()
+        if len(forward) == len(backward) == 1
+    }
+
+
+def _with_masks(cut: Cut, masks: Mapping[int, int]) -> Cut:
+    """The tasks with the codes that they need as masks among their inputs."""
+    makers = {v: key for key, task in cut.tasks.items() for v in task.outputs}
+    tasks = dict(cut.tasks)
+    for key, task in cut.tasks.items():
+        inputs = dict(task.inputs)
+        for cotangent, activation in masks.items():
+            maker = inputs.get(cotangent)
+            if cotangent in task.outputs:
+                inputs.setdefault(activation, makers[activation])
+            elif maker is not None and maker.stage != key.stage:
+                inputs[~activation] = makers[activation]
+        tasks[key] = dataclasses.replace(task, inputs=tuple(inputs.items()))
+    return dataclasses.replace(cut, tasks=tasks)
+
+
+def with_planned_codes(cut: CutStep, data: PipelineData) -> CutStep:
+    """The step with the codecs of a plan; see `with_codes`."""
+    return with_codes(cut, data.activation_codecs, data.cotangent_codecs)
 
 
 def check_cut_codec(text: str, what: str) -> None:

@@ -19,8 +19,12 @@ from autopar.planner.codecs.choose import CodecRequest, request_of
 from autopar.planner.options import PlanOptions, layers_asked
 from autopar.planner.record import another_step
 from autopar.planner.stages.boundaries import NO_CODECS, SearchCodecs
-from autopar.planner.stages.cut_choice import DEFAULT_CUT_BUDGET, smallest_codec
-from autopar.planner.stages.cut_codecs import cut_codes, planned_codes
+from autopar.planner.stages.cut_choice import (
+    COTANGENT_WEIGHT,
+    DEFAULT_CUT_BUDGET,
+    smallest_codec,
+)
+from autopar.planner.stages.cut_codecs import with_codes, with_planned_codes
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs
 from autopar.planner.stages.plan import (
     SCHEDULES,
@@ -463,15 +467,16 @@ def plan_wanted(
 def search_codecs(options: PlanOptions) -> SearchCodecs:
     """The codecs of cuts with which the search of stages counts.
 
-    If codecs are chosen, the search counts with the codec of the fewest bytes that both
-    directions of one cut may have within the budget.
+    If codecs are chosen, the search counts with the codecs of the fewest bytes that the
+    two directions of one cut may have, with half of the budget's square for each.
     """
     budget = cut_budget(options)
     if budget is None:
         given = str(options.cut_codecs)
         return SearchCodecs(*parse_cut_codecs(given)) if given != "none" else NO_CODECS
-    text = smallest_codec(budget / math.sqrt(2.0))
-    return SearchCodecs(text, text, optional=True)
+    most = budget / math.sqrt(2.0)
+    texts = smallest_codec(most), smallest_codec(most / COTANGENT_WEIGHT)
+    return SearchCodecs(*texts, optional=True)
 
 
 def cut_budget(options: PlanOptions) -> float | None:
@@ -595,8 +600,7 @@ def cut_for(
 
 def with_wanted_codes(cut: CutStep, wanted: WantedPipeline) -> CutStep:
     """Returns the step whose stages send each other values by the pipeline's codecs."""
-    codes = cut_codes(cut, wanted.activation_codecs, wanted.cotangent_codecs)
-    return dataclasses.replace(cut, codes=codes)
+    return with_codes(cut, wanted.activation_codecs, wanted.cotangent_codecs)
 
 
 def _cut(
@@ -645,7 +649,7 @@ def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
         cut = _cut(micro, data.layers, data.parts, data.recomputed, schedule, stages)
     except CutError as error:
         raise PlanError(f"the plan does not fit the step: {error}") from error
-    return dataclasses.replace(cut, codes=planned_codes(cut, data))
+    return with_planned_codes(cut, data)
 
 
 def _schedule(name: str) -> Schedule:

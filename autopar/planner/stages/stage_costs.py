@@ -500,14 +500,19 @@ def _activation_bytes(cut: CutStep, part: int, found: Sequence[Candidate]) -> fl
         if (maker is None and value in batch)
         or (maker is not None and maker.phase is Phase.FORWARD)
     }
+    # Codes that the stage has sent and keeps as masks (`cut_codecs.with_codes`).
+    sent = {~v for v in kept if v < 0}
+    kept -= {~v for v in sent}
     encoded = kept.intersection(cut.codes)
     if encoded:
         encoded -= _made(cut, stage)
     nbytes = _device_bytes(cut, kept - encoded, found[stage].assignment)
     assignments = [candidate.assignment for candidate in found]
-    for m in stage_messages(cut) if encoded else ():
-        if m.target == stage and m.value in encoded:
-            nbytes += _wire_bytes(cut, [m.value], assignments, m.source, stage)
+    for m in stage_messages(cut) if encoded or sent else ():
+        if (m.target == stage and m.value in encoded) or (
+            m.source == stage and m.value in sent
+        ):
+            nbytes += _wire_bytes(cut, [m.value], assignments, m.source, m.target)
     return nbytes
 
 

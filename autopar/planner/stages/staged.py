@@ -22,7 +22,7 @@ from autopar.planner.codecs.choose import (
 from autopar.planner.record import make_plan
 from autopar.planner.stages.codecs import StagedChoice, choose_staged, sending_of
 from autopar.planner.stages.cut_choice import CutChoice, choose_cut_codecs
-from autopar.planner.stages.cut_codecs import cut_codes
+from autopar.planner.stages.cut_codecs import with_codes
 from autopar.planner.stages.stage_costs import (
     StageCosts,
     recomputed_bytes,
@@ -181,8 +181,7 @@ def _with_chosen_codecs(
         activation_codecs=choice.activations,
         cotangent_codecs=choice.cotangents,
     )
-    codes = cut_codes(cut, choice.activations, choice.cotangents)
-    cut = dataclasses.replace(cut, codes=codes)
+    cut = with_codes(cut, choice.activations, choice.cotangents)
     return cut, wanted, _price_stages(cut, cluster, wanted, table, laid.found), text
 
 

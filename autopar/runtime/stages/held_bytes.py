@@ -122,6 +122,8 @@ class _HeldBytes:
             for value, nbytes in self.sizes(sent):
                 place = self.micro[sent.stage][number]
                 self.put(sent.stage, place, value, nbytes)
+                if value in self.pipeline.kept_codes:
+                    self.put(key.stage, own, ~value, nbytes)
         self.drop(key.stage, own, call.last)
 
     def end(self) -> None:

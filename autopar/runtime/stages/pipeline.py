@@ -19,6 +19,7 @@ from collections.abc import (
 )
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh
 
 from autopar.errors import StageError
@@ -210,6 +211,7 @@ class StagePipeline:
         noise: StagedNoise | None = None,
         codecs: StagedCodecs | None = None,
         codes: Mapping[int, ArrayCode] | None = None,
+        masks: Mapping[int, int] | None = None,
     ) -> None:
         """Makes the code of all tasks, without compiling it.
 
@@ -228,8 +230,15 @@ class StagePipeline:
           codecs: how stages sum gradients by codecs; None: no stage has codecs.
           codes: value -> its code, for values of microbatches that tasks send to other
             stages encoded; None: no value is encoded.
+          masks: cotangent -> the activation whose code is the mask of its code.
         """
         self.codes = {} if codes is None else dict(codes)
+        self.masks = {} if masks is None else dict(masks)
+        # The values whose codes their stage keeps, because its backward tasks need them
+        # as masks. In these tasks' inputs, the code of value v is ~v.
+        self.kept_codes = frozenset(
+            ~v for task in cut.tasks.values() for v, _ in task.inputs if v < 0
+        )
         self.links = links
         self.codecs = codecs
         self.shown = frozenset(shown)
@@ -390,6 +399,8 @@ class StagePipeline:
             sent=self._sends(task),
             received=self._received_inputs(task),
             codes=self._received_codes(task),
+            masks=self._task_masks(task),
+            kept=self._kept_structs(task),
             donated=self._donated.get(key, ()),
             noise=None if self.noise is None else self.noise.tasks.get(key),
             restores=self.restored.get(key, ()),
@@ -484,6 +495,35 @@ class StagePipeline:
             for value, maker in task.inputs
             if value in self.codes and maker and maker.stage != task.key.stage
         }
+
+    def _task_masks(self, task: Task) -> dict[int, int]:
+        """Returns, for values of a task, the input that is the mask of their code."""
+        inputs, out = dict(task.inputs), dict[int, int]()
+        for value, activation in self.masks.items():
+            if value in task.outputs:
+                out[value] = activation
+            elif value in inputs and ~activation in inputs:
+                out[value] = ~activation
+        return out
+
+    def _kept_structs(self, task: Task) -> dict[int, jax.ShapeDtypeStruct]:
+        """Returns the inputs of a task that are codes which its stage has sent."""
+        return {
+            value: self.codes[~value].struct.update(sharding=self.kept_sharding(~value))
+            for value, _ in task.inputs
+            if value < 0
+        }
+
+    def kept_sharding(self, value: int) -> Any:
+        """The sharding of a sent code on the stage that keeps it."""
+        keys = {
+            (maker.stage, key.stage)
+            for key, task in self.cut.tasks.items()
+            for v, maker in task.inputs
+            if v == value and maker is not None and maker.stage != key.stage
+        }
+        ((source, target),) = keys
+        return self.stages[source].wire(value, self.stages[target], self.codes[value])
 
     def _received_inputs(self, task: Task) -> dict[int, Any]:
         """Returns, for each input from another stage, the sharding of its arrival."""

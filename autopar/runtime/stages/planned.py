@@ -425,6 +425,7 @@ def pipelined_step(
         noise=measured,
         codecs=codecs,
         codes=cut.codes,
+        masks=cut.masks,
     )
     feed = Feed(whole, cut, pipeline, measured)
     flat = [d for mesh in meshes for d in mesh.devices.flat]
@@ -473,6 +474,7 @@ def audited_pipeline(
         issue_order(table),
         _crossing_rules(cut.found),
         codes=cut.codes,
+        masks=cut.masks,
     )
 
 

@@ -588,6 +588,9 @@ class _Run(Transfers):
         for sent in code.sent:
             end = count + len(sent.values)
             tag = _micro_tag(key, sent.stage, number)
+            for value, array in zip(sent.values, made[count:end], strict=True):
+                if value in self.pipeline.kept_codes:
+                    own[~value] = array
             self.send(tag, key.stage, sent, made[count:end], self.place(sent, number))
             count = end
         return count

@@ -50,14 +50,20 @@ class Sent:
         default_factory=dict[int, ArrayCode]
     )
 
-    def encode(self, arrays: Sequence[Any]) -> list[Any]:
+    def encode(self, arrays: Sequence[Any], masks: Mapping[int, Any]) -> list[Any]:
         """Encodes the arrays of the values that have codes, within a program.
 
         Each device encodes its part of the array, so the array is first resharded to
         the layout in which it is sent.
+
+        Args:
+          arrays: the arrays.
+          masks: value -> the code that is its mask, for values with a mask.
         """
         return [
-            code.encode(jax.lax.with_sharding_constraint(array, sharding))
+            code.encode(
+                jax.lax.with_sharding_constraint(array, sharding), masks.get(value)
+            )
             if (code := self.codes.get(value))
             else array
             for value, array, sharding in zip(
@@ -304,6 +310,8 @@ def task_code(
     sent: Sequence[Sent],
     received: Mapping[int, NamedSharding] | None,
     codes: Mapping[int, ArrayCode],
+    masks: Mapping[int, int],
+    kept: Mapping[int, jax.ShapeDtypeStruct],
     donated: Sequence[int],
     noise: TaskNoise | None,
     restores: Sequence[Carried],
@@ -318,6 +326,9 @@ def task_code(
       sent: values of the task that are sent to other stages.
       received: input from another stage -> the sharding in which it arrives.
       codes: input from another stage -> its code, for inputs that arrive encoded.
+      masks: value that the task receives or sends encoded -> the input that is the mask
+        of its code.
+      kept: the inputs that are codes which the stage has sent, with their shardings.
       donated: inputs whose memory the function reuses.
       noise: the norms that the function measures; None: no norms.
       restores: state that the function restores if a gradient is not finite.
@@ -333,28 +344,37 @@ def task_code(
         stage.assignment,
         stage.mesh,
         equations=equations_of(stage.program.program, task),
-        inputs=inputs,
+        inputs=[v for v in inputs if v not in kept],
         outputs=(*outputs, *outside, *accumulated, *seen),
         whole=stage.handed,
     )
-    now, kept = PlainSums(stage.assignment, stage.mesh), len(outputs) + len(outside)
+    now, whole = PlainSums(stage.assignment, stage.mesh), len(outputs) + len(outside)
     leaving = _Leaving(stage, (None,) * len(outputs) + tuple(outside), now)
-    arrive = {v: stage.sharding(v) for v in inputs} | dict(received or {})
+    arrive = {v: stage.sharding(v) for v in inputs if v not in kept}
+    arrive |= received or {}
 
-    def leaves(made: Sequence[Any]) -> list[Any]:
-        every = leaving(made)
+    def masks_of(given: Sequence[Any]) -> dict[int, Any]:
+        arrays = dict(zip(inputs, given, strict=True))
+        return {value: arrays[mask] for value, mask in masks.items()}
+
+    def leaves(made: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        every, found = leaving(made), masks_of(given)
         out, begin = every[: len(outputs)], len(outputs)
         for send in sent:
-            out += send.encode(every[begin : begin + len(send.values)])
+            out += send.encode(every[begin : begin + len(send.values)], found)
             begin += len(send.values)
         return out
 
-    def decoded(arrays: Sequence[Any]) -> list[Any]:
+    def decoded(given: Sequence[Any]) -> list[Any]:
+        found = masks_of(given)
         return [
-            jax.lax.with_sharding_constraint(codes[v].decode(x), arrive[v])
+            jax.lax.with_sharding_constraint(
+                codes[v].decode(x, found.get(v)), arrive[v]
+            )
             if v in codes
             else x
-            for v, x in zip(inputs, arrays, strict=True)
+            for v, x in zip(inputs, given, strict=True)
+            if v not in kept
         ]
 
     state = {c.new: c for c in restores}
@@ -374,13 +394,14 @@ def task_code(
         given, before = arguments[: len(inputs)], arguments[len(inputs) :]
         if update:
             made = run_update(given, before)
-            return [*leaves(made), *measure_arrays(made[kept:])]
+            return [*leaves(made, given), *measure_arrays(made[whole:])]
         made = run(*decoded(given))
         added = [
             total + value.astype(total.dtype)
-            for total, value in zip(before, made[kept:], strict=False)
+            for total, value in zip(before, made[whole:], strict=False)
         ]
-        return [*leaves(made), *added, *measure_arrays(made[kept + len(added) :])]
+        rest = made[whole + len(added) :]
+        return [*leaves(made, given), *added, *measure_arrays(rest)]
 
     def measure_arrays(arrays: Sequence[Any]) -> list[Any]:
         if noise is None:
@@ -389,7 +410,11 @@ def task_code(
 
     function.__name__ = function.__qualname__ = task_name(task)
     structs = [
-        (codes[v].struct if v in codes else stage.struct(v)).update(sharding=arrive[v])
+        kept[v]
+        if v in kept
+        else (codes[v].struct if v in codes else stage.struct(v)).update(
+            sharding=arrive[v]
+        )
         for v in inputs
     ]
     totals = [wide(stage.struct(v)) for v in accumulated]

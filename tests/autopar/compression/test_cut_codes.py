@@ -28,8 +28,11 @@ CODECS = [
     "int4:block=64,hadamard=false",
     "fp8",
     "fp8:format=e5m2",
-    "int3",
+    "eden:levels=32",
+    "eden:levels=6",
     "sign",
+    "topk:ratio=0.1",
+    "topk:ratio=0.25",
 ]
 # Of a block's largest element, the largest error of one element. The scale is rounded
 # up to bfloat16, by at most 1/128. e4m3 has 3 bits of mantissa, so its relative error
@@ -82,7 +85,7 @@ def test_the_error_of_each_element_is_bounded(
 
 
 @pytest.mark.parametrize(
-    ("codec", "error"), [("int4", 0.14), ("int3", 0.26), ("sign", 0.64)]
+    ("codec", "error"), [("int4", 0.14), ("eden:levels=6", 0.26), ("sign", 0.64)]
 )
 def test_the_error_of_rotated_and_of_sign_codes(codec: str, error: float) -> None:
     code = CutCode(codec, (64, 512), "float32")
@@ -140,6 +143,46 @@ def test_a_number_that_is_not_finite_spoils_its_block_alone(dtype: str) -> None:
     assert bad.sum() == 32
 
 
+@pytest.mark.parametrize("ratio", [1 / 16, 1 / 4])
+@given(
+    seed=st.integers(0, 2**16),
+    shape=st.sampled_from([(4, 96), (3, 5, 70), (2, 700)]),
+    zeros=st.booleans(),
+)
+@settings(max_examples=4, deadline=None)
+def test_the_largest_elements_are_kept_and_a_masked_code_keeps_the_same(
+    ratio: float, seed: int, shape: tuple[int, ...], zeros: bool
+) -> None:
+    """A reference in numpy: of equal elements, the first are kept."""
+    text = f"topk:ratio={ratio}"
+    code, masked = (CutCode(text, shape, "float32", m) for m in (False, True))
+    array, other = np.random.default_rng(seed).standard_normal((2, *shape)).astype("f4")
+    array = np.maximum(array, 1.0) - 1.0 if zeros else array
+    kept = np.zeros((math.prod(shape) // code.elements, code.elements), bool)
+    for row, values in enumerate(array.reshape(kept.shape)):
+        for begin in range(0, code.elements, 256):
+            block = np.abs(values[begin : begin + 256])
+            count = max(1, round(ratio * len(block)))
+            kept[row, begin + np.argsort(-block, kind="stable")[:count]] = True
+    kept = kept.reshape(shape)
+    made, decoded = coded(code, array)
+    again = jax.jit(masked.encode)(other, made)
+    assert again.shape == masked.struct.shape
+    spread = np.asarray(jax.jit(masked.decode)(again, made))
+    for before, after in ((array, decoded), (other, spread)):
+        step = UP * np.abs(before).max() / 127
+        assert np.abs(after - before * kept).max() <= 0.51 * step
+
+
+def test_bytes_of_kept_elements() -> None:
+    """One of 8 needs 1 byte for its position, one of 4 less: a bit for each element."""
+    shape = (16, 512)
+    pairs = {r: [CutCode(f"topk:ratio={r}", shape, "float32", m).nbytes
+             for m in (False, True)] for r in (1 / 8, 1 / 4)}  # fmt: skip
+    assert pairs[1 / 8] == [16 * 2 * (32 + 32 + 2), 16 * 2 * (32 + 2)]
+    assert pairs[1 / 4] == [16 * 2 * (32 + 64 + 2), 16 * 2 * (64 + 2)]
+
+
 def test_zeros_stay_zeros() -> None:
     for codec in ("int8", "int4", "fp8"):
         _, decoded = coded(CutCode(codec, (4, 64), "float32"), np.zeros((4, 64), "f4"))
@@ -155,7 +198,8 @@ def test_texts_name_one_codec_or_two() -> None:
 @pytest.mark.parametrize(
     ("given_", "said"),
     [
-        ("topk", "take a codec of blocks"),
+        ("powersgd", "take a codec of blocks"),
+        ("topk:values=f32", "leave values= out"),
         ("int8:rounding=stochastic", "leave rounding= out"),
         ("int8/int8/int8", "names 3 codecs"),
         ("int9", "unknown codec 'int9'"),

@@ -21,7 +21,8 @@ from property_tests import examples
 
 from autopar.compression.codecs.blocks import hadamard, mix, uniform
 from autopar.compression.codecs.codec import Codec
-from autopar.compression.codecs.quantise import Fp8, Int3, Int4, Int8, Sign
+from autopar.compression.codecs.eden import Eden, code_bytes
+from autopar.compression.codecs.quantise import Fp8, Int4, Int8, Sign
 from autopar.compression.codecs.registry import format_codec
 
 PLAIN_INT4 = Int4(hadamard=False)
@@ -31,8 +32,8 @@ CODECS = (
     Int4(),
     PLAIN_INT4,
     Int4(rounding="stochastic"),
-    Int3(block=256),
-    Int3(block=256, rounding="stochastic"),
+    Eden(block=256),
+    Eden(levels=6, block=256),
     Sign(),
     Sign(second="int4"),
     Fp8(),
@@ -97,8 +98,12 @@ def samples(kind, *shape, seed=0):
         (PLAIN_INT4, 0.126, 0.230),
         (Int4(block=1024, hadamard=False), 0.143, 0.323),
         (Int4(), 0.1265, 0.1238),
-        (Int3(), 0.242, 0.243),
-        (Int3(block=256), 0.294, 0.290),
+        # Of normal samples by Max (1960), table II: sqrt(D / (1 - D)).
+        (Eden(levels=4), 0.367, 0.365),
+        (Eden(levels=6), 0.253, 0.251),
+        (Eden(), 0.197, 0.194),
+        (Eden(levels=16), 0.108, 0.106),
+        (Eden(levels=32), 0.0593, 0.0577),
         (Sign(), 0.602, 0.705),
         (Fp8(), 0.0261, 0.0248),
         (Fp8(format="e5m2"), 0.0520, 0.0493),
@@ -126,7 +131,7 @@ def test_stochastic_rounding_costs_sqrt_two():
     assert stochastic / nearest == pytest.approx(math.sqrt(2), rel=0.02)
 
 
-@pytest.mark.parametrize("codec", [Int8, Int4, Int3], ids=["int8", "int4", "int3"])
+@pytest.mark.parametrize("codec", [Int8, Int4], ids=["int8", "int4"])
 def test_stochastic_rounding_has_no_bias(codec):
     rows = samples("normal", 1, 256)
     trials = 400
@@ -157,14 +162,16 @@ def test_no_element_is_off_by_more_than_half_a_step(codec, rows):
     assert (np.abs(decoded - rows) <= step * 0.5001 + tiny).all()
 
 
-@named([Int8(), PLAIN_INT4, Int4(), Int3(), Sign(), Fp8(), Fp8(format="e5m2")])
+@named([Int8(), PLAIN_INT4, Int4(), Eden(), Sign(), Fp8(), Fp8(format="e5m2")])
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-9, 1.0, 1e6, 1e30])
 def test_error_does_not_depend_on_magnitude(codec, magnitude):
     rows = samples("normal", 2, 576)
     scaled = rows * np.float32(magnitude)
-    # The scale's rounding to bfloat16 moves a little with the magnitude.
+    # The scale's rounding to bfloat16 moves a little with the magnitude. Eden also has
+    # other random signs, and there are ten blocks.
+    spread = 0.15 if isinstance(codec, Eden) else 0.05
     expected = error_of(codec, rows)
-    assert error_of(codec, scaled) == pytest.approx(expected, rel=0.05)
+    assert error_of(codec, scaled) == pytest.approx(expected, rel=spread)
 
 
 def test_hadamard_spreads_an_outlier():
@@ -182,7 +189,11 @@ def test_zeros_stay_zero(codec, elements):
     assert not round_trip(codec, np.zeros((2, elements))).any()
 
 
-@named(CODECS)
+# Their random rotation leaves no element alone.
+NOT_TURNED = tuple(codec for codec in CODECS if not isinstance(codec, Eden))
+
+
+@named(NOT_TURNED)
 @pytest.mark.parametrize("value", [1.0, -3.0, 1e-9, 1e6])
 @pytest.mark.parametrize("elements", [1, 576])
 def test_equal_elements(codec, value, elements):
@@ -190,7 +201,7 @@ def test_equal_elements(codec, value, elements):
     rows = np.full((2, elements), value, np.float32)
     tolerance = 2**-7
     if getattr(codec, "rounding", "") == "stochastic":
-        tolerance += 1 / {Int8: 127, Int4: 7, Int3: 3}[type(codec)]
+        tolerance += 1 / {Int8: 127, Int4: 7}[type(codec)]
     np.testing.assert_allclose(round_trip(codec, rows), rows, rtol=tolerance)
 
 
@@ -235,7 +246,7 @@ def test_largest_floats():
 
 
 def test_one_element_has_only_the_error_of_its_scale():
-    for codec in CODECS:
+    for codec in NOT_TURNED:
         if getattr(codec, "rounding", "nearest") == "nearest":
             decoded = round_trip(codec, [[0.3], [0.3]])
             np.testing.assert_allclose(decoded, 0.3, rtol=2**-7)
@@ -252,7 +263,7 @@ def test_sign_scale_does_not_count_padding():
 # --- Bytes ------------------------------------------------------------------
 
 
-BITS = {"int8": 8, "fp8": 8, "int4": 4, "int3": 3, "sign": 1}
+BITS = {"int8": 8, "fp8": 8, "int4": 4, "eden": 3, "sign": 1}
 
 
 def payload_bytes(codec, elements):
@@ -264,7 +275,7 @@ def payload_bytes(codec, elements):
     width = -(-rest * bits // 8) * 8 // bits
     if codec.name == "int4" and codec.hadamard and rest:
         width = max(2, 1 << math.ceil(math.log2(rest)))
-    if codec.name == "int3" and rest:
+    if codec.name == "eden" and rest:
         width = max(8, 1 << math.ceil(math.log2(rest)))
     scales = blocks + (rest > 0)
     return (blocks * codec.block + width) * bits // 8 + 2 * scales
@@ -277,8 +288,8 @@ def payload_bytes(codec, elements):
         Int4(),
         PLAIN_INT4,
         Int4(block=6, hadamard=False),
-        Int3(),
-        Int3(block=8),
+        Eden(),
+        Eden(block=8),
         Sign(),
         Sign(block=8),
         Fp8(),
@@ -296,7 +307,37 @@ def test_payload_size(codec, elements):
     assert decoded.shape == (3, elements)
 
 
-@named([Int8(), Int4(), Int3(), Sign(), Fp8()])
+@pytest.mark.parametrize("levels", [4, 6, 8, 16, 32])
+@pytest.mark.parametrize("elements", [8, 128, 300])
+def test_few_levels_take_few_bytes(levels, elements):
+    """Codes of 4, 8, 16 and 32 levels take whole bits; three of 6 levels, a byte."""
+    codec = Eden(levels=levels)
+    widths = {8: [8], 128: [128], 300: [128, 128, 64]}[elements]
+    bits = {4: 2, 6: 8 / 3, 8: 3, 16: 4, 32: 5}[levels]
+    assert [code_bytes(levels, w) for w in widths] == [
+        math.ceil(w * bits / 8) for w in widths
+    ]
+    payload, _ = jax.eval_shape(
+        coder(codec, elements),
+        jax.ShapeDtypeStruct((1, elements), jnp.float32),
+        jax.ShapeDtypeStruct((), jnp.uint32),
+    )
+    assert payload.shape[1] == sum(2 + code_bytes(levels, w) for w in widths)
+
+
+def test_similar_blocks_have_independent_errors():
+    """The error of a mean over blocks that differ in scale is far below that of each.
+
+    With the same signs in all blocks, both are equal.
+    """
+    factors = np.linspace(0.7, 1.4, 256, dtype=np.float32)[:, None]
+    rows = samples("normal", 1, 128) * factors
+    lost = (round_trip(Eden(levels=6), rows) - rows) / factors
+    each = np.sqrt(np.mean(lost**2))
+    assert np.sqrt(np.mean(lost.mean(axis=0) ** 2)) < 0.2 * each
+
+
+@named([Int8(), Int4(), Eden(), Sign(), Fp8()])
 @pytest.mark.parametrize("size", [1, 1000, 4 * 256 * 40])
 def test_wire_is_two_shots(codec, size):
     workers = 4
@@ -327,7 +368,7 @@ def test_second_shot_of_sign_as_int4(block):
     assert 0.05 < np.linalg.norm(lost) / np.linalg.norm(sums) < 0.15
 
 
-@named([Int8(), Int4(), Int3(), Sign(), Fp8()])
+@named([Int8(), Int4(), Eden(), Sign(), Fp8()])
 def test_wire_of_whole_blocks_is_the_formula_of_the_field(codec):
     size, workers = 1 << 20, 8
     bits = BITS[codec.name]
@@ -335,7 +376,7 @@ def test_wire_of_whole_blocks_is_the_formula_of_the_field(codec):
     assert codec.wire_bytes((size,), workers) == expected
 
 
-@named([Int8(), Int4(), Int3(), Sign(), Fp8()])
+@named([Int8(), Int4(), Eden(), Sign(), Fp8()])
 @given(elements=st.integers(1, 100_000))
 @settings(max_examples=examples(50), deadline=None)
 def test_chunk_is_enough_and_not_much_more(codec, elements):
@@ -347,7 +388,7 @@ def test_chunk_is_enough_and_not_much_more(codec, elements):
 # --- Two shots --------------------------------------------------------------
 
 
-@named([Int8(rounding="stochastic"), Int4(), Int3(), Sign(second="int4")])
+@named([Int8(rounding="stochastic"), Int4(), Eden(), Sign(second="int4")])
 def test_workers_agree_and_nothing_is_lost(codec):
     gradients = samples("normal", 2, 310)
     result = simulate(codec, gradients)
@@ -356,7 +397,7 @@ def test_workers_agree_and_nothing_is_lost(codec):
     assert_conserved(result, exact=False)
 
 
-@named([Int4(), Int3(), Sign()])
+@named([Int4(), Eden(), Sign()])
 def test_sent_is_what_the_owners_understood(codec):
     gradients = samples("normal", 4, 8, 64)
     result = simulate(codec, gradients, scatter=True)
@@ -375,7 +416,7 @@ def test_total_error_of_both_shots(codec):
     assert total == pytest.approx(math.sqrt(2) * one, rel=0.05)
 
 
-@named([Int3(), Sign(), Sign(second="int4"), Int8(server_feedback=True)])
+@named([Eden(), Sign(), Sign(second="int4"), Int8(server_feedback=True)])
 def test_server_feedback_keeps_what_the_second_shot_dropped(codec):
     """The totals of all steps and the errors left make the sums of what was sent."""
     gradients = samples("normal", 2, 999)
@@ -456,8 +497,9 @@ def test_uniform_looks_uniform():
         (lambda: Int8(block=0), "int8: block must be a positive multiple of 1, got 0"),
         (lambda: Int4(block=3), "multiple of 2, got 3"),
         (lambda: Int4(block=6), "power of two, got 6; use block=4 or hadamard=False"),
-        (lambda: Int3(block=4), "multiple of 8, got 4"),
-        (lambda: Int3(block=24), "power of two, got 24; use block=16"),
+        (lambda: Eden(block=4), "multiple of 8, got 4"),
+        (lambda: Eden(block=24), "power of two, got 24; use block=16"),
+        (lambda: Eden(levels=5), "levels must be one of 4, 6, 8, 16, 32, got 5"),
         (lambda: Sign(block=4), "multiple of 8, got 4"),
         (lambda: Sign(second="int8"), "second must be one of sign, int4"),
         (lambda: Int8(rounding="up"), "rounding must be one of nearest, stochastic"),
@@ -470,5 +512,5 @@ def test_bad_fields(make, message):
 
 
 def test_which_codecs_need_feedback():
-    codecs = (Int8, Fp8, Int4, Int3, Sign)
+    codecs = (Int8, Fp8, Int4, Eden, Sign)
     assert [c.feedback for c in codecs] == [False, False, True, True, True]

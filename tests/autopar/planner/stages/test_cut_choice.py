@@ -13,8 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.cut_codes import CutCode
 from autopar.errors import PlanError
-from autopar.planner.stages.cut_choice import DEFAULT_CUT_BUDGET, OFFERED
+from autopar.planner.stages.cut_choice import (
+    COTANGENT_WEIGHT,
+    DEFAULT_CUT_BUDGET,
+    OFFERED,
+)
 
 WIDTH, ROWS = 64, 512
 SLOW, FAST = "network=50Mb/s", "network=100Gb/s"
@@ -46,9 +51,16 @@ def codecs_of(plan: Any) -> tuple[str, ...]:
     return (*plan.pipeline.activation_codecs, *plan.pipeline.cotangent_codecs)
 
 
+def error_of_pair(activations: str, cotangents: str) -> float:
+    errors = [0.0 if c == "dense" else parse_codec(c).error((1, WIDTH))
+              for c in (activations, cotangents)]  # fmt: skip
+    return math.hypot(errors[0], COTANGENT_WEIGHT * errors[1])
+
+
 def error_of(plan: Any) -> float:
-    codecs = [c for c in codecs_of(plan) if c != "dense"]
-    return math.hypot(*(parse_codec(c).error((1, WIDTH)) for c in codecs))
+    data = plan.pipeline
+    pairs = zip(data.activation_codecs, data.cotangent_codecs, strict=True)
+    return math.hypot(*(error_of_pair(*pair) for pair in pairs))
 
 
 def test_nothing_is_encoded_over_fast_links() -> None:
@@ -64,17 +76,25 @@ def test_the_choice_is_the_fastest_within_the_budget(budget: float | None) -> No
     plan = planned(SLOW, cut_codecs="auto", cut_error_budget=budget)
     most = DEFAULT_CUT_BUDGET if budget is None else budget
     assert error_of(plan) <= most
-    errors = {c: parse_codec(c).error((1, WIDTH)) for c in OFFERED} | {"dense": 0.0}
     allowed = [
-        (a, c)
-        for a, c in itertools.product(errors, repeat=2)
-        if math.hypot(errors[a], errors[c]) <= most and (a, c) != ("dense", "dense")
+        pair
+        for pair in itertools.product(("dense", *OFFERED), repeat=2)
+        if error_of_pair(*pair) <= most and pair != ("dense", "dense")
     ]
     known = [
         planned(SLOW, cut_codecs="/".join(pair)).predicted.step_s for pair in allowed
     ]
     best = min([*known, planned(SLOW).predicted.step_s])
     assert plan.predicted.step_s <= 1.002 * best
+
+
+def test_with_a_larger_budget_one_cut_sends_an_eighth_of_the_bytes() -> None:
+    asked: dict[str, Any] = {"width": 128, "microbatches": 1, "cut_codecs": "auto"}
+    assert codecs_of(planned(SLOW, **asked)) == ("int8", "eden:levels=6")
+    plan = planned(SLOW, **asked, cut_error_budget=0.08)
+    assert codecs_of(plan) == ("eden:levels=32", "eden:levels=6")
+    codes = [CutCode(c, (ROWS, 128), "float32") for c in codecs_of(plan)]
+    assert 8 * sum(c.nbytes for c in codes) <= sum(c.dense_bytes for c in codes)
 
 
 def test_several_cuts_share_the_budget() -> None:
@@ -89,7 +109,7 @@ def test_several_cuts_share_the_budget() -> None:
 def test_where_sending_takes_all_time_the_smallest_codes_are_taken() -> None:
     """With one microbatch nothing overlaps, so activations and cotangents count."""
     plan = planned(SLOW, microbatches=1, cut_codecs="auto", cut_error_budget=10.0)
-    assert codecs_of(plan) == ("int3", "int3")
+    assert codecs_of(plan) == ("eden:levels=6", "eden:levels=6")
 
 
 def test_layouts_of_a_plan_are_kept_with_chosen_codecs() -> None:

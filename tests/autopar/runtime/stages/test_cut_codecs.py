@@ -133,6 +133,61 @@ def test_activations_and_cotangents_have_codecs_of_their_own(codecs: str) -> Non
     assert distance(same, params) < 1e-5
 
 
+TOP = "topk:ratio=0.125"
+
+
+def masked(text: str = TOP) -> Any:
+    """Keeps the largest elements, and the elements of the cotangent at their places."""
+    shape = ROWS // COUNT, WIDTH
+    ahead, back = (CutCode(text, shape, "float32", m) for m in (False, True))
+
+    @jax.custom_vjp
+    def cut(x: Any) -> Any:
+        return ahead.decode(ahead.encode(x))
+
+    def forward(x: Any) -> Any:
+        mask = ahead.encode(x)
+        return ahead.decode(mask), mask
+
+    cut.defvjp(forward, lambda mask, g: (back.decode(back.encode(g, mask), mask),))
+    return cut
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cuts"),
+    [("1f1b", (1,)), ("zero-bubble", (1,)), ("interleaved", (0, 1, 2))],
+)
+def test_cotangents_are_sent_at_the_places_of_their_activations(
+    schedule: str, cuts: tuple[int, ...]
+) -> None:
+    step = staged(schedule=schedule, cut_codecs=TOP)
+    params, losses = run(step, weights())
+    same, expected = run(
+        one_device(chain_loss, dict.fromkeys(cuts, masked())), weights()
+    )
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert distance(same, params) < 1e-5
+    own, _ = run(
+        one_device(chain_loss, dict.fromkeys(cuts, straight_through(TOP, TOP))),
+        weights(),
+    )
+    assert distance(own, params) > 1e-4
+
+
+def test_cotangents_without_positions_have_fewer_bytes() -> None:
+    step, params = staged(cut_codecs=TOP), weights()
+    step.prepare(params, batch())
+    # Two devices of a stage have half of a microbatch each. Of a row's 32 elements, 4
+    # are kept, each with one byte and one of position.
+    rows = ROWS // COUNT // 2
+    expected = [rows * (4 + 4 + 2), rows * (4 + 2)]
+    assert link_bytes(step.plan, descended(chain_loss), params) == expected
+    audit = autopar.audit(descended(chain_loss), params, batch(), plan=step.plan)
+    assert audit.agrees
+    sent = {t.what: t.sent_bytes / COUNT for t in audit.transfers}
+    assert [sent[ACTIVATIONS], sent[COTANGENTS]] == expected
+
+
 def test_recomputed_layers_read_the_same_decoded_activations() -> None:
     step = staged(remat="all")
     params, losses = run(step, weights())
@@ -227,7 +282,7 @@ def test_a_saved_plan_keeps_its_codecs_and_they_can_be_edited(tmp_path: Any) -> 
     ("changes", "said"),
     [
         ({"activation_codecs": ("int8", "int8")}, "has 1 cuts .* 2 codecs are given"),
-        ({"activation_codecs": ("topk",)}, "take a codec of blocks"),
+        ({"activation_codecs": ("sketch",)}, "take a codec of blocks"),
         ({"cotangent_codecs": ("int9",)}, "unknown codec 'int9'"),
     ],
 )
