@@ -4,8 +4,10 @@
     python benchmarks/network/cut_codecs.py --rates --steps 2000 --batch 16 --add
 
 A GPT and an LSTM with two layers learn the text of Python's own sources
-(`language_model.py`), in two pipeline stages of one layer each. A way is ``none`` (all
-values are sent exactly), ``auto`` or codecs as text (``cut_codecs=``).
+(`language_model.py`), in two pipeline stages of one layer each. A recommendation model
+(`examples/recommendation.py`) learns the clicks of a planted teacher, with a batch of
+as many rows as the others have characters. A way is ``none`` (all values are sent
+exactly), ``auto`` or codecs as text (``cut_codecs=``).
 
 ``--rates``: two hosts, which are network namespaces, have one stage each. For each rate
 of the link in Mbit/s, the seconds of a step are measured, and the bytes that hosts
@@ -36,6 +38,7 @@ import jax
 import language_model
 import lstm
 import optax
+import recommendation
 import worker
 
 import autopar
@@ -43,16 +46,74 @@ from autopar.reports.staged import bind_stages, links
 from autopar.steps.analysis import analyse
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-MODELS = ("gpt", "lstm")
+MODELS = ("gpt", "lstm", "recommendation")
 EXACT = "none"
-WAYS = (EXACT, "auto", "int8", "int4:block=64")
+WAYS = (EXACT, "auto", "int8", "eden:levels=32/eden:levels=6")
 LAYERS, HOSTS = 2, 2
 # Steps that are not measured, and steps that are.
 WARM, MEASURED = 3, 12
 
 
+# Rows of the largest table, number of tables, and dense features of a click.
+ROWS, TABLES, DENSE = 4096, 8, 13
+# Clicks of which the held-out loss is the mean; no training has this seed.
+HELD_OUT, HELD_OUT_SEED = 16384, 1 << 20
+
+
+def clicks_workload(options: argparse.Namespace, seed: int) -> Any:
+    """The recommendation model, with the tower of each side on a stage of its own."""
+    tables = tuple(max(ROWS >> t, 64) for t in range(TABLES))
+    width = options.d_model
+    net = recommendation.Recommender(
+        sizes=tables, width=width, bottom=(2 * width,), top=(2 * width, 2 * width)
+    )
+    count = options.batch * options.seq
+    sizes = language_model.Sizes(
+        batch=count,
+        learning_rate=options.learning_rate,
+        decay_steps=max(options.steps, 400),
+    )
+    optimizer = optax.adam(language_model.schedule(sizes))
+
+    def step(state: Any, data: Any) -> Any:
+        state, loss = recommendation.train_step(state, data)
+        return state, {"loss": loss}
+
+    def batch(number: int, rank: int = 0, processes: int = 1) -> Any:
+        own = (seed << 24) + number
+        data = next(
+            recommendation.example_data.click_batches(count, tables, DENSE, own)
+        )
+        rows = count // processes
+        return jax.tree.map(lambda x: x[rank * rows : (rank + 1) * rows], data)
+
+    def eval_loss(params: Any, data: Any) -> Any:
+        logits = net.apply({"params": params}, data["dense"], data["ids"])
+        return optax.sigmoid_binary_cross_entropy(logits, data["clicks"]).mean()
+
+    def create() -> Any:
+        key = jax.random.key(seed)
+        return recommendation.create_state(key, net, optimizer, DENSE)
+
+    return language_model.Workload(sizes, step, create, batch, eval_loss)
+
+
+def held_out_batch(model: str, workload: Any) -> Any:
+    """Data that no training sees, for the held-out loss."""
+    if model != "recommendation":
+        return language_model.evaluation_batch(workload.sizes)
+    tables = tuple(max(ROWS >> t, 64) for t in range(TABLES))
+    return next(
+        recommendation.example_data.click_batches(
+            HELD_OUT, tables, DENSE, HELD_OUT_SEED
+        )
+    )
+
+
 def workload_of(model: str, options: argparse.Namespace, seed: int) -> Any:
     """The model, its data and its optimizer."""
+    if model == "recommendation":
+        return clicks_workload(options, seed)
     sizes = language_model.Sizes(
         layers=LAYERS,
         d_model=options.d_model,
@@ -245,7 +306,7 @@ def _trained(
 ) -> dict[str, Any]:
     workload = workload_of(model, options, seed)
     evaluate = jax.jit(workload.eval_loss)
-    held_out = language_model.evaluation_batch(workload.sizes)
+    held_out = held_out_batch(model, workload)
     row: dict[str, Any] = {
         "kind": "loss", "model": model, "way": way, "seed": seed,
         "steps": options.steps, "points": [],
