@@ -407,7 +407,7 @@ def _heads_first(labels: Sequence[str]) -> tuple[list[str], list[str]]:
 def _heads_order(labels: Sequence[str]) -> tuple[list[str], list[int]]:
     """Labels in the order (batch, sequence, heads, elements), and the dims of each."""
     batch, heads = _heads_first(labels)
-    ends = [next(n for n in labels if n in pair) for pair in ("qk", "de")]
+    ends = [next(n for n in labels if n and n in pair) for pair in ("qk", "de")]
     return [*batch, ends[0], *heads, ends[1]], [len(batch), 1, len(heads), 1]
 
 

@@ -107,10 +107,10 @@ def rewritten(
     return traced.program, made, found
 
 
-def arguments() -> Any:
+def arguments(batch: int = BATCH) -> Any:
     keys = jax.random.split(jax.random.key(0), 4)
     params = [jax.random.normal(k, (3, HEADS, DIM)) for k in keys[:3]]
-    return params, jax.random.normal(keys[3], (BATCH, SEQ, 3))
+    return params, jax.random.normal(keys[3], (batch, SEQ, 3))
 
 
 @pytest.mark.parametrize("attend", FOUND, ids=lambda f: f.__name__)
@@ -152,6 +152,26 @@ def test_cudnn_computes_scores_that_are_only_scaled(
     assert names & kernels.RINGS == (
         kernels.PRIMITIVES if scaled else blockwise.PRIMITIVES
     )
+    for a, b in zip(*pair, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * float(abs(a).max()))
+
+
+@pytest.mark.parametrize("cudnn", [False, True], ids=["blocks", "cudnn"])
+def test_one_row_gives_the_same_results(
+    cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of one row has no batch dimension that could be split."""
+    monkeypatch.setattr(attention_blocks, "_CUDNN_DTYPES", {"float32"})
+    args = arguments(batch=1)
+
+    with cudnn_on_cpu():
+        before, after, found = rewritten(
+            functools.partial(step, plain), *args, cudnn=cudnn
+        )
+        flat = jax.tree.leaves(args)
+        pair = [jax.jit(functools.partial(evaluate, p))(*flat) for p in (before, after)]
+
+    assert found.replaced == 1
     for a, b in zip(*pair, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * float(abs(a).max()))
 
