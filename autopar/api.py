@@ -43,6 +43,7 @@ def plan(
     compile_check: bool = True,
     compression: str = "none",
     error_budget: float | None = None,
+    gather_codecs: str = "none",
     cut_codecs: str | Mapping[str, str] = "none",
     cut_error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
@@ -116,8 +117,13 @@ def plan(
         ``auto``: as much optimizer state as is fastest, where memory is short. None: as
         the plan given as ``layouts`` says, else ``auto``, or ``none`` where the number
         of stages is given (page 'Memory of the hosts' of the documentation).
-      error_budget: for ``compression='auto'``, the largest relative error of the
-        gradients, in the optimizer's metric; None: that of int4 codes.
+      error_budget: for ``compression='auto'`` and ``gather_codecs='auto'``, the
+        largest relative error of the gradients, in the optimizer's metric, with that
+        of gathered parameters; None: that of int4 codes.
+      gather_codecs: how sharded parameters are gathered over slow links: ``none`` as
+        they are; ``auto`` as codes where that is faster, within the error budget; or
+        the text of a codec, such as ``int8``, for all parameters that are gathered
+        between hosts (page 'Gradient compression' of the documentation).
       cut_codecs: how pipeline stages send each other activations and cotangents:
         ``none`` as they are; ``auto`` each as trains fastest within the budget of
         errors; or the text of a codec, such as ``int8``, for both or, as in
@@ -150,6 +156,7 @@ def plan(
         compile_check=compile_check,
         compression=compression,
         error_budget=error_budget,
+        gather_codecs=gather_codecs,
         cut_codecs=cut_codecs,
         cut_error_budget=cut_error_budget,
         layouts=None if layouts is None else as_plan(layouts, "layouts"),

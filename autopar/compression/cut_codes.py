@@ -159,17 +159,42 @@ def cut_codec(text: str) -> Blockwise | TopRows:
                 "values= out."
             )
         return TopRows(codec.ratio)
+    offered = "'int8' or 'eden:levels=32', or 'topk:ratio=0.1'"
+    return _of_blocks(codec, text, "values that cross stage cuts", offered)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def gather_codec(text: str) -> Blockwise:
+    """The codec that a text names, if it can encode parameters that are gathered.
+
+    Raises:
+      InputError: there is no such codec, or it cannot encode such arrays.
+    """
+    offered = "'int8', 'fp8' or 'int4:block=64'"
+    return _of_blocks(parse_codec(text), text, "parameters that are gathered", offered)
+
+
+def _of_blocks(codec: Codec, text: str, what: str, offered: str) -> Blockwise:
+    """Checks that a codec encodes blocks, and the same value always alike.
+
+    Args:
+      codec: the codec.
+      text: its text.
+      what: the arrays to encode, in words.
+      offered: codecs that can encode them, in words.
+
+    Raises:
+      InputError: it does not.
+    """
     if not isinstance(codec, Blockwise):
         raise InputError(
-            f"codec {text!r} encodes gradients that are summed, and values that cross "
-            "stage cuts are not: take a codec of blocks, such as 'int8' or "
-            "'eden:levels=32', or 'topk:ratio=0.1'."
+            f"codec {text!r} encodes gradients that are summed, and {what} are not: "
+            f"take a codec of blocks, such as {offered}."
         )
     if getattr(codec, "rounding", "nearest") != "nearest":
         raise InputError(
-            f"codec {text!r}: values that cross stage cuts are rounded to the nearest "
-            "number, so that the same value always has the same code; leave rounding= "
-            "out."
+            f"codec {text!r}: {what} are rounded to the nearest number, so that the "
+            "same value always has the same code; leave rounding= out."
         )
     return codec
 

@@ -27,7 +27,7 @@ class CostBreakdown:
         may start early.
       waiting_latency_s: latency of the messages of ``waiting_s``.
       hideable_latency_s: latency of the messages of ``hideable_s``.
-      codec_s: seconds to encode and decode gradients.
+      codec_s: seconds to encode and decode gradients and gathered parameters.
       cover_s: seconds for which hideable communication overlaps with work
         (`autopar.cost.overlap`).
       contention_s: seconds by which overlapping communication makes the work longer.

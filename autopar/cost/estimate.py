@@ -417,6 +417,12 @@ class Messages:
         return np.minimum(self.planned_s, np.array(least)[self.row_of])
 
     @functools.cached_property
+    def coding_s(self) -> np.ndarray:
+        """Seconds in a step of encoding and decoding for each row, ``[rows]``."""
+        coding_s = [c.coding_s(self.pricer) for c, _ in self.priced]
+        return np.array(coding_s)[self.row_of]
+
+    @functools.cached_property
     def sent_bytes(self) -> np.ndarray:
         """Bytes that the device sends in a step for each row, ``[rows]``."""
         sent = [c.sent_bytes(self.pricer) for c, _ in self.priced]
@@ -441,7 +447,8 @@ def messages_of(
         degree = labels.degree(c.value) if c.size > 0 else 0
         # The key contains everything on which the price depends. Equal layers have
         # equal keys.
-        key = c.step.kind, c.step.axes, c.size, c.trips, c.message_bytes, degree
+        step, code = c.step, c.code
+        key = step.kind, step.axes, c.size, c.trips, c.message_bytes, degree, code
         number = numbers.setdefault(key, len(priced))
         if number == len(priced):
             priced.append((c, degree))
@@ -530,6 +537,7 @@ class StepEstimate:
     def _paid_s(self, scale: float) -> tuple[float, float]:
         """Seconds of each microbatch, and seconds that a step takes only once."""
         work_s, sent_s = self._rows_s(scale)
+        sent_s = sent_s + self.messages.coding_s
         update, once = self.work.table.update, self.messages.once
         once_s = float(work_s[update].sum() + sent_s[once].sum())
         return float(work_s.sum() + sent_s.sum()) - once_s, once_s
@@ -683,6 +691,7 @@ class StepEstimate:
             hideable_s=float(sent.bytes_s[hideable].sum()),
             waiting_latency_s=float(latency_s[~hideable].sum()),
             hideable_latency_s=float(latency_s[hideable].sum()),
+            codec_s=float(sent.coding_s.sum()),
             cover_s=hidden_s,
             contention_s=known.contention * hidden_s,
             **moved,

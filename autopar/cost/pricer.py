@@ -18,7 +18,23 @@ from autopar.cost.collectives import (
     least_s_per_byte,
 )
 from autopar.cost.combining import NO_COMBINER, SUMS, Combiner, Group, combiner_of
+from autopar.layouts.gathering import GatherRequest
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps, shards
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CodedRate:
+    """The approximate price of gathering an array as codes, for any layout of it.
+
+    Attributes:
+      axes: the mesh axes over which gathers are encoded.
+      ratio: bytes of the codes, divided by bytes of the array.
+      coding_s: seconds to encode the whole array, or to decode it.
+    """
+
+    axes: frozenset[int]
+    ratio: float
+    coding_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +49,7 @@ class Pricer:
         the gathers that may share messages.
       messages: for each group, bytes of its largest message in a plan. None if messages
         may be as large as ``joined_bytes``.
+      gathers: the request to encode gathers of parameters; None: they are exact.
     """
 
     cluster: Cluster
@@ -40,6 +57,7 @@ class Pricer:
     combining: bool = True
     joined_bytes: tuple[float, float] = (math.inf, math.inf)
     messages: tuple[tuple[Group, float], ...] | None = None
+    gathers: GatherRequest | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -226,12 +244,13 @@ class Pricer:
         nbytes: float,
         together: frozenset[str],
         share: float = 1.0,
+        coded: CodedRate | None = None,
     ) -> np.ndarray:
         """Seconds to reshard from every start to every target, ``[starts, targets]``.
 
         A start is a layout and the mesh axes over which the array is partial.
         For pairs whose steps are only sums or slices, the seconds are multiplied by
-        ``share``.
+        ``share``. ``coded`` is the price of gathers of codes; None: gathers are exact.
         """
         start_ids, unique_starts = _unique(starts)
         target_ids, unique_targets = _unique(targets)
@@ -242,6 +261,7 @@ class Pricer:
             reduction,
             float(nbytes),
             together,
+            coded,
         )
         if share != 1.0:
             kinds, index, _ = _step_table(
@@ -276,6 +296,7 @@ def _reshard_table(
     reduction: str,
     nbytes: float,
     together: frozenset[str],
+    coded: CodedRate | None,
 ) -> np.ndarray:
     kinds, index, fractions = _step_table(starts, targets, reduction, pricer.sizes)
     out = np.zeros((len(starts), len(targets)))
@@ -283,7 +304,12 @@ def _reshard_table(
         here = index == number
         values, inverse = np.unique(fractions[here], return_inverse=True)
         steps = [ReshardStep(kind, axes, float(f), ()) for f in values]
-        seconds = np.array([pricer.price_s(s, nbytes, together) for s in steps])
+        sent, more_s = nbytes, 0.0
+        if coded and kind == "all_gather" and not coded.axes.isdisjoint(axes):
+            sent = coded.ratio * nbytes
+            more_s = (1.0 + 1.0 / pricer.group(axes)) * coded.coding_s
+        seconds = np.array([pricer.price_s(s, sent, together) for s in steps])
+        seconds += more_s * values
         pairs = np.nonzero(here)
         np.add.at(out, (pairs[0], pairs[1]), seconds[inverse])
     return out

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from autopar.compression.codecs.registry import parse_codec
+from autopar.cost.codecs import local_s
 from autopar.cost.combining import (
     FREE,
     GATHERS,
@@ -20,6 +22,7 @@ from autopar.cost.combining import (
 from autopar.cost.local import sent_bytes
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment, Way
+from autopar.layouts.gathering import CodedGather
 from autopar.layouts.layout import Axes, ReshardStep, exchange_step
 from autopar.steps.sums import times_due
 from autopar_passes.graph.operators import Operator
@@ -49,6 +52,7 @@ class Collective:
         is not joined with others.
       message: number of that message in the step; -1 if the collective is not joined.
       beside: whether the collective overlaps with the work of ``operator``.
+      code: the codes that are gathered; None: the array is sent as it is.
     """
 
     step: ReshardStep
@@ -61,6 +65,7 @@ class Collective:
     message_bytes: float = 0.0
     message: int = -1
     beside: bool = False
+    code: CodedGather | None = None
 
     @property
     def size(self) -> float:
@@ -79,6 +84,7 @@ class Collective:
             self.ready,
             message_bytes,
             message,
+            code=self.code,
         )
 
     def seconds(self, pricer: Pricer) -> float:
@@ -97,6 +103,17 @@ class Collective:
     def sent_bytes(self, pricer: Pricer) -> float:
         """Bytes that one device sends for the collective in one step."""
         return self.trips * pricer.sent_bytes(self.step, self.nbytes)
+
+    def coding_s(self, pricer: Pricer) -> float:
+        """Seconds in one step to encode a shard, and to decode all gathered shards.
+
+        Half of a codec's seconds are counted for encoding, half for decoding.
+        """
+        if self.code is None:
+            return 0.0
+        codec, device = parse_codec(self.code.codec), pricer.cluster.device
+        each_s = local_s(codec, (self.code.elements,), device) / 2
+        return self.trips * (1 + self.code.devices) * each_s
 
 
 # Operators whose results a loop returns when it ends.
@@ -262,19 +279,26 @@ def _read(
     steps, fresh = way
     program = (assignment.analysis.programs or {}).get(op.equation, 0)
     form: Form = (source, fresh)
+    layout = assignment.home_layout(source)
     if fresh:
         forms.read.add((source, False))
     for step in steps:
-        before, form = form, (*form, step.layout)
+        start, layout = layout, step.layout
+        before, form = form, (*form, layout)
         forms.children.setdefault(before, {})[form] = step
         if (program, form) in forms.made:
             continue
         forms.made.add((program, form))
         if step.kind != "slice":
-            nbytes = sent_bytes(assignment.analysis, source, rounds=forms.rounds)
-            place = _gather_place(assignment, forms, source, op, step)
+            code = assignment.coded_gather(source, start, step)
+            nbytes = (
+                sent_bytes(assignment.analysis, source, rounds=forms.rounds)
+                if code is None
+                else code.devices * code.code_bytes / step.fraction
+            )
+            place = _gather_place(assignment, forms, source, op, step, code)
             collective = Collective(
-                step, nbytes, trips, source, op.index, place, op.index
+                step, nbytes, trips, source, op.index, place, op.index, code=code
             )
             forms.collectives.append(collective)
     forms.read.add(form)
@@ -286,6 +310,7 @@ def _gather_place(
     source: int,
     reader: Operator,
     step: ReshardStep,
+    code: CodedGather | None,
 ) -> Place | None:
     """The place of a parameter's gather; None if it is not joined with others."""
     known = assignment.independent
@@ -294,6 +319,7 @@ def _gather_place(
         return None
     narrow = forms.rounds and source in assignment.analysis.rounded_values.brought
     dtype = "bfloat16" if narrow else str(assignment.graph.values[source].dtype)
+    dtype = dtype if code is None else "uint8"
     made = UPDATED if maker.role is Role.UPDATE else known.behind.get(source, FREE)
     return known.computations[reader.index], made, dtype
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from autopar.cluster.specs import DeviceSpec
+from autopar.layouts.gathering import CodedGather, GatherCodec, coded_gather
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
 from autopar.layouts.stacking import (
     SCATTER,
@@ -153,6 +154,8 @@ class Assignment:
         by axis (`autopar.layouts.assignment`).
       replicas: the mesh axes of the replicas that share the microbatches; they split no
         array. (): every device runs all microbatches.
+      gathers: value class -> the codec with which its values are gathered. Other values
+        are gathered as they are.
       graph: the graph of the analysis.
       contraction: the contraction of the analysis.
     """
@@ -167,6 +170,9 @@ class Assignment:
     sums_each_microbatch: bool = False
     apart_bytes: float = 0.0
     replicas: Axes = ()
+    gathers: dict[ValueClass, GatherCodec] = dataclasses.field(
+        default_factory=dict[ValueClass, GatherCodec]
+    )
     # Copies of fields of the analysis, because they are read for every operator.
     graph: OperatorGraph = dataclasses.field(init=False, repr=False)
     contraction: Contraction = dataclasses.field(init=False, repr=False)
@@ -425,9 +431,36 @@ class Assignment:
         steps, fresh = self.fetch_steps(value, layout, backward)
         # The program also states the home layout, because the compiler could otherwise
         # choose any layout in between.
-        home = self.home_layout(value)
-        start = (home,) if fresh else ()
-        return LayoutRoute((*start, *self._stated_layouts(value, home, steps)), fresh)
+        layout = self.home_layout(value)
+        stated, gathers = [layout] if fresh else [], dict[int, CodedGather]()
+        for step in steps:
+            gather = self.coded_gather(value, layout, step)
+            if gather is None:
+                stated += self._stated_layouts(value, layout, (step,))
+            else:
+                gathers[len(stated)] = gather
+                stated.append(step.layout)
+            layout = step.layout
+        return LayoutRoute(tuple(stated), fresh, gathers)
+
+    def coded_gather(
+        self, value: int, before: Layout, step: ReshardStep
+    ) -> CodedGather | None:
+        """The gather of codes for a step of a value's resharding; None: it is exact.
+
+        Args:
+          value: the value.
+          before: the layout before the step.
+          step: the step.
+        """
+        if not self.gathers:
+            return None
+        chosen = self.gathers.get(value_class(self.contraction, value))
+        if chosen is None:
+            return None
+        known = self.graph.values[value]
+        shape, dtype = tuple(known.shape), str(known.dtype)
+        return coded_gather(chosen, shape, dtype, before, step, self.sizes)
 
     def _stated_layouts(
         self, value: int, start: Layout, steps: tuple[ReshardStep, ...]

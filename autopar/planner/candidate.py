@@ -23,6 +23,7 @@ from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment, assign
 from autopar.layouts.layout import Layout
+from autopar.planner.codecs.gathers import with_gathers
 from autopar.planner.codecs.sites import Sending
 from autopar.planner.problem import Formulation
 from autopar.planner.scheme import with_axis_names
@@ -267,11 +268,15 @@ def candidate_of(
       formulation: the problem that the solver was given.
       solution: the solver's answer to it.
       like: other layouts. Gradients are summed at the same places of the program as in
-        these layouts; None: gradients are summed once in each step.
+        these layouts, and parameters are gathered by the same codecs; None: gradients
+        are summed once in each step.
     """
     assignment = assignment_of(analysis, formulation, solution)
-    if like is not None and like.sums_each_microbatch:
-        assignment = dataclasses.replace(assignment, sums_each_microbatch=True)
+    if like is not None:
+        each = like.sums_each_microbatch
+        assignment = dataclasses.replace(assignment, sums_each_microbatch=each)
+        if formulation.pricer.gathers is None:
+            assignment = dataclasses.replace(assignment, gathers=like.gathers)
     peak_bytes = peak_of(assignment, formulation.pricer)
     return price_solution(formulation, solution, assignment, peak_bytes)
 
@@ -279,13 +284,14 @@ def candidate_of(
 def assignment_of(
     analysis: Analysis, formulation: Formulation, solution: Solution
 ) -> Assignment:
-    """Turns a solution into layouts."""
+    """Turns a solution into layouts, with the codecs of gathers that are asked for."""
     count = len(analysis.contraction.nodes)
     strategies = [
         formulation.spaces[i].strategies[solution.choices[i]] for i in range(count)
     ]
     copies = [(c, solution.choices[c.node]) for c in formulation.copies]
-    return assign(analysis, formulation.pricer.sizes, strategies, copies)
+    made = assign(analysis, formulation.pricer.sizes, strategies, copies)
+    return with_gathers(made, formulation.pricer)
 
 
 def peak_of(assignment: Assignment, pricer: Pricer) -> float:

@@ -22,6 +22,7 @@ from autopar.layouts.layout import Layout, from_spec
 from autopar.layouts.strategies import strategy_space
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import EDITED, CodecRequest, sent_as_asked
+from autopar.planner.codecs.gathers import gathers_of
 from autopar.planner.codecs.sites import Site, sites
 from autopar.planner.hints import pin_restriction
 from autopar.planner.record import (
@@ -49,8 +50,8 @@ from autopar_passes.layer_loops.split import piece_paths
 
 # The fields that a user may edit. After any edit the costs are computed again.
 EDITABLE = (
-    "inputs", "nodes", "copies", "gradients", "sums_each_microbatch", "predicted",
-    "cluster", "mesh", "schedule", "pipeline", "replicas",
+    "inputs", "nodes", "copies", "gradients", "gathers", "sums_each_microbatch",
+    "predicted", "cluster", "mesh", "schedule", "pipeline", "replicas",
 )  # fmt: skip
 
 # The fields that users may edit only in plans of several stages.
@@ -278,6 +279,11 @@ def _check_parts(plan: Plan, parts: tuple[str, ...]) -> None:
             raise PlanError(
                 f"the plan's {part} was edited, and cannot be: there is one stage."
             )
+        if part == "gathers" and (len(plan.stages) > 1 or plan.replicas):
+            raise PlanError(
+                "the plan's gathers were edited, and cannot be: only plans of one "
+                "stage without replicas gather parameters as codes."
+            )
         if part == "replicas" and not plan.replicas:
             raise PlanError(
                 "the plan's replicas were edited, and cannot be: it has none. Replicas "
@@ -408,7 +414,12 @@ def _best_with_pins(
     mesh = plan_mesh(cluster, plan.axis_names, plan.axis_sizes)
     allowed = pin_restriction(analysis, layouts)
     return search(
-        analysis, cluster, meshes=[mesh], seconds=seconds, restriction=lambda _: allowed
+        analysis,
+        cluster,
+        meshes=[mesh],
+        seconds=seconds,
+        restriction=lambda _: allowed,
+        gathers=gathers_of(plan),
     )
 
 

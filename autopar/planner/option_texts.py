@@ -144,12 +144,24 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "error_budget": Option(
         default=None,
-        text="for ``compression='auto'``, the largest relative error of the "
-        "gradients, in the optimizer's metric; None: that of int4 codes",
+        text="for ``compression='auto'`` and ``gather_codecs='auto'``, the largest "
+        "relative error of the gradients, in the optimizer's metric, with that of "
+        "gathered parameters; None: that of int4 codes",
         expected="a number of at least 0, such as 0.05",
         effect=LIMITS,
         metavar="X",
         flag="--error-budget",
+    ),
+    "gather_codecs": Option(
+        default="none",
+        text="how sharded parameters are gathered over slow links: ``none`` as they "
+        "are; ``auto`` as codes where that is faster, within the error budget; or the "
+        "text of a codec, such as ``int8``, for all parameters that are gathered "
+        "between hosts (page 'Gradient compression' of the documentation)",
+        expected="'none', 'auto' or the text of a codec of blocks, such as 'int8'",
+        effect=ASKS,
+        metavar="{auto,none,CODEC}",
+        flag="--gather-codecs",
     ),
     "cut_codecs": Option(
         default="none",

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from autopar.cluster import Cluster, ClusterError
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.cut_codes import cut_codecs_text
+from autopar.compression.cut_codes import cut_codecs_text, gather_codec
 from autopar.errors import PlanError
 from autopar.planner.hints import LogicalRules, Pins, logical_pins, parse_pins
 from autopar.planner.option_texts import OPTIONS, PLANNING, Option
@@ -141,6 +141,17 @@ def _is_cut_codecs(given: Any) -> bool:
     return True
 
 
+def _is_gather_codecs(given: Any) -> bool:
+    if not isinstance(given, str):
+        return False
+    if given not in ("none", "auto"):
+        try:
+            gather_codec(given)
+        except InputError as error:
+            raise PlanError(f"gather_codecs={given!r}: {error}") from error
+    return True
+
+
 _COUNT = _whole(1)
 # Name of an option -> its check. An option without an entry here is not checked.
 _CHECKS: Mapping[str, Check] = {
@@ -153,6 +164,7 @@ _CHECKS: Mapping[str, Check] = {
     "compile_check": _any(True, False),
     "compression": _codec,
     "error_budget": _any(None, _number(0.0)),
+    "gather_codecs": _is_gather_codecs,
     "cut_codecs": _is_cut_codecs,
     "cut_error_budget": _any(None, _number(0.0)),
     "microbatches": _any(None, "auto", _COUNT, _shares),
@@ -209,6 +221,7 @@ class PlanOptions:
     compile_check: bool = OPTIONS["compile_check"].default
     compression: str = OPTIONS["compression"].default
     error_budget: float | None = OPTIONS["error_budget"].default
+    gather_codecs: str = OPTIONS["gather_codecs"].default
     cut_codecs: str | Mapping[str, str] = OPTIONS["cut_codecs"].default
     cut_error_budget: float | None = OPTIONS["cut_error_budget"].default
     layouts: Plan | None = OPTIONS["layouts"].default
@@ -283,10 +296,12 @@ def _check_together(asked: PlanOptions) -> None:
     """Raises `PlanError` for options that contradict each other."""
     stages, remat = asked.stages, asked.remat
     wrong = ""
-    if asked.error_budget is not None and asked.compression != "auto":
+    chooses = "auto" in (asked.compression, asked.gather_codecs)
+    if asked.error_budget is not None and not chooses:
         wrong = (
-            f"error_budget={asked.error_budget!r} bounds what compression='auto' "
-            f"chooses; leave it out with compression={asked.compression!r}."
+            f"error_budget={asked.error_budget!r} bounds what compression='auto' and "
+            "gather_codecs='auto' choose; leave it out with "
+            f"compression={asked.compression!r}."
         )
     elif asked.cut_error_budget is not None and asked.cut_codecs != "auto":
         wrong = (
@@ -315,6 +330,12 @@ def _check_together(asked: PlanOptions) -> None:
             "other, and there is one stage. Ask for stages=2 or more, or leave "
             "cut_codecs out."
         )
+    elif _names_gathers(asked) and stages not in (None, 1):
+        wrong = (
+            f"gather_codecs={asked.gather_codecs!r} is for plans of one stage, and "
+            f"stages={stages!r}: stages gather parameters as they are. Leave one of "
+            "the two out."
+        )
     elif asked.offload == "optimizer" and stages not in (None, 1):
         wrong = (
             "offload='optimizer' is for plans of one stage, and "
@@ -338,9 +359,16 @@ def _is_of_one_stage(asked: PlanOptions) -> str:
         return f"microbatches={list(asked.microbatches)} are those of replicas"
     if asked.remat not in (None, "auto") and asked.schedule is None:
         return f"remat={asked.remat!r} was given, and stages= was not"
+    if _names_gathers(asked) and asked.schedule is None:
+        return f"gather_codecs={asked.gather_codecs!r} was given, and stages= was not"
     if asked.offload == "optimizer" and asked.schedule is None:
         return "offload='optimizer' was given, and stages= was not"
     return ""
+
+
+def _names_gathers(asked: PlanOptions) -> bool:
+    """Whether the user named a codec of gathers, which only one stage has."""
+    return asked.gather_codecs not in ("none", "auto")
 
 
 # The default options.

@@ -18,7 +18,7 @@ import numpy as np
 from autopar.cost.codecs import Prices, coded_matrix
 from autopar.cost.combining import ALONE, GATHERS, SUMS
 from autopar.cost.local import sent_bytes
-from autopar.cost.pricer import Pricer
+from autopar.cost.pricer import CodedRate, Pricer
 from autopar.cost.work import node_seconds, partial_runs, partial_work_s, share_of
 from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.strategies import (
@@ -30,6 +30,7 @@ from autopar.layouts.strategies import (
     partial_axes,
     strategy_space,
 )
+from autopar.planner.codecs.gathers import gather_rate
 from autopar.planner.memory_terms import memory_terms
 from autopar.planner.weights import WHOLE, Weights, in_kinds, lower_seconds
 from autopar.steps.analysis import Analysis
@@ -525,15 +526,16 @@ def _source_edges(
     rounds = pricer.cluster.device.rounds_operands
     nbytes = sent_bytes(analysis, source.example, rounds=rounds)
     home = spaces[source.home.node].layouts(source.home.dims)
+    coded = gather_rate(analysis, pricer, source.example)
 
     def move(starts: Sequence[Layout], use: Use) -> tuple[np.ndarray, np.ndarray]:
         target = spaces[use.node].layouts(use.dims)
-        matrix = _matrix(starts, target, nbytes, pricer, together)
+        matrix = _matrix(starts, target, nbytes, pricer, together, coded)
         return use.weight * matrix, parts((use,))
 
     def fetch(copy: Copy) -> tuple[np.ndarray, np.ndarray]:
         layouts = copy.space.layouts(copy.dims)
-        matrix = _matrix(home, layouts, nbytes, pricer, together)
+        matrix = _matrix(home, layouts, nbytes, pricer, together, coded)
         matrix = _by_mode(copy, home, layouts, matrix * times_made(copy.uses))
         return matrix, parts(copy.uses)
 
@@ -579,9 +581,10 @@ def _matrix(
     nbytes: float,
     pricer: Pricer,
     together: frozenset[str],
+    coded: CodedRate | None,
 ) -> np.ndarray:
     whole = [(s, ()) for s in starts]
-    return pricer.reshard_matrix(whole, targets, "", nbytes, together)
+    return pricer.reshard_matrix(whole, targets, "", nbytes, together, coded=coded)
 
 
 def _reuse_matrix(forward: Copy, backward: Copy) -> tuple[np.ndarray, np.ndarray]:

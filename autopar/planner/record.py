@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -18,6 +18,7 @@ from autopar.cost.breakdown import interval_s
 from autopar.errors import PlanError
 from autopar.garbage import collector_paused
 from autopar.layouts.assignment import Assignment, CopyChoice, apart_bytes
+from autopar.layouts.gathering import GatherCodec
 from autopar.layouts.layout import from_spec, to_spec
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import (
@@ -27,12 +28,19 @@ from autopar.planner.codecs.choose import (
     record_decisions,
     warn_if_unused,
 )
+from autopar.planner.codecs.gathers import (
+    NO_FASTER,
+    check_gather_codec,
+    gathered,
+    why_exact,
+)
 from autopar.planner.scheme import worth_of
 from autopar.plans import (
     SCHEMA,
     ClusterData,
     Compression,
     CopyDecision,
+    GatherDecision,
     NodeDecision,
     Plan,
     Predicted,
@@ -48,6 +56,7 @@ from autopar.steps.offload import keep_on_host
 from autopar.steps.padding import with_row_multiple
 from autopar.steps.program_text import node_name, operator_name
 from autopar.steps.remat import modules_again, rematerialise
+from autopar.steps.uses import ValueClass, value_class
 from autopar.units import seconds_text
 from autopar.version import __version__
 from autopar_passes.graph.roles import InputRole
@@ -165,6 +174,7 @@ def _stage(analysis: Analysis, best: Candidate) -> StagePlan:
         outputs=outputs,
         nodes=_node_decisions(analysis, best.assignment, names),
         copies=_copy_decisions(analysis, best.assignment, names),
+        gathers=_gather_decisions(analysis, best, names),
         rematerialisation=modules_again(analysis),
         sums_each_microbatch=best.assignment.sums_each_microbatch,
     )
@@ -216,6 +226,40 @@ def _copy_decisions(
             reuse=choice.reuse,
         )
         for ((producer, slot), backward), choice in assignment.copies.items()
+    )
+
+
+def _gather_decisions(
+    analysis: Analysis, best: Candidate, names: Sequence[str]
+) -> tuple[GatherDecision, ...]:
+    sent: dict[ValueClass, float] = defaultdict(float)
+    dense: dict[ValueClass, float] = defaultdict(float)
+    for c in best.collectives:
+        if c.code is not None:
+            key = value_class(analysis.contraction, c.value)
+            whole = best.pricer.sent_bytes(
+                c.step, analysis.graph.values[c.value].nbytes
+            )
+            sent[key] += c.sent_bytes(best.pricer)
+            dense[key] += c.trips * whole
+    known = best.assignment.gathers
+    coded = {(*key, chosen.codec, ""): chosen.axes for key, chosen in known.items()}
+    exact = {} if best.pricer.gathers is None else gathered(best.assignment)
+    for key, (_, why) in exact.items():
+        if key not in known:
+            coded[*key, "", why or NO_FASTER] = frozenset()
+    return tuple(
+        GatherDecision(
+            name=operator_name(analysis, producer),
+            producer=producer,
+            slot=slot,
+            codec=codec,
+            axes=tuple(names[a] for a in sorted(axes)),
+            reason=reason,
+            wire_bytes=sent[producer, slot],
+            dense_bytes=dense[producer, slot],
+        )
+        for (producer, slot, codec, reason), axes in coded.items()
     )
 
 
@@ -348,6 +392,13 @@ def assignment_of(analysis: Analysis, plan: Plan) -> Assignment:
         sums_each_microbatch=plan.stages[0].sums_each_microbatch,
         apart_bytes=apart_bytes(device, math.prod(plan.axis_sizes)),
         replicas=(AXIS,) if plan.replicas else (),
+        gathers={
+            (g.producer, g.slot): GatherCodec(
+                g.codec, frozenset(names.index(a) for a in g.axes)
+            )
+            for g in plan.stage.gathers
+            if g.codec
+        },
     )
 
 
@@ -434,6 +485,14 @@ def check_decisions(analysis: Analysis, plan: Plan) -> None:
         if (copy.producer, copy.slot) not in analysis.sources:
             raise _wrong(f"nothing reads the copy '{copy.name}'")
         _check_axes(copy.name, copy.axes, axes)
+    for gather in (g for g in plan.stage.gathers if g.codec):
+        source = analysis.sources.get((gather.producer, gather.slot))
+        if source is None:
+            raise _wrong(f"nothing reads the gathered '{gather.name}'")
+        if why := why_exact(analysis, source.example):
+            raise _wrong(f"'{gather.name}' cannot be gathered as codes: {why}")
+        check_gather_codec(gather.codec, f"the codec of '{gather.name}'")
+        _check_axes(gather.name, (gather.axes,), axes)
     if plan.stage.rematerialisation != modules_again(analysis):
         raise _wrong("it computes other modules again than its layers have")
     if list(plan.inputs) != [i.path for i in analysis.graph.inputs]:

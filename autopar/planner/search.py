@@ -12,6 +12,7 @@ from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import Assignment
+from autopar.layouts.gathering import GatherRequest
 from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate, SearchResult, candidate_of, choices_of
 from autopar.planner.codecs.choose import CodecRequest
@@ -103,6 +104,7 @@ def search(
     untried: Sequence[str] | None = (),
     weights: Sequence[Weights] | None = None,
     most_s: float = math.inf,
+    gathers: GatherRequest | None = None,
 ) -> SearchResult:
     """Finds the best plan of a step on a cluster.
 
@@ -125,6 +127,7 @@ def search(
       codecs: the user's request about codecs; None: no codecs.
       most_s: seconds of a step under a known plan; the search ends when no plan can be
         faster.
+      gathers: the request to encode gathers of parameters; None: they are exact.
 
     Raises:
       InfeasibleError: no mesh has a plan that fits the memory of a device.
@@ -136,7 +139,7 @@ def search(
     for number, mesh in enumerate(wanted, 1):
         which = f"mesh {number} of {len(wanted)} ({mesh.label}){program_text()}"
         say(f"planning {which}{_best(tried)}")
-        pricer = Pricer(cluster, mesh)
+        pricer = Pricer(cluster, mesh, gathers=gathers)
         limit = restriction(pricer) if restriction is not None else None
         try:
             known = [c for c in starts if c.pricer.mesh == mesh]
@@ -237,7 +240,11 @@ def plan_mesh(
 
 
 def search_of_one(
-    analysis: Analysis, cluster: Cluster, assignment: Assignment, names: Sequence[str]
+    analysis: Analysis,
+    cluster: Cluster,
+    assignment: Assignment,
+    names: Sequence[str],
+    gathers: GatherRequest | None = None,
 ) -> SearchResult:
     """Returns the result of a search in which only one assignment is tried.
 
@@ -246,13 +253,15 @@ def search_of_one(
       cluster: the devices for which the assignment is priced.
       assignment: the layouts.
       names: names of the assignment's mesh axes.
+      gathers: the request to encode gathers of parameters; None: those of the
+        assignment.
 
     Raises:
       PlanError: the cluster has no such mesh, or the layouts do not fit the step.
     """
     mesh = plan_mesh(cluster, tuple(names), assignment.sizes)
     start = time.perf_counter()
-    pricer = Pricer(cluster, mesh)
+    pricer = Pricer(cluster, mesh, gathers=gathers)
 
     def is_stated(node: Node, strategy: Strategy) -> bool:
         return strategy == assignment.strategies[node.index]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 
@@ -17,9 +18,15 @@ import msgspec
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
+from autopar.layouts.gathering import GatherRequest
 from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate, SearchResult
-from autopar.planner.codecs.choose import CodecRequest, Errors, request_of
+from autopar.planner.codecs.choose import (
+    CodecRequest,
+    Errors,
+    request_of,
+    worth_encoding,
+)
 from autopar.planner.hints import check_pinned, pin_restriction, pinned_layouts
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import meshes_of, plan_analysis
@@ -78,7 +85,12 @@ def warm_plan(
     meshes = _order_meshes(meshes_of(split, cluster, options), running)
     asked = request_of(options, sent, errors)
     codecs = None if asked.mode == "none" else asked
-    result = _search_in_time(split, cluster, meshes, options, running, codecs)
+    search = functools.partial(
+        _search_in_time, split, cluster, meshes, options, running, codecs
+    )
+    result = search(asked.gathers)
+    if result is not None and not worth_encoding(result.best):
+        result = search(None)
     if result is None:  # The full search finds a plan, or reports why there is none.
         return plan_analysis(analysis, cluster, options, sent, errors)
     best = result.best
@@ -121,6 +133,7 @@ def _search_in_time(
     options: PlanOptions,
     running: Plan,
     codecs: CodecRequest | None,
+    gathers: GatherRequest | None,
 ) -> SearchResult | None:
     """The best plan of the meshes that can be tried in time; None without a plan."""
     start = time.perf_counter()
@@ -129,7 +142,7 @@ def _search_in_time(
         known = any(found is not None for _, found in tried)
         if known and time.perf_counter() - start > ALL_S:
             break
-        pricer = Pricer(cluster, mesh)
+        pricer = Pricer(cluster, mesh, gathers=gathers)
         tried.append((mesh, _on_mesh(analysis, pricer, options, running, codecs)))
     solved = [found for _, found in tried if found is not None]
     if not solved:

@@ -213,6 +213,32 @@ class CopyDecision(
     reuse: bool
 
 
+class GatherDecision(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """How a sharded parameter is gathered over slow links.
+
+    Attributes:
+      name: the operator that passes the parameter on.
+      producer: number of this operator.
+      slot: position of the parameter in the operator's results.
+      codec: the codec as text; '': the gathers are exact.
+      axes: names of the mesh axes; gathers over any of them are encoded.
+      reason: why the gathers are exact; '' with a codec.
+      wire_bytes: bytes that one device sends for the encoded gathers in a step.
+      dense_bytes: bytes that it would send without the codec.
+    """
+
+    name: str
+    producer: int
+    slot: int
+    codec: str
+    axes: tuple[str, ...]
+    reason: str = ""
+    wire_bytes: float = 0.0
+    dense_bytes: float = 0.0
+
+
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The work of one group of devices; a plan without a pipeline is one stage.
 
@@ -226,6 +252,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       nodes: decisions, in the order of the contracted graph.
       copies: decisions about shared copies.
       gradients: how each gradient is summed.
+      gathers: the codecs of gathered parameters; empty: all are gathered as they are.
       rematerialisation: the modules whose results the plan rematerialises in the
         backward pass, for human readers; `Plan.remat` says which layers they belong to.
         If it is empty, the plan rematerialises nothing besides the step's own
@@ -247,6 +274,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     nodes: tuple[NodeDecision, ...]
     copies: tuple[CopyDecision, ...]
     gradients: tuple[GradientDecision, ...] = ()
+    gathers: tuple[GatherDecision, ...] = ()
     rematerialisation: tuple[str, ...] = ()
     sums_each_microbatch: bool = False
 

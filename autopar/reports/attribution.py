@@ -134,10 +134,12 @@ def _of_the_whole(bound: BoundPlan, cost: CostBreakdown) -> Iterator[AttributedT
     """
     if cost.contention_s:
         yield AttributedTime(SLOWED, (), "", cost.contention_s)
-    if any(gradient.codec for gradient in bound.plan.gradients):
-        rest_s = bound.plan.predicted.step_s - step_s(cost)
-        rest_s -= math.fsum(c.seconds(bound.pricer) for c in bound.crossing)
-        yield AttributedTime(CODECS, (), "", rest_s)
+    codecs_s = cost.codec_s  # of gathers only: the sums of gradients are dense here
+    if coded := any(gradient.codec for gradient in bound.plan.gradients):
+        codecs_s += bound.plan.predicted.step_s - step_s(cost)
+        codecs_s -= math.fsum(c.seconds(bound.pricer) for c in bound.crossing)
+    if codecs_s or coded:
+        yield AttributedTime(CODECS, (), "", codecs_s)
     if hidden := min(cost.cover_s, cost.hideable_total_s):
         yield AttributedTime(HIDDEN, (), "", -hidden)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ from autopar.cost.traffic import Collective
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards, to_spec
+from autopar.planner.codecs.gathers import gathers_of
 from autopar.planner.proposals import Proposal
 from autopar.planner.record import assignment_of, restore
 from autopar.planner.replicas import replica_pricer, slowest_of
@@ -99,7 +100,7 @@ def bind_plan(
     """
     assignment = restore(analysis, plan)
     if not plan.replicas:
-        pricer = Pricer(cluster, mesh_of(plan, cluster))
+        pricer = Pricer(cluster, mesh_of(plan, cluster), gathers=gathers_of(plan))
         collectives = tuple(all_collectives(assignment, pricer))
         return BoundPlan(assignment.analysis, plan, assignment, pricer, collectives)
     number = slowest_of(plan) if replica is None else replica
@@ -179,7 +180,29 @@ def group_collectives(
         )
         for (_, phase, kind, *axes), found in groups.items()
     ]
+    rows += _coding_rows(bound, collectives)
     return tuple(sorted(rows, key=lambda r: -r.seconds))
+
+
+def _coding_rows(
+    bound: BoundPlan, collectives: Sequence[Collective]
+) -> Iterator[CollectiveRow]:
+    """Yields a row for each codec of gathers, with its encoding and decoding."""
+    groups: dict[str, list[Collective]] = defaultdict(list)
+    for c in collectives:
+        if c.code is not None:
+            groups[c.code.codec].append(c)
+    for codec, found in groups.items():
+        names = (array_name(bound.analysis, c.value) for c in found)
+        yield CollectiveRow(
+            kind=f"encode as {codec}",
+            axes=(),
+            arrays=tuple(dict.fromkeys(names)),
+            phase="gathers",
+            trips=sum(c.trips for c in found),
+            sent_bytes=0.0,
+            seconds=sum(c.coding_s(bound.pricer) for c in found),
+        )
 
 
 def input_decisions(

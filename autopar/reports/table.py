@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from autopar.cost.breakdown import MEMORY_MORE, NEAR_LIMIT
-from autopar.plans import GradientDecision, Plan, StagePlan
+from autopar.plans import GatherDecision, GradientDecision, Plan, StagePlan
 from autopar.plans.schema import Predicted, set_renderer
 from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
@@ -85,6 +85,7 @@ def summary_lines(plan: Plan) -> list[str]:
         *_offload_lines(plan),
         *_bubble_lines(plan),
         *cut_lines(plan),
+        *gather_lines(plan),
         *replica_lines(plan),
         *worth_lines(plan),
     ]
@@ -197,6 +198,25 @@ def cut_lines(plan: Plan) -> list[str]:
         f"{what} {_codecs_text(codecs)}" for what, codecs in found.items() if codecs
     ]
     return [f"cuts     {', '.join(texts)}"] if texts else []
+
+
+def gather_lines(plan: Plan) -> list[str]:
+    """The codecs of gathered parameters, and why others are exact, as a line."""
+    coded: dict[tuple[str, tuple[str, ...]], list[GatherDecision]] = {}
+    exact: dict[str, int] = {}
+    for gather in (g for stage in plan.stages for g in stage.gathers):
+        if gather.codec:
+            coded.setdefault((gather.codec, gather.axes), []).append(gather)
+        else:
+            exact[gather.reason] = exact.get(gather.reason, 0) + 1
+    texts = [
+        f"{len(alike)} as {codec} over {','.join(axes)}: "
+        f"{bytes_text(sum(g.wire_bytes for g in alike))} in place of "
+        f"{bytes_text(sum(g.dense_bytes for g in alike))}"
+        for (codec, axes), alike in coded.items()
+    ]
+    texts += [f"{count} exact ({reason})" for reason, count in exact.items()]
+    return [f"gathers  {'; '.join(texts)}"] if texts else []
 
 
 def _codecs_text(codecs: Sequence[str]) -> str:

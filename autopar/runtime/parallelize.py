@@ -69,6 +69,7 @@ def parallelize(
     compile_check: bool = ...,
     compression: str = ...,
     error_budget: float | None = ...,
+    gather_codecs: str = ...,
     cut_codecs: str | Mapping[str, str] = ...,
     cut_error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
@@ -107,6 +108,7 @@ def parallelize(
     compile_check: bool = ...,
     compression: str = ...,
     error_budget: float | None = ...,
+    gather_codecs: str = ...,
     cut_codecs: str | Mapping[str, str] = ...,
     cut_error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
@@ -146,6 +148,7 @@ def parallelize(
     compile_check: bool = True,
     compression: str = "none",
     error_budget: float | None = None,
+    gather_codecs: str = "none",
     cut_codecs: str | Mapping[str, str] = "none",
     cut_error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
@@ -208,8 +211,13 @@ def parallelize(
         ``auto`` each as trains fastest within the error budget, chosen together with
         the layouts; or the text of a codec for all of them, such as ``int8`` or
         ``powersgd:rank=4``.
-      error_budget: for ``compression='auto'``, the largest relative error of the
-        gradients, in the optimizer's metric; None: that of int4 codes.
+      error_budget: for ``compression='auto'`` and ``gather_codecs='auto'``, the
+        largest relative error of the gradients, in the optimizer's metric, with that
+        of gathered parameters; None: that of int4 codes.
+      gather_codecs: how sharded parameters are gathered over slow links: ``none`` as
+        they are; ``auto`` as codes where that is faster, within the error budget; or
+        the text of a codec, such as ``int8``, for all parameters that are gathered
+        between hosts (page 'Gradient compression' of the documentation).
       cut_codecs: how pipeline stages send each other activations and cotangents:
         ``none`` as they are; ``auto`` each as trains fastest within the budget of
         errors; or the text of a codec, such as ``int8``, for both or, as in
@@ -276,6 +284,7 @@ def parallelize(
         compile_check=compile_check,
         compression=compression,
         error_budget=error_budget,
+        gather_codecs=gather_codecs,
         cut_codecs=cut_codecs,
         cut_error_budget=cut_error_budget,
         layouts=None if layouts is None else as_plan(layouts, "layouts"),

@@ -468,6 +468,7 @@ def _compiler_options(
         backward and not choice.reuse
         for (_, backward), choice in assignment.copies.items()
     )
+    codecs = codecs or bool(assignment.gathers)
     return WITH_BARRIERS if barrier or again or codecs else None
 
 

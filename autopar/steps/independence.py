@@ -30,7 +30,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar_passes.graph.operators import Operator, OperatorGraph
-from autopar_passes.graph.roles import Role
+from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.rules.factor_rule import FactorKind
 from autopar_passes.sums.stacked import Deferral
 
@@ -58,6 +58,8 @@ class Independent:
         own computation.
       behind: parameter that goes through a barrier together with a value of the
         backward pass -> the equation of the last such barrier.
+      parameters: classes of operators whose results are parameters, or are computed
+        from parameters alone.
     """
 
     summing: frozenset[int]
@@ -66,6 +68,7 @@ class Independent:
     computations: tuple[int, ...]
     outside: tuple[int, ...]
     behind: Mapping[int, int]
+    parameters: frozenset[int]
 
 
 def independent(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Independent:
@@ -89,7 +92,22 @@ def independent(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Independ
         tuple(own for own, _ in places),
         tuple(around for _, around in places),
         behind,
+        _whole_classes(graph, _of_parameters(graph)),
     )
+
+
+def _of_parameters(graph: OperatorGraph) -> set[int]:
+    """Returns operators that pass on parameters, perhaps cast, and no other values."""
+    roles = InputRole.PARAMETER, InputRole.FROZEN
+    given = {i.value for i in graph.inputs if i.role in roles}
+    out: set[int] = set()
+    for op in graph.operators:
+        arrays = [v for v in op.inputs if v is not None]
+        is_input = op.kind == "input" and given.issuperset(op.outputs)
+        if is_input or (arrays and given.issuperset(arrays) and _hands_on(op)):
+            given.update(op.outputs)
+            out.add(op.index)
+    return out
 
 
 def _report_operators(graph: OperatorGraph) -> set[int]:

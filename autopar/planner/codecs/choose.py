@@ -41,8 +41,10 @@ from autopar.cost.codecs import (
 from autopar.cost.estimate import estimate
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
+from autopar.layouts.gathering import GatherRequest
 from autopar.layouts.summation import WITHIN_BYTES, Summation
 from autopar.planner.candidate import Candidate
+from autopar.planner.codecs.gathers import gather_error, gathers_asked
 from autopar.planner.codecs.sites import (
     EARLY,
     Sending,
@@ -104,6 +106,7 @@ class CodecRequest:
       sent: a plan from which each gradient takes its codec, if there is one.
       errors: measured relative errors, by gradient and codec; others are predicted.
       most: upper limit of the effective relative error of each gradient.
+      gathers: the request to encode gathers of parameters; None: they are exact.
     """
 
     mode: str
@@ -112,17 +115,38 @@ class CodecRequest:
     sent: Plan | None
     errors: Errors
     most: float = math.inf
+    gathers: GatherRequest | None = None
 
     @property
     def chooses(self) -> bool:
         """Whether the planner is to choose the codecs."""
         return self.sent is None and self.codec is None
 
+    def with_exact_gathers(self) -> CodecRequest:
+        """The request with exact gathers; gradients keep their part of the budget."""
+        return dataclasses.replace(self, gathers=None)
+
+
+def worth_encoding(candidate: Candidate) -> bool:
+    """Whether gathers of a candidate that the planner chose to encode save enough.
+
+    They must shorten a step by a fraction of `WORTHWHILE`, as codecs of gradients.
+    """
+    asked, own = candidate.pricer.gathers, candidate.assignment
+    if asked is None or not asked.chooses:
+        return True
+    exact = dataclasses.replace(own, gathers={})
+    exact_s = step_s(estimate(exact, candidate.pricer).cost)
+    return candidate.plain_s <= (1 - WORTHWHILE) * exact_s
+
 
 def request_of(
     options: PlanOptions, sent: Plan | None = None, errors: Errors | None = None
 ) -> CodecRequest:
     """Reads the options.
+
+    Of the error budget, gradients get what gathers leave: the squares of both errors
+    add up to the square of the budget.
 
     Args:
       options: hints and limits of planning.
@@ -131,8 +155,12 @@ def request_of(
     """
     mode, given = options.compression, options.error_budget
     budget = DEFAULT_BUDGET if given is None else float(given)
+    gathers = gathers_asked(options.gather_codecs, budget)
+    if gathers is not None:
+        budget = math.sqrt(max(0.0, budget**2 - gather_error(gathers) ** 2))
     most = min(MOST_OF_BUDGET * budget, MOST_LOST)
-    return CodecRequest(mode, parsed_codec(mode), budget, sent, errors or {}, most)
+    codec = parsed_codec(mode)
+    return CodecRequest(mode, codec, budget, sent, errors or {}, most, gathers)
 
 
 def sent_as_asked(

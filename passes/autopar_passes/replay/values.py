@@ -31,6 +31,10 @@ from autopar_passes.sums.stacked import Stacked
 # pass may use an array of its own, called the backward copy.
 
 
+# A gather of an array on a mesh, which a plan writes as a collective of its own.
+Gather = Callable[[Any, Any], Any]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayoutRoute:
     """The sequence of layouts from a value's own layout to a reader's layout.
@@ -41,10 +45,13 @@ class LayoutRoute:
       fresh: whether the route starts from a new copy of the array. The readers then
         share no arrays with readers of other routes, and the compiler does not merge
         them.
+      gathers: position in ``layouts`` -> the function that brings an array in the
+        layout before into this one. Where there is none, the compiler does so.
     """
 
     layouts: tuple[Layout, ...]
     fresh: bool = False
+    gathers: Mapping[int, Gather] = dataclasses.field(default_factory=dict[int, Gather])
 
 
 class LayoutPlan(Protocol):
@@ -335,10 +342,15 @@ class Values:
             if key not in forms:
                 forms[key] = jax.lax.optimization_barrier(array)
             array = forms[key]
-        for stated in route.layouts:
+        for position, stated in enumerate(route.layouts):
             key = (*key, stated)
             if key not in forms:
-                forms[key] = constrain(array, self.mesh, stated)
+                gather = route.gathers.get(position)
+                forms[key] = (
+                    constrain(array, self.mesh, stated)
+                    if gather is None
+                    else gather(array, self.mesh)
+                )
             array = forms[key]
         return array
 
