@@ -332,7 +332,8 @@ def _trained(
 
 def save(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     """Adds rows to the data of ``--out``."""
-    command = " ".join(["python benchmarks/network/cut_codecs.py", *sys.argv[1:]])
+    script = f"benchmarks/network/{pathlib.Path(sys.argv[0]).name}"
+    command = " ".join(["python", script, *sys.argv[1:]])
     old: dict[str, Any] = {"commands": [], "records": []}
     if options.out.exists():
         old = json.loads(options.out.read_text())

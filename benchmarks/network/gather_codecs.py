@@ -1,0 +1,243 @@
+"""Codecs of gathers: bytes and seconds of an FSDP step over a slow link, and the loss.
+
+    python benchmarks/network/gather_codecs.py --rates 1000 --steps 0
+    python benchmarks/network/gather_codecs.py --rates --steps 2000 --batch 16 --add
+
+A GPT and an LSTM with two layers learn the text of Python's own sources
+(`language_model.py`). Parameters and optimizer state are sharded over all hosts by
+pins. The ways are:
+
+- ``free``: the fastest plan without codecs, in any layouts of the rest of the step;
+- ``exact``: the layouts of ``int8``, with exact gathers and sums;
+- ``gathers``: the same layouts, gathers as int8 (``gather_codecs=``) and exact sums;
+- ``int8``: gathers and sums of gradients as int8 (``compression=``);
+- ``auto``: both chosen by the planner within one error budget.
+
+``--rates``: for each rate of the links between ``--hosts`` hosts (network namespaces
+with one device each) in Mbit/s, the seconds of a step are measured, and the bytes that
+hosts send. The rows have the plan's own predictions.
+
+``--steps``: the held-out loss after so many steps, with as many simulated devices in
+one process. Of the way ``exact``, all ``--seeds`` are trained, on one device, for the
+spread of the loss; of the other ways the first ``--coded-seeds`` of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import bed
+import clusters
+import cut_codecs
+import jax
+import language_model
+import worker
+from jax.sharding import PartitionSpec
+
+import autopar
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MODELS = ("gpt", "lstm")
+FREE, EXACT = "free", "exact"
+# Way -> the codecs of gathers and of sums.
+CODECS = {
+    FREE: ("none", "none"),
+    EXACT: ("none", "none"),
+    "gathers": ("int8", "none"),
+    "int8": ("int8", "int8"),
+    "auto": ("auto", "auto"),
+}
+AXIS = "data"
+# Steps that are not measured, and steps that are.
+WARM, MEASURED = 3, 12
+
+
+def asked(way: str, cluster: autopar.Cluster) -> dict[str, Any]:
+    """The options of a plan that shards the state."""
+    gathers, sums = CODECS[way]
+    return {
+        "cluster": cluster,
+        "axis_names": (AXIS,),
+        "pins": {
+            "state/params/*": PartitionSpec(AXIS),
+            "state/opt_state/*/mu/*": PartitionSpec(AXIS),
+            "state/opt_state/*/nu/*": PartitionSpec(AXIS),
+            "data/*": PartitionSpec(AXIS),
+        },
+        "stages": 1,
+        "microbatches": 1,
+        "remat": 0,
+        "seconds": 2.0,
+        "gather_codecs": gathers,
+        "compression": sums,
+    }
+
+
+def planned(workload: Any, way: str, cluster: autopar.Cluster) -> Any:
+    """The step under the plan of a way."""
+    options = asked(way, cluster)
+    if way in (EXACT, "gathers"):
+        args = (
+            jax.eval_shape(workload.create),
+            jax.eval_shape(lambda: workload.batch(0)),
+        )
+        coded = autopar.plan(workload.step, *args, **asked("int8", cluster))
+        codecs = {k: options[k] for k in ("gather_codecs", "compression")}
+        options = {"cluster": cluster, "layouts": coded, "stages": 1, **codecs}
+    return autopar.parallelize(workload.step, **options)
+
+
+# Seconds and bytes on hosts.
+
+
+def pace(options: argparse.Namespace, rate_mbit: float, idle: Any) -> None:
+    """Measures the seconds and bytes of a step of each model and way at a rate."""
+    for model in options.models:
+        workload = cut_codecs.workload_of(model, options, 0)
+        for way in options.ways:
+            cluster = clusters.described(rate_mbit, options.hosts, ())
+            step = planned(workload, way, cluster)
+            state = cut_codecs.start(step, workload)
+            worker.set_rate(rate_mbit)
+            state, _ = cut_codecs.run(step, state, workload, 0, WARM)
+            times: list[float] = []
+            work = functools.partial(_measured, step, state, workload, times)
+            sent, _ = worker.measure(work, idle)
+            worker.set_rate(None)
+            seconds = statistics.median(times)
+            worker.say(f"{rate_mbit:g} Mbit/s: {model} {way} {seconds}")
+            predicted = step.plan.predicted
+            worker.report(
+                {
+                    "kind": "seconds", "model": model, "way": way, "rate": rate_mbit,
+                    "hosts": options.hosts, "step_s": seconds,
+                    "bytes": sent.scaled(1 / len(times)).data_bytes,
+                    "predicted_s": predicted.step_s,
+                    "predicted_bytes": predicted.communication_bytes,
+                    "scheme": step.plan.worth.scheme,
+                    "gathers": sum(bool(g.codec) for g in step.plan.stage.gathers),
+                    "decided": list(step.plan.decided),
+                }
+            )  # fmt: skip
+
+
+def _measured(step: Any, state: Any, workload: Any, times: list[float]) -> None:
+    times += cut_codecs.run(step, state, workload, WARM, MEASURED)[1]
+
+
+def inside(options: argparse.Namespace) -> None:
+    """The work of every worker."""
+    worker.start()
+    worker.set_rate(None)
+    idle = worker.background()
+    for rate in options.rates:
+        pace(options, rate, idle)
+
+
+# Losses in one process.
+
+
+def losses(options: argparse.Namespace) -> None:
+    """Trains each model and way for ``--steps`` steps, and saves held-out losses."""
+    for model in options.models:
+        for way in options.ways:
+            seeds = options.seeds
+            if way != EXACT:
+                seeds = seeds[: options.coded_seeds]
+            for seed in seeds:
+                begin = time.perf_counter()
+                row = _trained(model, way, seed, options)
+                row["seconds"] = time.perf_counter() - begin
+                print(json.dumps(row), flush=True)
+                cut_codecs.save(options, [row])
+
+
+def _trained(
+    model: str, way: str, seed: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    workload = cut_codecs.workload_of(model, options, seed)
+    evaluate = jax.jit(workload.eval_loss)
+    held_out = language_model.evaluation_batch(workload.sizes)
+    row: dict[str, Any] = {
+        "kind": "loss", "model": model, "way": way, "seed": seed,
+        "steps": options.steps, "points": [],
+    }  # fmt: skip
+    if way in (FREE, EXACT):
+        step: Callable[..., Any] = jax.jit(workload.step, donate_argnums=0)
+        state = jax.jit(workload.create)()
+    else:
+        cluster = clusters.described(options.plan_rate, options.hosts, ())
+        planned_step = planned(workload, way, cluster)
+        step, state = planned_step, cut_codecs.start(planned_step, workload)
+    for first in range(0, options.steps, options.turn):
+        count = min(options.turn, options.steps - first)
+        state, _ = cut_codecs.run(step, state, workload, first, count)
+        params = jax.device_get(state.params)
+        row["points"].append((first + count, float(evaluate(params, held_out))))
+    if way not in (FREE, EXACT):
+        plan = planned_step.plan
+        row["gathers"] = sum(bool(g.codec) for g in plan.stage.gathers)
+        row["scheme"] = plan.worth.scheme
+    return row
+
+
+def parse() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--rates", type=float, nargs="*", default=[1000.0])
+    add("--models", nargs="+", default=list(MODELS))
+    add("--ways", nargs="+", default=list(CODECS))
+    add("--hosts", type=int, default=4)
+    add("--steps", type=int, default=0, help="of a training; 0: no losses")
+    add("--turn", type=int, default=500, help="steps between losses")
+    add("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    add("--coded-seeds", type=int, default=1)
+    add("--d-model", type=int, default=384)
+    add("--seq", type=int, default=32)
+    add("--batch", type=int, default=16)
+    add("--learning-rate", type=float, default=1e-3)
+    add("--plan-rate", type=float, default=1000.0, help="of the plans of --steps")
+    add("--timeout", type=float, default=1800.0)
+    data = ROOT / "docs" / "data" / "gather_codecs.json"
+    add("--out", type=pathlib.Path, default=data)
+    add("--add", action="store_true", help="to the data of --out")
+    add("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the command; see the module."""
+    options = parse()
+    if options.inside:
+        inside(options)
+        return 0
+    if not options.add and options.out.exists():
+        options.out.unlink()
+    code = 0
+    if options.rates:
+        found, code = bed.run_inside(__file__, options.hosts, options.timeout)
+        if not code:
+            slowest = [
+                max(same, key=lambda row: row["step_s"])
+                for same in zip(*found, strict=True)
+            ]
+            cut_codecs.save(options, slowest)
+            for row in slowest:
+                print(json.dumps(row))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.hosts)
+    if options.steps:
+        losses(options)
+    return code
+
+
+if __name__ == "__main__":
+    bed.exit_with(main)
