@@ -1,6 +1,6 @@
 """Plans of mixtures of experts without a capacity, with rows sorted in blocks or not.
 
-    python benchmarks/dropless.py [--only TEXT] [--seconds 5] [--json FILE] [--audit]
+    python benchmarks/dropless.py [--only TEXT] [--seconds 10] [--json FILE] [--audit]
 
 Each row is a model and a cluster. The step is planned with slots for rows that may
 move, with rows sorted in blocks, of which each device has its own, and with all rows
@@ -21,6 +21,7 @@ import dataclasses
 import json
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import large
@@ -28,11 +29,11 @@ import workloads
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
 from autopar.planner.experts import expert_plans
-from autopar.planner.hints import fitting_meshes, pin_restriction, pinned_layouts
+from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.problem import Restriction
 from autopar.planner.scheme import worth_of
 from autopar.planner.search import candidate_meshes, search
@@ -47,52 +48,66 @@ ROWS = [
 ]
 
 
-def expert_layouts() -> dict[str, dict[str, P]]:
-    """Layouts of the experts' matrices that people write, on two axes of a mesh.
+def expert_layouts(mesh: MeshShape) -> dict[str, dict[str, P]]:
+    """Layouts of the experts' matrices that people write, by rule, on a mesh.
 
-    Either axis may be the one of faster links, and the solver chooses all other
-    layouts. Megatron-LM splits experts over one axis, and has copies of them, or of
-    their parameters without the optimizer state, over the other. A ring of experts
-    gathers the matrices and sends the bytes of FSDP; XLA has no such program.
+    One axis splits experts, and each axis of the mesh in turn is this axis. Over the
+    others, Megatron-LM (Shoeybi et al., 2019) has copies of the experts, or splits
+    their inner widths, or splits parameters and optimizer state. The solver chooses all
+    other layouts.
     """
-    first, second = "first", "second"
+    whole = mesh.names
+    made = {"FSDP": _experts(P(None, whole), P(None, whole))}
+    made["EP over all axes"] = _experts(P(whole), P(whole))
+    for axis in mesh.names:
+        rest = tuple(name for name in mesh.names if name != axis)
+        on = f"{axis} ({mesh.sizes[mesh.names.index(axis)]})"
+        made |= {
+            f"EP x DP, experts over {on}": _experts(P(axis), P(axis)),
+            f"EP x TP, experts over {on}": _experts(P(axis, None, rest), P(axis, rest)),
+            f"EP x FSDP, experts over {on}": _experts(
+                P(axis, rest), P(axis, None, rest)
+            ),
+        }
+    return made
 
-    def experts(up: P, down: P) -> dict[str, P]:
-        return {"*/gate": up, "*/up": up, "*/down": down}
 
-    both = (first, second)
-    return {
-        "EP x DP": experts(P(first), P(first)),
-        "EP x TP": experts(P(first, None, second), P(first, second)),
-        "EP x FSDP": experts(P(first, second), P(first, None, second)),
-        "EP over both axes": experts(P(both), P(both)),
-        "FSDP": experts(P(None, both), P(None, both)),
-    }
+def _experts(up: P, down: P) -> dict[str, P]:
+    return {"*/gate": up, "*/up": up, "*/down": down}
+
+
+def by_hand(program: Analysis, cluster: Cluster, seconds: float) -> dict[str, Any]:
+    """The figures of the fastest plan of each rule that people write for experts."""
+    found: dict[str, Any] = {}
+    for mesh in candidate_meshes(cluster):
+        for rule, pins in expert_layouts(mesh).items():
+            name = f"{rule}, {mesh.label}"
+            found[name] = planned(program, cluster, seconds, [mesh], pins)
+    return found
 
 
 def planned(
     program: Analysis,
     cluster: Cluster,
     seconds: float,
+    meshes: Sequence[MeshShape] | None = None,
     pins: dict[str, P] | None = None,
 ) -> dict[str, Any]:
     """The figures of the fastest plan of a program, with the layouts of pins."""
     begin = time.process_time()
-    meshes = candidate_meshes(cluster)
 
     def restriction(pricer: Pricer) -> Restriction:
         layouts = pinned_layouts(program, pins or {}, pricer.mesh)
         return pin_restriction(program, layouts)
 
     try:
-        if pins:
-            meshes = fitting_meshes(program, pins, meshes)
         best = search(
             program,
             cluster,
             meshes=meshes,
             seconds=seconds,
             restriction=restriction if pins else None,
+            untried=None,
         ).best
     except PlanError as error:
         return {"refused": str(error).split("\n", 1)[0]}
@@ -130,18 +145,15 @@ def figures(name: str, text: str, seconds: float) -> dict[str, Any]:
     if slots is not None:
         found["row_capacity"] = slots.row_capacity
         found["slots"] = planned(slots, cluster, seconds)
-        found["experts_by_hand"] = {
-            rule: planned(slots, cluster, seconds, pins)
-            for rule, pins in expert_layouts().items()
-        }
-    by_hand = {
+        found["experts_by_hand"] = by_hand(slots, cluster, seconds)
+    in_blocks = {
         f"{expert.name} on {expert.mesh}": expert.candidate.step_s
         for expert in expert_plans(analysis, cluster, seconds=seconds)
         if expert.candidate is not None
     }
-    if by_hand:
-        best = min(by_hand, key=lambda n: by_hand[n])
-        found |= {"best_by_hand": best, "best_by_hand_s": by_hand[best]}
+    if in_blocks:
+        best = min(in_blocks, key=lambda n: in_blocks[n])
+        found |= {"best_by_hand": best, "best_by_hand_s": in_blocks[best]}
     return found
 
 
@@ -196,7 +208,7 @@ def main() -> None:
     """Runs the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", default="", help="rows whose text has this")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of the solver")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the solver")
     parser.add_argument("--json", type=pathlib.Path, default=DATA, help="data file")
     parser.add_argument("--audit", action="store_true", help="compile for H100, too")
     asked = parser.parse_args()

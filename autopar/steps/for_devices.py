@@ -20,12 +20,13 @@ from autopar_passes.graph.attention_blocks import FoundAttention, attend_in_bloc
 from autopar_passes.graph.operators import RAGGED_PRODUCTS, update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.graph.row_blocks import sort_in_blocks
-from autopar_passes.graph.row_orders import NO_ORDERS, RowOrders
+from autopar_passes.graph.row_orders import NO_ORDERS, RowOrders, find_row_orders
 from autopar_passes.graph.row_slots import EXPECTED_RUNS, RowSlots, give_slots
 from autopar_passes.microbatches.facts import place_of
 from autopar_passes.program.equations import Program
 from autopar_passes.program.update_batches import batch_updates
 from autopar_passes.remat.kernels import keep_kernels
+from autopar_passes.rules.factor_rule import FactorRule
 
 # How a plan computes attention that a step writes out: all scores at once, in blocks of
 # scores, or by cuDNN where it can and in blocks where not.
@@ -105,8 +106,7 @@ def alternatives(
 
     def slots() -> tuple[Analysis | None, str]:
         start = time.perf_counter()
-        rules = {op.equation: op.rule for op in base.graph.operators}
-        program, found = give_slots(base.program, rules, analysis.row_blocks)
+        program, found = _slots(base, analysis.row_blocks)
         if not found.slots:
             return None, found.refused
         return _with_slots(
@@ -148,7 +148,7 @@ def _in_blocks(analysis: Analysis, kernel: str) -> tuple[Program, FoundAttention
     """The program with its attention in blocks, and what was found."""
 
     def make() -> tuple[Program, FoundAttention]:
-        rules = {op.equation: op.rule for op in analysis.graph.operators}
+        rules = _rules(analysis)
         program, found = attend_in_blocks(
             analysis.program, rules, cudnn=kernel == CUDNN
         )
@@ -201,9 +201,8 @@ def _rewritten(
     if attention_kernel:
         return _with_kernel(analysis, devices, attention_kernel, start)
     if row_capacity:
-        rules = {op.equation: op.rule for op in analysis.graph.operators}
         blocks = row_blocks or devices
-        program, found = give_slots(analysis.program, rules, blocks, row_capacity)
+        program, found = _slots(analysis, blocks, row_capacity)
         if not found.slots:
             raise PlanError(
                 f"row_capacity={row_capacity:g} in {blocks} blocks: the rows of this "
@@ -241,6 +240,26 @@ def _with_kernel(
         batches=batches,
         attention_kernel=kernel,
     )
+
+
+def _rules(analysis: Analysis) -> dict[int, FactorRule]:
+    return {op.equation: op.rule for op in analysis.graph.operators}
+
+
+def _orders(analysis: Analysis, blocks: int) -> RowOrders:
+    """The orders of rows of a step, which several rewrites read."""
+    return analysis.remember(
+        ("row orders", blocks),
+        lambda: find_row_orders(analysis.program, _rules(analysis), blocks),
+    )
+
+
+def _slots(
+    analysis: Analysis, blocks: int, capacity: float | None = None
+) -> tuple[Program, RowSlots]:
+    """The program that gives rows slots, and what the rewrite found."""
+    orders = _orders(analysis, blocks)
+    return give_slots(analysis.program, _rules(analysis), orders, blocks, capacity)
 
 
 def _with_slots(
@@ -282,15 +301,14 @@ def _sorted_in_blocks(
     analysis: Analysis, devices: int, row_blocks: int | None
 ) -> tuple[Program, RowOrders, int]:
     """The program that sorts rows in blocks, the orders, and the number of blocks."""
-    rules = {op.equation: op.rule for op in analysis.graph.operators}
     every = [n for n in range(devices, 1, -1) if devices % n == 0]
     first = NO_ORDERS
     for blocks in every if row_blocks is None else [row_blocks]:
         if blocks == 1:
             break
-        program, orders = sort_in_blocks(analysis.program, rules, blocks)
+        orders = _orders(analysis, blocks)
         if orders:
-            return program, orders, blocks
+            return sort_in_blocks(analysis.program, orders, blocks), orders, blocks
         if not orders.refused:
             break
         first = first if first.refused else orders

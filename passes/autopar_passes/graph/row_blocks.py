@@ -13,38 +13,33 @@ the same values for each row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from autopar_passes.graph.row_orders import RowMove, RowOrders, find_row_orders
+from autopar_passes.graph.row_orders import RowMove, RowOrders
 from autopar_passes.program.equations import Atom, Equation, Program, Region, reads
 from autopar_passes.program.flatten import Builder, next_index
-from autopar_passes.rules.factor_rule import FactorRule
 from autopar_passes.rules.ragged import ragged_dot_in_blocks
 
 
-def sort_in_blocks(
-    program: Program, rules: Mapping[int, FactorRule], blocks: int
-) -> tuple[Program, RowOrders]:
-    """Returns the program that sorts rows within blocks, and the orders that it found.
+def sort_in_blocks(program: Program, orders: RowOrders, blocks: int) -> Program:
+    """Returns the program that sorts rows within blocks.
 
     Values keep their numbers, and equations that are not rewritten keep their indices.
 
     Args:
       program: a flat program.
-      rules: the sharding rules, by equation.
+      orders: its orders (`autopar_passes.graph.row_orders.find_row_orders`).
       blocks: the number of blocks.
     """
-    orders = find_row_orders(program, rules, blocks)
     if not orders:
-        return program, orders
+        return program
     writer = _Writer(program, orders, blocks)
     body = writer.region(program.body)
     values = tuple(writer.builder.values)
-    return dataclasses.replace(program, values=values, body=body), orders
+    return dataclasses.replace(program, values=values, body=body)
 
 
 class _Writer:

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from autopar_passes import jax_compat
-from autopar_passes.graph.row_orders import RowOrders, find_row_orders
+from autopar_passes.graph.row_orders import RowOrders
 from autopar_passes.graph.slot_rows import (
     EXITS,
     Kind,
@@ -109,6 +109,7 @@ class RowSlots:
 def give_slots(
     program: Program,
     rules: Mapping[int, FactorRule],
+    orders: RowOrders,
     blocks: int,
     capacity: float | None = None,
 ) -> tuple[Program, RowSlots]:
@@ -120,11 +121,11 @@ def give_slots(
     Args:
       program: a flat program.
       rules: the sharding rules, by equation.
+      orders: its orders (`autopar_passes.graph.row_orders.find_row_orders`).
       blocks: the number of blocks.
       capacity: slots divided by the mean number of rows of a group in a block; None:
         from `capacity_for`.
     """
-    orders = find_row_orders(program, rules, blocks)
     if not orders:
         reasons = sorted(set(orders.refused.values()))
         return program, RowSlots({}, refused="; ".join(reasons))
@@ -281,8 +282,8 @@ class _Writer:
             operands = [self.operand(a, rest) for a in eqn.inputs]
             return self.run.run(eqn, operands, of)
 
-        atoms = [*first, *arrays]
-        return self.builder.calls(function, atoms, eqn.name_stack, results)
+        atoms, key = [*first, *arrays], self.run.key(eqn)
+        return self.builder.calls(function, atoms, eqn.name_stack, results, key)
 
     def operand(self, atom: Atom, rest: Any) -> Any:
         if not isinstance(atom, int):
@@ -298,15 +299,16 @@ class _Writer:
         shape = self.run.shapes[number]
         (keys, *_) = eqn.inputs
         assert isinstance(keys, int)
-        stack = eqn.name_stack
-        made = self.builder.calls(lambda k: sort_rows(k, shape), [keys], stack)
-        found = Sorted(*made)
-        first = self.builder.calls(
-            lambda *given: round_of(Sorted(*given), 0, shape), [*found], stack
-        )
-        (rounds,) = self.builder.calls(
-            lambda c: [num_rounds(c, shape)], [found.counts], stack
-        )
+
+        def write(function: Callable[..., Any], *atoms: int) -> list[Any]:
+            key = function, shape
+            return self.builder.calls(
+                lambda *arrays: function(*arrays, shape), atoms, eqn.name_stack, key=key
+            )
+
+        found = Sorted(*write(sort_rows, keys))
+        first = write(_first_round, *found)
+        (rounds,) = write(num_rounds, found.counts)
         self.frame.orders[number] = _Order(found, rounds, Round(*first))
 
     def known(self, eqn: Equation) -> None:
@@ -403,7 +405,27 @@ class _Writer:
             [*firsts, order.rounds, *order.sorted, *entries],
             exits[-1].name_stack,
             results,
+            self.key_of_rounds(bodies, shape),
         )
+
+    def key_of_rounds(self, bodies: Sequence[Equation], shape: Shape) -> Hashable:
+        """A key that is equal only for equal equations of further rounds.
+
+        Values count by the order in which the equations name them.
+        """
+        numbers: dict[int, int] = {}
+        made: list[Hashable] = [shape]
+        for eqn in bodies:
+            atoms = [a for a in (*eqn.inputs, *eqn.outputs) if isinstance(a, int)]
+            own = tuple(numbers.setdefault(a, len(numbers)) for a in atoms)
+            if self.run.kind(eqn) is Kind.BARRIER:
+                key: Hashable = tuple(a in self.frame.makers for a in atoms)
+            else:
+                key = self.run.key(eqn)
+            if key is None:
+                return None
+            made.append((own, key))
+        return tuple(made)
 
     def next_round(
         self,
@@ -451,6 +473,11 @@ class _Writer:
                     todo.append(eqn)
         place = {e.index: k for k, e in enumerate(self.frame.makers.values())}
         return sorted(found.values(), key=lambda e: place[e.index])
+
+
+def _first_round(*given: Any) -> Round:
+    """The rows of the first round; the arguments are the order and its sizes."""
+    return round_of(Sorted(*given[:-1]), 0, given[-1])
 
 
 def _count(of: Value, dim: int, first: int) -> Any:

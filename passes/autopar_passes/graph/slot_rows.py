@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar_passes.graph.row_orders import SCATTERS, RowOrders
 from autopar_passes.program.equations import Atom, Equation, Value
@@ -247,6 +248,31 @@ class SlotEquations:
             if dim is not None:
                 return dims[dim][0]
         raise AssertionError(eqn)
+
+    def key(self, eqn: Equation) -> Hashable:
+        """A key that is equal only for equations that `run` computes alike.
+
+        Numbers of values are left out. So equal layers have equal keys. None: the
+        equation has parameters without a key.
+        """
+        atoms = tuple(map(self._fact, (*eqn.inputs, *eqn.outputs)))
+        own = eqn.source.primitive, *sorted(eqn.params.items())
+        rule, move = self.rules.get(eqn.index), self.orders.moves.get(eqn.index)
+        made = own, self.kind(eqn), self.shapes[self.order_of(eqn)], rule, move, atoms
+        try:
+            hash(made)
+        except TypeError:
+            return None
+        return made
+
+    def _fact(self, atom: Atom) -> Hashable:
+        """What `run` reads of an operand or result besides its elements."""
+        if not isinstance(atom, int):
+            array = np.asarray(atom.value)
+            return array.dtype, array.tobytes()
+        of, found = self.values[atom], self.orders.values.get(atom)
+        rows = None if found is None else (found.dim, found.numbered)
+        return of.shape, of.dtype, rows, atom in self.orders.placed
 
     # -- runs ------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -468,6 +468,7 @@ class Builder:
         self.values = list(values)
         self.equations: list[Equation] = []
         self.next_index = next_index
+        self._traced: dict[Hashable, Program] = {}
 
     def value(self, shape: tuple[int, ...], dtype: Any) -> int:
         """Adds a value."""
@@ -510,11 +511,27 @@ class Builder:
         atoms: Sequence[int],
         stack: str = "",
         results: Sequence[int] = (),
+        key: Hashable = None,
     ) -> list[Any]:
-        """Like `call`, for a function that returns one or several arrays."""
+        """Like `call`, for a function that returns one or several arrays.
+
+        Args:
+          function: as for `call`.
+          atoms: as for `call`.
+          stack: as for `call`.
+          results: values to store the results in.
+          key: a key that is equal only for functions that compute the same from arrays
+            of the same types. Such functions are traced once. None: this function is
+            traced in any case.
+        """
         made = [self.values[a] for a in atoms]
         structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in made]
-        inner = flatten(jax.make_jaxpr(function)(*structs))
+        whole = key, tuple((v.shape, v.dtype) for v in made)
+        inner = None if key is None else self._traced.get(whole)
+        if inner is None:
+            inner = flatten(jax.make_jaxpr(function)(*structs))
+            if key is not None:
+                self._traced[whole] = inner
         return self.add(inner, atoms, stack, results)
 
     def add(

@@ -181,6 +181,8 @@ def _first_of(
 def _computations(program: Program, update: Collection[int]) -> Iterator[_Computation]:
     """Yields the computations of an update; none reads a value of another."""
     own = [eqn for eqn in program.body.equations if eqn.index in update]
+    if sum(map(_products, own)) < _LEAST:
+        return
     readers: dict[int, set[int]] = {}
     for eqn in program.body.equations:
         for value in reads(eqn):

@@ -13,7 +13,7 @@ import pytest
 
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.row_blocks import sort_in_blocks
-from autopar_passes.graph.row_orders import RowOrders
+from autopar_passes.graph.row_orders import RowOrders, find_row_orders
 from autopar_passes.program.equations import Program, evaluate, walk
 from autopar_passes.program.trace import open_arguments, trace_call
 
@@ -24,7 +24,8 @@ def rewritten(
     """The program of a step, the program in blocks, and the orders in it."""
     traced = trace_call(step, open_arguments(step, args))
     rules = {op.equation: op.rule for op in step_graph(traced).operators}
-    made, orders = sort_in_blocks(traced.program, rules, blocks)
+    orders = find_row_orders(traced.program, rules, blocks)
+    made = sort_in_blocks(traced.program, orders, blocks)
     return traced.program, made, orders
 
 

@@ -14,6 +14,7 @@ import pytest
 from property_tests import examples
 
 from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.row_orders import find_row_orders
 from autopar_passes.graph.row_slots import (
     EXPECTED_RUNS,
     RowSlots,
@@ -34,7 +35,8 @@ def rewritten(
     """The program of a step, the program with slots, and what the rewrite found."""
     traced = trace_call(step, open_arguments(step, args))
     rules = {op.equation: op.rule for op in step_graph(traced).operators}
-    made, found = give_slots(traced.program, rules, blocks, capacity)
+    orders = find_row_orders(traced.program, rules, blocks)
+    made, found = give_slots(traced.program, rules, orders, blocks, capacity)
     return traced.program, made, found
 
 
@@ -70,6 +72,29 @@ def test_slots_leave_results_as_they_are(
     assert found.capacity == capacity
     assert "ragged_dot_general" not in kinds(made)
     assert ("while" in kinds(made)) == (capacity < 99)
+    assert_equal(plain, made, args)
+
+
+def test_layers_that_differ_are_not_taken_for_equal() -> None:
+    """Equal layers are traced once; these differ in one number or one operator."""
+    last = [lambda y: y * 2.0, lambda y: y * 3.0, jnp.tanh, lambda y: y * 2.0]
+
+    def step(p: list[jax.Array], router: jax.Array, x: jax.Array) -> Any:
+        for matrices, function in zip(p, last, strict=True):
+            keys = jnp.argmax(x @ router, -1)
+            order = jnp.argsort(keys)
+            sizes = jnp.bincount(keys, length=4)
+            y = function(jax.lax.ragged_dot(x[order], matrices, sizes))
+            x = x + y[jnp.argsort(order)]
+        return p, x
+
+    rng = np.random.default_rng(0)
+    shapes = (4, 8, 8), (4, 8, 8), (4, 8, 8), (4, 8, 8), (8, 4), (16, 8)
+    *p, router, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
+    args = p, router, x
+    plain, made, found = rewritten(step, args, 4, 0.5)
+
+    assert found.slots, found.refused
     assert_equal(plain, made, args)
 
 
