@@ -1,17 +1,18 @@
 """Plans of mixtures of experts without a capacity, with rows sorted in blocks or not.
 
-    python benchmarks/dropless.py [--only TEXT] [--seconds 10] [--json FILE] [--audit]
+    python benchmarks/dropless.py [--only TEXT] [--seconds 10] [--ours] [--audit]
 
 Each row is a model and a cluster. The step is planned with slots for rows that may
 move, with rows sorted in blocks, of which each device has its own, and with all rows
 sorted together. Beside these plans stand the fastest plan of those that people write
 (`autopar.planner.experts`) with rows in blocks, and plans with slots that people write
-for experts: the layouts of the experts' matrices are pinned, and the solver chooses the
-rest. All are predicted by the cost model. With ``--audit``, two layers of
-each model are also compiled for 8x8 H100 without devices, and the bytes that the
-compiled program sends are compared with the prediction. Rows that ``--only`` leaves
-out keep their figures. Writes the figures to ``docs/data/dropless.json`` and prints a
-table.
+for experts. There, the layouts of the experts' matrices are pinned, and the solver
+chooses the rest, including how tokens reach their experts. All are predicted by the
+cost model. With ``--ours``, only the plan with slots is planned again. With
+``--audit``, two layers of each model are also compiled for 8x8 H100 without devices,
+and the bytes that the compiled program sends are compared with the prediction. Rows
+that ``--only`` leaves out keep their figures. Writes the figures to
+``docs/data/dropless.json`` (``--json``) and prints a table.
 """
 
 from __future__ import annotations
@@ -122,8 +123,10 @@ def planned(
     }
 
 
-def figures(name: str, text: str, seconds: float) -> dict[str, Any]:
-    """The figures of one row."""
+def figures(
+    name: str, text: str, seconds: float, known: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The figures of one row; figures of other plans than ours may be known."""
     cluster = Cluster.parse(text)
     step, args = large.CASES[name](cluster)
     analysis = analyse(step, args)
@@ -131,20 +134,23 @@ def figures(name: str, text: str, seconds: float) -> dict[str, Any]:
     blocks = for_devices(analysis, cluster.num_devices)
     rewriting_s = round(time.process_time() - begin, 1)
     begin = time.process_time()
-    programs = alternatives(blocks, cluster.num_devices)
-    slots = programs[-1] if programs[-1].row_capacity else None
+    programs = alternatives(blocks, cluster.num_devices, cluster.device)
+    slots = programs[0] if programs[0].row_capacity else None
     found: dict[str, Any] = {
         "model": name,
         "cluster": text,
         "row_blocks": blocks.row_blocks,
         "rewriting_cpu_s": rewriting_s,
         "rewriting_slots_cpu_s": round(time.process_time() - begin, 1),
-        "blocks": planned(blocks, cluster, seconds),
-        "together": planned(programs[1], cluster, seconds),
     }
     if slots is not None:
         found["row_capacity"] = slots.row_capacity
         found["slots"] = planned(slots, cluster, seconds)
+    if known is not None:
+        return known | found
+    found["blocks"] = planned(blocks, cluster, seconds)
+    found["together"] = planned(programs[-1], cluster, seconds)
+    if slots is not None:
         found["experts_by_hand"] = by_hand(slots, cluster, seconds)
     in_blocks = {
         f"{expert.name} on {expert.mesh}": expert.candidate.step_s
@@ -210,6 +216,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose text has this")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the solver")
     parser.add_argument("--json", type=pathlib.Path, default=DATA, help="data file")
+    parser.add_argument("--ours", action="store_true", help="keep all other plans")
     parser.add_argument("--audit", action="store_true", help="compile for H100, too")
     asked = parser.parse_args()
     data: dict[str, Any] = {"rows": [], "audits": {}}
@@ -217,7 +224,8 @@ def main() -> None:
         data = json.loads(asked.json.read_text())
     known = {(r["model"], r["cluster"]): r for r in data["rows"]}
     for row in (row for row in ROWS if asked.only in " ".join(row)):
-        known[row] = figures(*row, asked.seconds)
+        before = known.get(row) if asked.ours else None
+        known[row] = figures(*row, asked.seconds, before)
         if asked.audit and row[0] not in data["audits"]:
             data["audits"][row[0]] = audited(row[0], asked.seconds)
     rows = [known[row] for row in ROWS if row in known]

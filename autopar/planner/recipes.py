@@ -7,6 +7,7 @@ that keeps to the rule.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 from autopar.cost.pricer import Pricer
@@ -16,6 +17,7 @@ from autopar.planner.problem import Restriction, allowed_strategies, small_state
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import BATCH, SEQUENCE
 from autopar.steps.nodes import Home, Node
+from autopar_passes.graph.operators import PRODUCTS
 from autopar_passes.graph.roles import InputRole, Role
 
 
@@ -92,6 +94,58 @@ def recipes(num_axes: int, *, context: bool = False) -> Iterator[Recipe]:
             yield Recipe(
                 "context x tensor parallel", (), last, True, True, context=data
             )
+
+
+def expert_rules(
+    analysis: Analysis, num_axes: int
+) -> Iterator[tuple[str, Restriction]]:
+    """Lists the rules of expert parallel plans on a mesh with this many axes.
+
+    One axis splits the experts of all parameters that have experts. The other axes
+    split other dimensions of these parameters, as in FSDP or tensor parallel plans. All
+    other arrays are free. A step without experts has no such rules.
+    """
+    make = functools.partial(_expert_factors, analysis)
+    factors = analysis.remember("expert factors", make)
+    every = frozenset(range(num_axes))
+
+    def splits(axis: int, node: Node, strategy: Strategy) -> bool:
+        factor = factors.get(node.index)
+        if factor is None:
+            return True
+        return axis in strategy[factor] and every.issubset(
+            a for own in strategy for a in own
+        )
+
+    for axis in range(num_axes if factors else 0):
+        yield f"experts over axis {axis}", functools.partial(splits, axis)
+
+
+def _expert_factors(analysis: Analysis) -> dict[int, int]:
+    """Node of a parameter with experts -> the factor that is the experts.
+
+    Experts are a dimension of a parameter that a product has in both operands and in
+    its result.
+    """
+    graph, contraction = analysis.graph, analysis.contraction
+    parameters = {i.value for i in graph.inputs if i.role is InputRole.PARAMETER}
+    found: dict[int, int] = {}
+    for op in graph.operators:
+        if op.role is not Role.FORWARD or op.kind not in PRODUCTS:
+            continue
+        operands, result = op.rule.operands[:2], op.rule.factors_of(op.rule.results[0])
+        everywhere = result.intersection(*map(op.rule.factors_of, operands))
+        for value, dims in zip(op.inputs[:2], operands, strict=True):
+            home = None if value is None else contraction.homes.get(value)
+            if home is None:
+                continue
+            root = graph.operators[contraction.nodes[home.node].root]
+            if root.kind == "input" and root.outputs[0] in parameters:
+                pairs = zip(dims, home.dims, strict=True)
+                own = [f for d, f in pairs if not everywhere.isdisjoint(d)]
+                if len(own) == 1 and len(own[0]) == 1:
+                    found[home.node] = own[0][0]
+    return found
 
 
 def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restriction:

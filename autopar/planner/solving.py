@@ -56,7 +56,13 @@ from autopar.planner.problem import (
     small_state,
 )
 from autopar.planner.proposals import Proposal, record
-from autopar.planner.recipes import has_context, least_bytes, recipes, restriction_of
+from autopar.planner.recipes import (
+    expert_rules,
+    has_context,
+    least_bytes,
+    recipes,
+    restriction_of,
+)
 from autopar.planner.weights import (
     HIDDEN,
     WHOLE,
@@ -449,6 +455,7 @@ class _Mesh:
             (recipe.name, restriction_of(self.analysis, recipe, self.pricer))
             for recipe in recipes(axes, context=context)
         ]
+        rules += expert_rules(self.analysis, axes)
         way = dataclasses.replace(self.way, messages=None)
         for name, inner in (("nothing split", _splits_nothing), *rules):
             if self.limit.over:

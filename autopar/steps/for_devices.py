@@ -84,8 +84,10 @@ def alternatives(
     """Returns the rewrites of a step that a plan may choose from.
 
     Rows that are sorted in blocks may also be sorted together, or have slots. A step
-    whose rows cannot have slots says why among its assumptions. Attention with many
-    scores may be computed in blocks of scores.
+    whose rows cannot have slots says why among its assumptions. Rewrites with slots
+    come first, because they are most often the fastest: the search of the others then
+    ends as soon as their lower bounds are above its step. Attention with many scores
+    may be computed in blocks of scores.
 
     Args:
       analysis: the result of `for_devices`.
@@ -115,7 +117,7 @@ def alternatives(
 
     made, reason = base.remember(("slots", devices), slots)
     if made is not None:
-        return [analysis, together, made]
+        return [made, analysis, together]
     note = f"rows of groups stay on their device, because {reason}"
     return [_with_note(analysis, note), together]
 

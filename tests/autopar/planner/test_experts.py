@@ -24,7 +24,13 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.experts import Expert, expert_plans
 from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.problem import Within
-from autopar.planner.recipes import Recipe, least_bytes, recipes, restriction_of
+from autopar.planner.recipes import (
+    Recipe,
+    expert_rules,
+    least_bytes,
+    recipes,
+    restriction_of,
+)
 from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis, analyse
@@ -139,6 +145,31 @@ def test_data_parallel_sums_gradients_only() -> None:
     axes = {c.step.axes for c in candidate.collectives}
     times = 1 if axes == {(0, 1)} else 2
     assert gradients <= summed <= times * (gradients + 1024)
+
+
+def test_each_axis_in_turn_splits_experts() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x = jnp.tanh(jnp.einsum("ebd,edf->ebf", batch["x"], params["up"]))
+        return jnp.mean(jnp.einsum("ebf,efd->ebd", x, params["down"]) ** 2)
+
+    shape = jax.ShapeDtypeStruct
+    params = {
+        "up": shape((8, 32, 64), "float32"),
+        "down": shape((8, 64, 32), "float32"),
+    }
+    batch = {"x": shape((8, 128, 32), "float32")}
+    step = analyse(*training(loss, params, batch, optax.sgd(1e-2)))
+    pricer = Pricer(CLUSTER, candidate_meshes(CLUSTER)[-1])
+    rules = list(expert_rules(step, len(pricer.sizes)))
+    assert len(rules) == 2
+    for axis, (_, rule) in enumerate(rules):
+        found = solve_mesh(step, pricer, rule).assignment
+        for given in step.graph.inputs:
+            if given.role is InputRole.PARAMETER:
+                layout = found.home_layout(given.value)
+                assert axis in layout[0]
+                assert {a for own in layout for a in own} == {0, 1}
+    assert not list(expert_rules(analysis(), 2))
 
 
 def test_an_impossible_recipe_has_a_reason() -> None:
