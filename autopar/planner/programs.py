@@ -27,7 +27,7 @@ from autopar.planner.codecs.gathers import gathers_of
 from autopar.planner.infeasible import size_text
 from autopar.planner.options import PlanOptions, decide_open, layers_asked, of_one_stage
 from autopar.planner.proposals import Proposal, of_program, record
-from autopar.planner.record import assignment_of
+from autopar.planner.record import as_planned, assignment_of
 from autopar.planner.scheme import RING
 from autopar.planner.search import plan_mesh
 from autopar.planner.solving import HIDDEN, TimeOutError, solve_mesh
@@ -538,7 +538,7 @@ class Programs:
             )
         worth = best.worth
         if name is not None and worth is not None and RING in worth.scheme:
-            order = self.program(name).ring_order
+            order = as_planned(self.program(name), best).ring_order
             plain = isinstance(order, str)
             where = f"in plain order: {order}" if plain else "in the order of the ring"
             lines.append(f"tokens: {where}")

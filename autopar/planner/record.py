@@ -280,7 +280,15 @@ def split_as(analysis: Analysis, plan: Plan) -> Analysis:
         analysis = with_row_multiple(analysis, plan.row_multiple)
         couple = bool(plan.local)
         analysis = rematerialise(analysis, plan.remat, plan.microbatches, couple=couple)
-    analysis = keep_on_host(analysis, plan.offload)
+    return as_planned(keep_on_host(analysis, plan.offload), plan)
+
+
+def as_planned(analysis: Analysis, plan: Plan) -> Analysis:
+    """Returns a step with its microbatches, rewritten for the devices of a plan.
+
+    Raises:
+      PlanError: the step cannot be rewritten in this way.
+    """
     devices = 1 if plan.replicas else math.prod(plan.axis_sizes)
     return for_devices(
         analysis,
