@@ -25,6 +25,7 @@ from autopar.planner.codecs.choose import (
     sent_as_asked,
     worth_encoding,
 )
+from autopar.planner.codecs.gathers import why_none, with_exact_gathers
 from autopar.planner.deciding import decide
 from autopar.planner.edited import carried_out, check_fits, with_status
 from autopar.planner.hints import (
@@ -669,17 +670,11 @@ def _search_layouts(
             programs, cluster, meshes, pins, codecs.with_exact_gathers(), seconds,
             untried=untried, weights=weights, most_s=limit_s,
         )  # fmt: skip
-        return exact._replace(plan=_with_exact_gathers(exact.plan))
+        return exact._replace(plan=with_exact_gathers(exact.plan))
     check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
     near_s = (1 + NEAR) * result.best.step_s
     near = tuple(m for m, c in result.tried if c is not None and c.step_s <= near_s)
     return Planned(make_plan(analysis, result, asked), result.slowdown, near)
-
-
-def _with_exact_gathers(plan: Plan) -> Plan:
-    """The plan with a line that says why its gathers are exact."""
-    said = "gathers: exact, because codes would save less than 3 % of a step"
-    return msgspec.structs.replace(plan, decided=(said, *plan.decided))
 
 
 def _restrict_to_pins(analysis: Analysis, pins: Pins, pricer: Pricer) -> Restriction:
@@ -726,7 +721,8 @@ def _with_layouts(
     own = dataclasses.replace(restore(analysis, kept), gathers={})
     names, gathers = kept.axis_names, codecs.gathers
     result = search_of_one(analysis, cluster, own, names, gathers)
-    if not worth_encoding(result.best):
+    worth = worth_encoding(result.best)
+    if not worth:
         result = search_of_one(analysis, cluster, own, names)
     best = result.best
     check_fits(best)
@@ -737,6 +733,10 @@ def _with_layouts(
         spent_s = time.perf_counter() - started
         result = dataclasses.replace(result, best=best, seconds=spent_s)
     made = make_plan(analysis, result, asked)
+    if not worth:
+        made = with_exact_gathers(made)
+    elif why := why_none(made, options.gather_codecs, gathers):
+        made = msgspec.structs.replace(made, decided=(*made.decided, why))
     return with_status(made, kept.solver.status) if layouts.changed_parts else made
 
 

@@ -23,7 +23,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate
 from autopar.planner.codecs.choose import CodecRequest
-from autopar.planner.codecs.gathers import gathers_of
+from autopar.planner.codecs.gathers import gathers_of, why_none
 from autopar.planner.infeasible import size_text
 from autopar.planner.options import PlanOptions, decide_open, layers_asked, of_one_stage
 from autopar.planner.proposals import Proposal, of_program, record
@@ -521,14 +521,8 @@ class Programs:
                 f"cut_codecs={self.options.cut_codecs}: not used, because one stage is "
                 "fastest and has no cuts"
             )
-        if self.options.gather_codecs == "auto":
-            if len(best.stages) > 1 or best.replicas:
-                lines.append(
-                    "gathers: exact, because only plans of one stage without replicas "
-                    "encode them"
-                )
-            elif self.codecs.gathers is None:
-                lines.append("gathers: exact, because no codec is within error_budget")
+        if why := why_none(best, self.options.gather_codecs, self.codecs.gathers):
+            lines.append(why)
         name = next((n for n in self.programs if self.plans.get(n) is best), None)
         if name is not None and (batches := self.program(name).batches):
             lines.append(

@@ -22,6 +22,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax.numpy as jnp
+import msgspec
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.cut_codes import CutCode, gather_codec
@@ -48,6 +49,7 @@ NOT_FLOATING = "not of real floating-point numbers"
 UPDATED = "the update reads the gathered copy, which must be exact"
 NO_FASTER = "codes are no faster over its links"
 UPDATE = Role.UPDATE
+_EXACT = "gathers: exact, because"
 
 
 def check_gather_codec(text: str, what: str) -> None:
@@ -86,6 +88,36 @@ def gathers_of(plan: Plan) -> GatherRequest | None:
     used = (g.codec for stage in plan.stages for g in stage.gathers if g.codec)
     codec = next(used, "")
     return GatherRequest(codec) if codec else None
+
+
+def why_none(plan: Plan, text: str, request: GatherRequest | None) -> str:
+    """A line that says why a plan encodes no gather although it was asked to.
+
+    Args:
+      plan: the plan.
+      text: the option ``gather_codecs``.
+      request: what was read from the option.
+
+    Returns:
+      The line; '' if a gather is encoded, if exact gathers were asked for, or if the
+      plan has such a line already.
+    """
+    gathers = [g for stage in plan.stages for g in stage.gathers]
+    told = any(line.startswith(_EXACT) for line in plan.decided)
+    if text == "none" or told or any(g.codec for g in gathers):
+        return ""
+    why = "; ".join(dict.fromkeys(g.reason for g in gathers))
+    if len(plan.stages) > 1 or plan.replicas:
+        why = "only plans of one stage without replicas encode them"
+    elif request is None:
+        why = "no codec is within error_budget"
+    return f"{_EXACT} {why or 'no parameter is sharded over slow links'}"
+
+
+def with_exact_gathers(plan: Plan) -> Plan:
+    """The plan with a line that says that codes would save too little."""
+    said = f"{_EXACT} codes would save less than 3 % of a step"
+    return msgspec.structs.replace(plan, decided=(said, *plan.decided))
 
 
 def gather_error(request: GatherRequest) -> float:

@@ -226,6 +226,16 @@ def test_chooses_codes_only_for_slow_links() -> None:
     assert not gathers(fast, gather_codecs="auto")
 
 
+def test_plans_say_why_no_gather_is_encoded() -> None:
+    plan, _ = plan_of(pins={"state/0*": P(), "batch/*": P(BOTH)})
+    assert not any(g.codec for g in plan.stage.gathers)
+    assert "no parameter is sharded over slow links" in " ".join(plan.decided)
+    args = jax.eval_shape(lambda: first(chain_weights())), jax.eval_shape(batch)
+    hints = {"cluster": CLUSTER, "gather_codecs": "auto", "error_budget": 1e-3}
+    kept = autopar.plan(trained_by(chained), *args, layouts=plan, **hints)
+    assert "no codec is within error_budget" in " ".join(kept.decided)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
