@@ -2,8 +2,9 @@
 
     python benchmarks/long_context.py [--only TEXT] [--seconds 10] [--json FILE]
 
-Each row is a step with cuDNN's attention: a sequence length, the rows of the batch, and
-a cluster. The planner decides everything else. For each row there is also one with
+Each row is a step: a sequence length, the rows of the batch, a cluster, and attention:
+cuDNN's, or "plain", which the step writes out as products with a softmax. The planner
+decides everything else. For each row there is also one with
 sequences of 8,192 tokens and as many tokens on the same cluster, for comparison:
 "ratio" is MFU, with causal attention at half, divided by that of this row. The table
 also has the plans that people write for long sequences (`autopar
@@ -29,27 +30,35 @@ from autopar.steps.analysis import analyse
 DATA = pathlib.Path(__file__).parent.parent / "docs" / "data" / "long_context.json"
 # Tokens of a row in the steps for comparison.
 SHORT = 8_192
-# Tokens of a row, rows, cluster, and rematerialisation.
+# Tokens of a row, rows, cluster, rematerialisation, and attention.
 ROWS = (
-    (8_192, 16, "8x8:h100", "full"),
-    (131_072, 1, "8x8:h100", "full"),
-    (8_192, 16, "16x8:h100", "full"),
-    (131_072, 1, "16x8:h100", "full"),
-    (8_192, 64, "8x8:h100", "full"),
-    (131_072, 4, "8x8:h100", "full"),
-    (8_192, 512, "8x8:h100", "full"),
-    (1_048_576, 4, "8x8:h100", "full"),
-    (8_192, 512, "16x8:h100", "full"),
-    (1_048_576, 4, "16x8:h100", "full"),
-    (8_192, 16, "8x8:h100", "none"),
-    (131_072, 1, "8x8:h100", "none"),
-    (8_192, 16, "8:h100", "full"),
-    (131_072, 1, "8:h100", "full"),
+    (8_192, 16, "8x8:h100", "full", "cudnn"),
+    (131_072, 1, "8x8:h100", "full", "cudnn"),
+    (8_192, 16, "16x8:h100", "full", "cudnn"),
+    (131_072, 1, "16x8:h100", "full", "cudnn"),
+    (8_192, 64, "8x8:h100", "full", "cudnn"),
+    (131_072, 4, "8x8:h100", "full", "cudnn"),
+    (8_192, 512, "8x8:h100", "full", "cudnn"),
+    (1_048_576, 4, "8x8:h100", "full", "cudnn"),
+    (8_192, 512, "16x8:h100", "full", "cudnn"),
+    (1_048_576, 4, "16x8:h100", "full", "cudnn"),
+    (8_192, 16, "8x8:h100", "none", "cudnn"),
+    (131_072, 1, "8x8:h100", "none", "cudnn"),
+    (8_192, 16, "8:h100", "full", "cudnn"),
+    (131_072, 1, "8:h100", "full", "cudnn"),
+    (8_192, 16, "8x8:h100", "full", "plain"),
+    (131_072, 1, "8x8:h100", "full", "plain"),
+    (8_192, 16, "16x8:h100", "full", "plain"),
+    (131_072, 1, "16x8:h100", "full", "plain"),
+    (8_192, 512, "8x8:h100", "full", "plain"),
+    (1_048_576, 4, "8x8:h100", "full", "plain"),
+    (8_192, 512, "16x8:h100", "full", "plain"),
+    (1_048_576, 4, "16x8:h100", "full", "plain"),
 )
 
 
 def figures(
-    sequence: int, batch: int, cluster: str, remat: str, seconds: float
+    sequence: int, batch: int, cluster: str, remat: str, attention: str, seconds: float
 ) -> dict[str, Any]:
     """The figures of one row."""
     run = decoder.Run(
@@ -57,11 +66,12 @@ def figures(
         batch=batch,
         dtype="bfloat16",
         remat=remat,
-        attention="cudnn",
+        attention=attention,
     )
     step, args = decoder.train_step(large.LANGUAGE["llama-8b"].model, run)
     found: dict[str, Any] = {
         "sequence": sequence, "rows": batch, "cluster": cluster, "remat": remat,
+        "attention": attention,
     }  # fmt: skip
     begin = time.process_time()
     try:
@@ -83,6 +93,7 @@ def figures(
         "most_repeated": max((axis.repeated for axis in worth.axes), default=0.0),
         "memory_bytes": plan.predicted.peak_memory_bytes,
         "scheme": worth.scheme,
+        "attention_kernel": plan.attention_kernel,
         "decided": list(plan.decided),
         "kept": plan.remat.level if plan.remat != AS_WRITTEN else "",
     }
@@ -100,23 +111,30 @@ def figures(
 
 def _same_tokens(row: dict[str, Any]) -> tuple[Any, ...]:
     """What a row has in common with the row to compare it with."""
-    return row["sequence"] * row["rows"], row["cluster"], row["remat"]
+    names = ("cluster", "remat", "attention")
+    return row["sequence"] * row["rows"], *(row[name] for name in names)
 
 
 def table(rows: list[dict[str, Any]]) -> None:
     """Prints the rows."""
     workloads.row(
-        *("tokens", "rows", "cluster", "again", "mesh", "step s", "MFU %"),
+        *("tokens", "rows", "cluster", "again", "attention", "mesh", "step s", "MFU %"),
         *("causal half %", "ratio", "repeats %", "GB", "best by hand s", "scheme"),
     )
-    workloads.row(*["---"] * 13)
+    workloads.row(*["---"] * 14)
     short = {
         _same_tokens(r): r["causal_mfu"]
         for r in rows
         if r["sequence"] == SHORT and "causal_mfu" in r
     }
     for r in rows:
-        first = (f"{r['sequence']:,}", r["rows"], r["cluster"], r["remat"])
+        first = (
+            f"{r['sequence']:,}",
+            r["rows"],
+            r["cluster"],
+            r["remat"],
+            r["attention"],
+        )
         if "refused" in r:
             workloads.row(*first, *[""] * 8, r["refused"])
             continue

@@ -1,7 +1,7 @@
 """Attention in blocks of queries and keys: two primitives, their rules and their work.
 
 `FORWARD` and `BACKWARD` compute the attention that a step writes out as products with a
-softmax between them (`autopar_passes.graph.written_attention` finds it). No array has
+softmax between them (`autopar_passes.graph.attention_blocks` finds it). No array has
 an entry for each pair of tokens: a loop computes one block of scores after another, and
 an online softmax in float32 merges the blocks (Milakov and Gimelshein, "Online
 normalizer calculation for softmax", arXiv 1805.02867; Dao et al., "FlashAttention",
