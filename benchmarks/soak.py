@@ -169,6 +169,8 @@ class Soak:
         now = self.status()
         world, generation = now["world"], now["generation"]
         kinds = [k for k, (least, most) in KINDS.items() if least <= len(world) <= most]
+        if not kinds:
+            raise RuntimeError(f"no world trains: {now}")
         few = "join" in kinds and len(world) < MOST - 1 and self.draw.random() < 0.4
         kind = "join" if few else self.draw.choice(kinds)
         before, step = time.time(), self.step()
