@@ -15,8 +15,11 @@ send. Besides the plan's own prediction, the rows have the predicted seconds of 
 whose devices compute ``--faster`` times as fast.
 
 ``--steps``: the held-out loss after so many steps, unshaped, with two simulated devices
-of one process. Of the way ``none``, all ``--seeds`` are trained, on one device, for the
-spread of the loss; of the other ways the first ``--coded-seeds`` of them.
+of one process. It is the loss of a program without codecs. The row also has the mean
+loss of the last ``--last`` training steps, with codecs. Clicks are drawn anew for each
+step, so that this is the loss of data that the model has not seen. Of the way ``none``,
+all ``--seeds`` are trained, on one device, for the spread of the loss; of the other
+ways the first ``--coded-seeds`` of them.
 """
 
 from __future__ import annotations
@@ -156,6 +159,7 @@ def staged(
         schedule="1f1b",
         microbatches=options.microbatches,
         cut_codecs=way,
+        cut_error_budget=options.budget if way == "auto" else None,
         seconds=2.0,
     )
 
@@ -178,7 +182,7 @@ def pace(options: argparse.Namespace, rate_mbit: float, idle: Any) -> None:
             step = staged(workload, way, cluster, options)
             state = start(step, workload)
             worker.set_rate(rate_mbit)
-            state, _ = run(step, state, workload, 0, WARM)
+            state, *_ = run(step, state, workload, 0, WARM)
             times: list[float] = []
             work = functools.partial(_measured, step, state, workload, times)
             sent, _ = worker.measure(work, idle)
@@ -204,18 +208,18 @@ def pace(options: argparse.Namespace, rate_mbit: float, idle: Any) -> None:
 
 def run(
     step: Any, state: Any, workload: Any, first: int, count: int
-) -> tuple[Any, list[float]]:
-    """Runs steps; returns the state and the seconds of each."""
-    times: list[float] = []
+) -> tuple[Any, list[float], list[float]]:
+    """Runs steps; returns the state, and the seconds and the loss of each."""
+    times, found = list[float](), list[float]()
     for number in range(first, first + count):
         data = workload.batch(number, jax.process_index(), jax.process_count())
         if jax.process_count() > 1:
             worker.barrier()
         begin = time.perf_counter()
         state, metrics = step(state, data)
-        float(metrics["loss"])
+        found.append(float(metrics["loss"]))
         times.append(time.perf_counter() - begin)
-    return state, times
+    return state, times, found
 
 
 def _measured(step: Any, state: Any, workload: Any, times: list[float]) -> None:
@@ -270,6 +274,7 @@ def _predicted(
     plan = autopar.plan(
         workload.step, *args, cluster=cluster, stages=HOSTS, schedule="1f1b",
         microbatches=options.microbatches, cut_codecs=way, seconds=2.0,
+        cut_error_budget=options.budget if way == "auto" else None,
     )  # fmt: skip
     (link,) = links(bind_stages(analyse(workload.step, args), plan, cluster))
     return {
@@ -319,11 +324,14 @@ def _trained(
         cluster = clusters.described(rate, HOSTS, clusters.load(None))
         step = staged(workload, way, cluster, options)
         state = start(step, workload)
+    seen: list[float] = []
     for first in range(0, options.steps, options.turn):
         count = min(options.turn, options.steps - first)
-        state, _ = run(step, state, workload, first, count)
+        state, _, found = run(step, state, workload, first, count)
+        seen += found
         params = jax.device_get(state.params)
         row["points"].append((first + count, float(evaluate(params, held_out))))
+    row["last"] = statistics.fmean(seen[-options.last :])
     if way != EXACT:
         data = step.plan.pipeline
         row["codecs"] = [data.activation_codecs, data.cotangent_codecs]
@@ -349,7 +357,9 @@ def parse() -> argparse.Namespace:
     add("--rates", type=float, nargs="*", default=[100.0])
     add("--models", nargs="+", default=list(MODELS))
     add("--ways", nargs="+", default=list(WAYS))
+    add("--budget", type=float, help="cut_error_budget of auto")
     add("--steps", type=int, default=0, help="of a training; 0: no losses")
+    add("--last", type=int, default=200, help="steps with a mean training loss")
     add("--turn", type=int, default=500, help="steps between losses")
     add("--seeds", type=int, nargs="*", default=[0, 1, 2])
     add("--coded-seeds", type=int, default=1)
