@@ -130,7 +130,7 @@ def plan(
         ``int4/int8``, for activations and for cotangents; or a dictionary of the two
         (page 'Pipeline stages' of the documentation).
       cut_error_budget: for ``cut_codecs='auto'``, the largest relative error of the
-        codecs of all stage cuts together; None: 0.055.
+        codecs of all stage cuts together; None: 0.045.
       kwargs: the step's arguments that are given by name.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.

@@ -180,7 +180,7 @@ OPTIONS: Mapping[str, Option] = {
     "cut_error_budget": Option(
         default=None,
         text="for ``cut_codecs='auto'``, the largest relative error of the codecs of "
-        "all stage cuts together; None: 0.055",
+        "all stage cuts together; None: 0.045",
         expected="a number of at least 0, such as 0.1",
         effect=LIMITS,
         metavar="X",

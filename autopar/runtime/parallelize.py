@@ -224,7 +224,7 @@ def parallelize(
         ``int4/int8``, for activations and for cotangents; or a dictionary of the two
         (page 'Pipeline stages' of the documentation).
       cut_error_budget: for ``cut_codecs='auto'``, the largest relative error of the
-        codecs of all stage cuts together; None: 0.055.
+        codecs of all stage cuts together; None: 0.045.
       layouts: a plan whose layouts are kept, or its JSON file; only the codecs are
         chosen. It may be of another batch size, and edited (page 'Plan files' of the
         documentation).

@@ -44,14 +44,15 @@ from autopar_solver import (
 )
 
 # Errors of cotangents harm less, because they are about independent and cancel in the
-# gradients of weights (docs/pipelines.md, `python benchmarks/network/cut_codecs.py`).
+# gradients of weights. `python benchmarks/network/cut_codecs.py` shows the loss with
+# codecs in one direction, such as ``--ways eden:levels=16/dense dense/eden:levels=8``.
 COTANGENT_WEIGHT = 0.2
-# The default budget allows int8 for activations and eden with 6 levels for cotangents,
+# The default budget allows int8 for activations and eden with 8 levels for cotangents,
 # at one cut.
-DEFAULT_CUT_BUDGET = 0.055
+DEFAULT_CUT_BUDGET = 0.045
 # The codecs to choose from, those of most bytes first. fp8 has three times the error of
 # int8 at equal bytes.
-OFFERED = ("int8", "eden:levels=32", "eden:levels=16", "eden:levels=6")
+OFFERED = ("int8", *(f"eden:levels={n}" for n in (32, 16, 8, 6)))
 # A step counts as no longer if it is longer by at most this fraction.
 _SAME = 1e-3
 
@@ -60,7 +61,7 @@ def smallest_codec(most: float, offered: Sequence[str] = OFFERED) -> str:
     """The codec of the fewest bytes with an error of at most ``most``, as text.
 
     >>> smallest_codec(0.2), smallest_codec(0.001)
-    ('eden:levels=16', 'dense')
+    ('eden:levels=8', 'dense')
     """
     fitting = [t for t in offered if parse_codec(t).error((1, 1)) <= most]
     return fitting[-1] if fitting else EXACT

@@ -90,7 +90,7 @@ def test_the_choice_is_the_fastest_within_the_budget(budget: float | None) -> No
 
 def test_with_a_larger_budget_one_cut_sends_an_eighth_of_the_bytes() -> None:
     asked: dict[str, Any] = {"width": 128, "microbatches": 1, "cut_codecs": "auto"}
-    assert codecs_of(planned(SLOW, **asked)) == ("int8", "eden:levels=6")
+    assert codecs_of(planned(SLOW, **asked)) == ("int8", "eden:levels=8")
     plan = planned(SLOW, **asked, cut_error_budget=0.08)
     assert codecs_of(plan) == ("eden:levels=32", "eden:levels=6")
     codes = [CutCode(c, (ROWS, 128), "float32") for c in codecs_of(plan)]
