@@ -378,8 +378,10 @@ class _Simulation:
         if not ends:
             return
         lose = getattr(self._jobs[name], "lose_state", None)
-        gone = len(ends) == len(held) and lose is not None
-        self._stands[name] = max(ends) + (lose() if gone else 0.0)
+        fence_s = 0.0
+        if lose is not None and len(ends) == len(held):
+            fence_s = lose()
+        self._stands[name] = max(ends) + fence_s
 
     def _lose(self, name: str, node: int) -> None:
         """Takes a node from a job; a job that can, continues on its other nodes."""
