@@ -50,6 +50,9 @@ from autopar_passes.rules.factor_rule import FactorRule
 
 # The dtypes and the elements of a head for which cuDNN has kernels on all GPUs.
 _CUDNN_DTYPES, _CUDNN_ELEMENTS = {"bfloat16", "float16"}, range(8, 129, 8)
+# The sizes of scores for which a map is compared with a scale: a limit on scores, or a
+# number that is added to them, is seen.
+_SCORES = 10.0 ** np.arange(-3, 9)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -232,7 +235,11 @@ class _Group:
             return None
         if form.precision is not None or elements.pop() not in _CUDNN_ELEMENTS:
             return None
-        return _scale_of(form.scores, len(form.operands) - 3)
+        positions = [
+            ("k" if label == self.products.keys else "q", dtype)
+            for _, label, dtype in list(self.scores.leaves)[1:]
+        ]
+        return _scale_of(form.scores, positions, np.flatnonzero(hidden != 1) - own)
 
     def _on_cudnn(
         self,
@@ -384,18 +391,28 @@ class _Back:
     place: int
 
 
-def _scale_of(scores: ScoreMap, leaves: int) -> float | None:
-    """The scale of scores; None if unmasked scores are not only scaled."""
-    positions = jnp.zeros((1, 1, 1, 1), jnp.int32)
+def _scale_of(
+    scores: ScoreMap, positions: Sequence[tuple[str, str]], seen: np.ndarray
+) -> float | None:
+    """The scale of scores; None if scores that are seen are not only scaled.
+
+    Args:
+      scores: operators that read positions only, and depend on their difference only.
+      positions: for each array that they read, 'q' or 'k', and its dtype.
+      seen: the differences of positions that no mask hides.
+    """
+    places = {"q": np.maximum(seen, 0), "k": np.maximum(-seen, 0)}
+    sizes = np.concatenate([-_SCORES, _SCORES])
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        given = jnp.asarray([-3.0, -0.5, 0.0, 0.25, 2.0]).reshape(1, 1, 1, -1)
-        steps = blockwise.run_steps(
-            scores.steps, [given, *[positions] * leaves], wide=True
-        )
-        x, y = (np.ravel(np.asarray(a, float)) for a in (given, steps[scores.result]))
-    scale = float(y[-1] / x[-1])
-    close = np.allclose(y, scale * x, rtol=1e-6, atol=1e-6 * abs(scale))
-    return scale if close and scale > 0 else None
+        given = [jnp.asarray(sizes, jnp.float32).reshape(1, 1, 1, -1)]
+        given += [
+            jnp.asarray(places[name], dtype).reshape(1, 1, -1, 1)
+            for name, dtype in positions
+        ]
+        made = blockwise.run_steps(scores.steps, given, wide=True)
+        y = np.asarray(made[scores.result], float).reshape(-1, len(sizes))
+    scale = float(y[0, -1] / sizes[-1])
+    return scale if scale > 0 and np.allclose(y, scale * sizes, 1e-5, 0) else None
 
 
 def _heads_first(labels: Sequence[str]) -> tuple[list[str], list[str]]:

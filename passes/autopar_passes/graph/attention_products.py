@@ -140,6 +140,45 @@ class Search:
             if all(f in label for factors in dims for f in factors):
                 known[value] = tuple(tuple(label[f] for f in fs) for fs in dims)
 
+    def read_labels(
+        self, eqn: Equation, value: int, labels: Labels, known: Mapping[int, Labels]
+    ) -> list[Labels]:
+        """The labels of the operands of an equation, from those of a result.
+
+        An array may be read several times, each time with other labels: positions that
+        a mask compares belong to queries and to keys.
+
+        Args:
+          eqn: the equation.
+          value: the result.
+          labels: its labels.
+          known: labels of operands, for the dimensions that a reduction removes.
+
+        Raises:
+          RefusedError: the labels do not follow.
+        """
+        if eqn.primitive == BARRIER:
+            return [labels] * len(eqn.inputs)
+        joined = RefusedError("dimensions of its scores are joined or split")
+        rule, label = self.rules.get(eqn.index), dict[int, str]()
+        if rule is None:
+            raise joined
+        for factors, names in zip(
+            rule.results[eqn.outputs.index(value)], labels, strict=True
+        ):
+            if len(factors) == len(names):
+                label.update(zip(factors, names, strict=True))
+        found: list[Labels] = []
+        for atom, dims in zip(eqn.inputs, rule.operands, strict=True):
+            if eqn.primitive in REDUCTIONS and isinstance(atom, int) and atom in known:
+                for factors, names in zip(dims, known[atom], strict=True):
+                    for factor, name in zip(factors, names, strict=False):
+                        label.setdefault(factor, name)
+            if not all(f in label for factors in dims for f in factors):
+                raise joined
+            found.append(tuple(tuple(label[f] for f in fs) for fs in dims))
+        return found
+
 
 def hashable(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The parameters of an equation, sorted, as a key."""

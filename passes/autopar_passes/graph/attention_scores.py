@@ -21,7 +21,7 @@ from autopar_passes.graph.attention_products import (
     RefusedError,
     hashable,
 )
-from autopar_passes.graph.score_masks import hidden_differences, is_causal
+from autopar_passes.graph.score_masks import hidden_differences, holds, is_causal
 from autopar_passes.program.equal_leaves import ELEMENTWISE
 from autopar_passes.program.equations import Atom, Equation, Scalar
 from autopar_passes.program.flatten import Builder
@@ -34,9 +34,18 @@ from autopar_passes.rules.blockwise import (
     Step,
 )
 
-# Sizes of (b, g, q, k) for which equations are compared, and the largest difference,
-# relative to the largest element.
-_SIZES, _TOLERANCE = (2, 2, 5, 6), 1e-4
+# Sizes of (b, g, q, k) for which equations are compared.
+_SIZES = (2, 2, 5, 6)
+# The standard deviations of scores. Wide scores have weights from 0 to 1, so that a
+# limit on weights, or a small number that is added to a sum, is seen.
+_SPREADS = (1.0, 30.0)
+# The largest differences in float64: relative, and as a share of a row's gradient.
+_TOLERANCE, _ROUNDING = 1e-6, 1e-12
+# The shares of keys that a random mask keeps in a row: rows may be hidden altogether.
+_KEPT = (0.0, 0.5, 0.8, 1.0)
+_SOFTMAX_BITS = 32
+# The magnitudes of a row's gradient, as powers of ten: a limit on gradients is seen.
+_MAGNITUDES = (-6.0, 6.0)
 
 
 # What was compared -> whether it agreed.
@@ -67,8 +76,13 @@ def find_scores(products: Products, checked: Checked) -> Scores:
             checked[check] = _agrees(steps, made, *ends)
         if not checked[check]:
             continue
-        if jnp.finfo(dtype).bits < 32:
-            raise RefusedError(f"its softmax is computed in {dtype}")
+        wide = [
+            products.values[products.query].dtype,
+            products.values[products.product.outputs[0]].dtype,
+        ]
+        for own in [dtype, *(x for x in wide if jnp.finfo(x).bits > _SOFTMAX_BITS)]:
+            if jnp.finfo(own).bits != _SOFTMAX_BITS:
+                raise RefusedError(f"its softmax is computed in {own}")
         return Scores(products, operand)
     raise RefusedError(
         "what is computed between its products is not a softmax, or not the "
@@ -114,16 +128,18 @@ class _Slice:
         self.given: dict[Any, int] = {}
         self.arrays: list[tuple[Labels, Any]] = []
         self.steps: list[tuple[Any, ...]] = []
-        self.known: dict[int, Any] = {}
-        self._leaf(first, "scores")
+        # Values, with the labels with which they are read.
+        self.known: dict[tuple[int, Labels], Any] = {}
+        self.products = {first}
+        self._leaf(first, group.labels[first], "scores")
 
-    def _leaf(self, value: int, key: Any) -> Any:
-        labels = self.group.labels[value]
-        number = self.given.setdefault((key, _set(labels)), len(self.given))
+    def _leaf(self, value: int, labels: Labels, key: Any) -> Any:
+        names = tuple(n for dims in labels for n in dims)
+        number = self.given.setdefault((key, names), len(self.given))
         if number == len(self.arrays):
             self.arrays.append((labels, self.group.values[value].dtype))
-        self.known[value] = ("given", number)
-        return self.known[value]
+        self.known[value, labels] = ("given", number)
+        return self.known[value, labels]
 
     def stop_at_gradient(self, product: Equation) -> None:
         """Lets slices end at the gradient of the weights."""
@@ -134,7 +150,8 @@ class _Slice:
             self.group.labels[scores]
         ):
             raise RefusedError("the gradient of its weights has other dimensions")
-        self._leaf(made, "gradient")
+        self.products.add(made)
+        self._leaf(made, self.group.labels[made], "gradient")
 
     def _label(self, value: int) -> None:
         """Labels a value from its readers."""
@@ -154,44 +171,47 @@ class _Slice:
                     self.group.search.spread(eqn, labels)
 
     def of(self, atom: Atom) -> Any:
-        """The number of a value, as an operand of steps."""
+        """The number of a value of known labels, as an operand of steps."""
         if isinstance(atom, Scalar):
             return _constant(atom)
-        if atom in self.known:
-            return self.known[atom]
+        if atom not in self.group.labels:
+            raise RefusedError("dimensions of its scores are joined or split")
+        return self._of(atom, self.group.labels[atom])
+
+    def _of(self, atom: Atom, own: Labels) -> Any:
+        if isinstance(atom, Scalar):
+            return _constant(atom)
+        if (atom, own) in self.known:
+            return self.known[atom, own]
+        if atom in self.products:
+            raise RefusedError("its scores are read in several orders of dimensions")
         group, labels = self.group, self.group.labels
         eqn = group.maker.get(atom)
         if eqn is not None and eqn.primitive == BARRIER:
-            given = eqn.inputs[eqn.outputs.index(atom)]
-            group.search.spread(eqn, labels)
-            self.known[atom] = self.of(given)
-            return self.known[atom]
-        if atom not in labels:
-            raise RefusedError("dimensions of its scores are joined or split")
+            made = self._of(eqn.inputs[eqn.outputs.index(atom)], own)
+            self.known[atom, own] = made
+            return made
         if (
             eqn is None
             or eqn.primitive not in FOLLOWED
             or not (eqn.primitive in LAYOUTS or self._reaches(atom))
         ):
-            return self._leaf(atom, group.search.key(atom))
-        group.search.spread(eqn, labels)
-        read = tuple(self.of(a) for a in eqn.inputs)
-        if eqn.primitive in LAYOUTS:
-            self.known[atom] = read[0]
-            return read[0]
+            return self._leaf(atom, own, group.search.key(atom))
+        given = group.search.read_labels(eqn, atom, own, labels)
+        read = tuple(map(self._of, eqn.inputs, given))
         axes: tuple[int, ...] = ()
         if eqn.primitive in REDUCTIONS:
-            (given,) = eqn.arrays
-            names = [n for a in eqn.params["axes"] for n in labels[given][a]]
+            names = [n for a in eqn.params["axes"] for n in given[0][a]]
             axes = tuple(_axis(n, group) for n in names)
-            if not axes:  # of dimensions of size one
-                self.known[atom] = read[0]
-                return read[0]
-            if axes != (3,):
+            if axes not in ((), (3,)):
                 raise RefusedError("its scores are reduced in several ways")
+        # Reductions of dimensions of size one do nothing.
+        if eqn.primitive in LAYOUTS or (eqn.primitive in REDUCTIONS and not axes):
+            self.known[atom, own] = read[0]
+            return read[0]
         self.steps.append((eqn.source.primitive, hashable(eqn.params), read, axes))
-        self.known[atom] = ("step", len(self.steps) - 1)
-        return self.known[atom]
+        self.known[atom, own] = ("step", len(self.steps) - 1)
+        return self.known[atom, own]
 
     def _reaches(self, value: int) -> bool:
         size = self.group.search.size(self.group.product)
@@ -239,43 +259,64 @@ def _constant(atom: Scalar) -> Constant:
 def _agrees(
     steps: _Slice, operand: Any, weights: Sequence[Any], tainted: Sequence[Any]
 ) -> bool:
-    """Whether weights are a softmax of an operand, and gradients its gradients."""
+    """Whether weights are a softmax of an operand, and gradients its gradients.
+
+    A row whose scores are all ``-inf`` may have any weights that are NaN or 0.
+    """
     shapes, program = steps.shapes(), steps.numbered()
     at, sizes = steps.place(operand), shapes[0][0]
-    random = np.random.default_rng(0)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        given = [_random(random, *x) for x in shapes]
+    numbers = {key: n for (key, _), n in steps.given.items()}
 
-        def run(scores: Any) -> list[Any]:
-            made = blockwise.run_steps(program, [scores, *given[1:]], sizes, wide=True)
-            return [jnp.broadcast_to(x, sizes) for x in made]
+    def run(scores: Any, given: Sequence[Any]) -> list[Any]:
+        made = blockwise.run_steps(program, [scores, *given[1:]], sizes, wide=True)
+        return [jnp.broadcast_to(x, sizes) for x in made]
 
-        made = run(given[0])
+    @jax.jit
+    def compare(given: Sequence[Any]) -> list[Any]:
+        made = run(given[0], given)
+        dead = (made[at] == -jnp.inf).all(-1, keepdims=True)
         expected, pull = jax.vjp(
-            lambda x: jax.nn.softmax(run(x)[at], axis=-1), given[0]
+            lambda x: jax.nn.softmax(run(x, given)[at], axis=-1), given[0]
         )
-        if not all(_close(made[steps.place(x)], expected) for x in weights):
-            return False
-        if not tainted:
-            return True
-        numbers = {key: n for (key, _), n in steps.given.items()}
-        (gradient,) = pull(given[numbers["gradient"]])
-        return all(_close(made[steps.place(x)], gradient) for x in tainted)
+        pairs = [(made[steps.place(x)], expected, 1.0) for x in weights]
+        if tainted:
+            gradient = given[numbers["gradient"]]
+            most = jnp.abs(gradient).max(-1, keepdims=True)
+            (found,) = pull(jnp.broadcast_to(gradient, sizes))
+            pairs += [(made[steps.place(x)], found, most) for x in tainted]
+
+        def seen(x: Any) -> Any:
+            return jnp.where(dead & jnp.isnan(x), 0.0, x)
+
+        close = [
+            (jnp.abs(seen(x) - seen(y)) <= _ROUNDING * most + _TOLERANCE * jnp.abs(y))
+            | (seen(x) == seen(y))
+            for x, y, most in pairs
+        ]
+        return [x.all() for x in close]
+
+    random = np.random.default_rng(0)
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(cpu), jax.enable_x64(True):
+        for spread in _SPREADS * 2:
+            given = [_random(random, *x) for x in shapes]
+            rows = random.standard_normal((*sizes[:3], 1))
+            given[0] = spread * (given[0] + rows)
+            if tainted:
+                n = numbers["gradient"]
+                given[n] = given[n] * 10.0 ** random.uniform(*_MAGNITUDES, rows.shape)
+            if not all(map(bool, compare(given))):
+                return False
+    return True
 
 
 def _random(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Any:
     kind = jnp.dtype(dtype)
     if kind == np.bool_:
-        return jnp.asarray(random.random(shape) < 0.7)
+        return random.random(shape) < random.choice(_KEPT, (*shape[:-1], 1))
     if jnp.issubdtype(kind, jnp.floating):
-        return jnp.asarray(random.standard_normal(shape), jnp.float32)
-    return jnp.asarray(random.integers(0, 5, shape), kind)
-
-
-def _close(one: Any, other: Any) -> bool:
-    one, other = np.asarray(one), np.asarray(other)
-    most = max(1e-6, float(np.nanmax(np.abs(other))))
-    return bool(np.allclose(one, other, rtol=0, atol=_TOLERANCE * most, equal_nan=True))
+        return random.standard_normal(shape)
+    return random.integers(0, 5, shape).astype(kind)
 
 
 class Scores:
@@ -296,9 +337,12 @@ class Scores:
         self.group = group
         self.leaves: dict[Any, int] = {}
         self.steps: list[tuple[Any, ...]] = []
-        self.known: dict[int, Any] = {group.product.outputs[0]: ("leaf", 0)}
+        (product,) = group.product.outputs
+        # Values, with the labels with which they are read.
+        self.known: dict[tuple[int, Labels], Any] = {}
+        self.known[product, group.labels[product]] = ("leaf", 0)
         self.leaves["product"] = 0
-        end = self._of(operand)
+        end = self._of(operand, group.labels[operand])
         first = len(self.leaves)
 
         def number(x: Any) -> Any:
@@ -318,22 +362,22 @@ class Scores:
         self.map = ScoreMap(steps, number(end), is_causal(self.hidden))
         self.only_positions = "" not in leaves
 
-    def _of(self, atom: Atom) -> Any:
+    def _of(self, atom: Atom, own: Labels) -> Any:
         if isinstance(atom, Scalar):
             return _constant(atom)
-        if atom in self.known:
-            return self.known[atom]
+        if (atom, own) in self.known:
+            return self.known[atom, own]
         group = self.group
-        search, labels, eqn = group.search, group.labels, group.maker.get(atom)
-        if atom not in labels:
-            raise RefusedError("dimensions of its scores are joined or split")
-        names = _set(labels[atom])
-        pairs = {group.keys, group.queries} <= names
+        eqn = group.maker.get(atom)
+        if eqn is group.product:
+            raise RefusedError("its scores are read in several orders of dimensions")
+        pairs = {group.keys, group.queries} <= _set(own)
         followed = eqn is not None and eqn.primitive in ELEMENTWISE | LAYOUTS
         if eqn is not None and eqn.primitive == IOTA:
-            shape = labels[atom][eqn.params["dimension"]]
+            shape = own[eqn.params["dimension"]]
             if len(shape) == 1:
-                return self._leaf(atom, ("iota", *shape, str(eqn.params["dtype"])))
+                key = ("iota", *shape, str(eqn.params["dtype"]))
+                return self._leaf(atom, own, key)
         floating = group.values[atom].floating
         if not followed and pairs:
             what = "an input" if eqn is None else f"'{eqn.primitive}'"
@@ -341,19 +385,20 @@ class Scores:
                 f"it reads an array from {what} with an entry for each pair of tokens"
             )
         if not followed or (floating and not pairs and not self._constant(atom)):
-            return self._leaf(atom, ("value", atom))
+            return self._leaf(atom, own, ("value", atom, own))
         assert eqn is not None
-        search.spread(eqn, labels)
         if eqn.primitive == BARRIER:
-            self.known[atom] = self._of(eqn.inputs[eqn.outputs.index(atom)])
-            return self.known[atom]
-        read = tuple(self._of(a) for a in eqn.inputs)
+            made = self._of(eqn.inputs[eqn.outputs.index(atom)], own)
+            self.known[atom, own] = made
+            return made
+        given = group.search.read_labels(eqn, atom, own, group.labels)
+        read = tuple(map(self._of, eqn.inputs, given))
         if eqn.primitive in LAYOUTS:
-            self.known[atom] = read[0]
+            self.known[atom, own] = read[0]
             return read[0]
         self.steps.append((eqn.source.primitive, hashable(eqn.params), read))
-        self.known[atom] = ("step", len(self.steps) - 1)
-        return self.known[atom]
+        self.known[atom, own] = ("step", len(self.steps) - 1)
+        return self.known[atom, own]
 
     def _constant(self, value: int) -> bool:
         """Whether a value depends on constants in the program only."""
@@ -365,10 +410,10 @@ class Scores:
             left += eqn.arrays
         return True
 
-    def _leaf(self, value: int, key: Any) -> Any:
+    def _leaf(self, value: int, labels: Labels, key: Any) -> Any:
         number = self.leaves.setdefault(key, len(self.leaves))
-        self.known[value] = ("leaf", number)
-        return self.known[value]
+        self.known[value, labels] = ("leaf", number)
+        return self.known[value, labels]
 
     def operands(
         self, builder: Builder, named: Any
@@ -380,7 +425,7 @@ class Scores:
         for key in list(self.leaves)[1:]:
             if key[0] == "value":
                 arrays.append(key[1])
-                labels.append(named(self.group.labels[key[1]]))
+                labels.append(named(key[2]))
                 continue
             _, label, dtype = key
             size = self.group.size(label)
@@ -399,6 +444,6 @@ def _position(key: Any, group: Products) -> str:
     """What a leaf is: 'product', 'q' or 'k' for positions, '' for anything else."""
     if key == "product":
         return key
-    if key[0] == "iota":
+    if key[0] == "iota" and holds(key[2], group.size(key[1])):
         return {group.keys: "k", group.queries: "q"}.get(key[1], "")
     return ""

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autopar_passes.rules.blockwise import Constant, Step
@@ -92,8 +93,31 @@ def _low(x: Any) -> np.ndarray | None:
     if isinstance(x, _Low):
         return x.known
     if isinstance(x, _Number) and not x.scale:
-        return (x.offset <= _LOW).astype(np.int8)
+        known = np.where(np.abs(x.offset) < -_LOW, 0, -1)
+        return np.where(x.offset <= _LOW, 1, known).astype(np.int8)
     return None
+
+
+def holds(dtype: Any, length: float) -> bool:
+    """Whether a dtype has all whole numbers up to a length, and below zero."""
+    kind = jnp.dtype(dtype)
+    if jnp.issubdtype(kind, jnp.floating):
+        return length <= 2.0 ** (jnp.finfo(kind).nmant + 1)
+    return jnp.issubdtype(kind, jnp.signedinteger) and length <= jnp.iinfo(kind).max
+
+
+def _whole(x: _Number) -> bool:
+    return x.scale == int(x.scale) and bool((x.offset == np.floor(x.offset)).all())
+
+
+def _converted(x: _Number, dtype: Any) -> _Number | None:
+    """A number in another dtype; None if it may be rounded."""
+    most = float(np.abs(np.where(x.offset <= _LOW, 0, x.offset)).max())
+    length = len(x.offset) // 2 + 1
+    exact = _whole(x) and holds(dtype, abs(x.scale) * length + most)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    low = bool((x.offset <= _LOW).any())
+    return x if exact and (floating or not low) else None
 
 
 _COMPARED: dict[str, Any] = {
@@ -112,11 +136,15 @@ def _abstract(step: Step, read: list[Any]) -> Any:
         if isinstance(read[0], _Truth) and new != np.bool_:
             known = read[0].known
             return None if (known < 0).any() else _Number(0.0, known.astype(float))
+        if isinstance(read[0], _Number) and new is not None and new != np.bool_:
+            return _converted(read[0], new)
         return read[0] if new != np.bool_ or isinstance(read[0], _Truth) else None
     if all(isinstance(x, _Truth) for x in read):
         return _logic(name, [x.known for x in read])
     if all(isinstance(x, _Number) for x in read):
         return _arithmetic(name, read)
+    if name == "sub" and isinstance(read[1], _Number):
+        name, read = "add", [read[0], _Number(-read[1].scale, -read[1].offset)]
     low = [_low(x) for x in read]
     if any(x is None for x in low):
         return None
@@ -170,7 +198,8 @@ def _arithmetic(name: str, read: list[_Number]) -> Any:
         return None
     one, other = read
     if name in _COMPARED:
-        if one.scale != other.scale:
+        # Other numbers than whole ones may be rounded.
+        if one.scale != other.scale or not (_whole(one) and _whole(other)):
             return None
         return _Truth(_COMPARED[name](one.offset, other.offset).astype(np.int8))
     if name in ("add", "sub"):

@@ -244,8 +244,8 @@ class Ring:
     ) -> tuple[Array, Array]:
         out, rows = held
         logs = jnp.where(seen, found[1], -jnp.inf)
-        merged = jnp.logaddexp(rows[own], logs)
-        kept, added = (self._by_row(jnp.exp(x - merged)) for x in (rows[own], logs))
+        merged, *shares = blockwise.merge_rows(rows[own], logs)
+        kept, added = map(self._by_row, shares)
         new = kept * out[own] + added * found[0].astype(jnp.float32)
         return out.at[own].set(new), rows.at[own].set(merged)
 

@@ -15,9 +15,14 @@ Dimensions of operands and results have labels:
     g0, g1, ...   further dimensions of the queries, such as the heads of a group
     q, k          the positions of queries and of keys
     d, e          the elements of queries and keys, and of values
+    t             the two numbers of a row that stand for its log-sum-exp
 
 A dimension of size one may have the label ''. Within the primitives, arrays have the
 dimensions (b, g, sequence, elements), and scores have (b, g, q, k).
+
+The log-sum-exp of a row is kept as its largest score, and the logarithm of the sum of
+the exponentials of the differences to it. One number would lose the second part if a
+mask sets all scores of a row to a number as low as -1e9.
 
 A row whose scores are all ``-inf`` gets the output 0, where a written-out softmax gives
 NaN.
@@ -67,6 +72,8 @@ EFFICIENCY = 0.6
 # Products of the backward pass, which computes scores again, and of the forward pass.
 _BACKWARD_PRODUCTS = 2.5
 _HALVED = 0.5
+# The dimensions of the log-sum-exp of rows: batch, heads and sequence.
+_ROW_DIMS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +114,7 @@ def run_steps(
       steps: the operators.
       given: the arrays that they read.
       sizes: the sizes of the dimensions, if there are reductions.
-      wide: whether numbers of narrow floating-point types are kept in float32.
+      wide: whether floating-point numbers are in JAX's widest type, float32 or float64.
 
     Returns:
       The given arrays, and the result of each operator.
@@ -135,15 +142,17 @@ def _run_step(
             for axis, (size, own) in enumerate(zip(sizes, x.shape, strict=True))
         ]
         reduce = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
-        return reduce[name](jnp.broadcast_to(x, shape), step.axes, keepdims=True)
+        made = reduce[name](jnp.broadcast_to(x, shape), step.axes, keepdims=True)
+        return made.astype(x.dtype)
     if wide:
+        widest = jnp.result_type(float)
         read = [
-            x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            x.astype(widest) if jnp.issubdtype(x.dtype, jnp.floating) else x
             for x in read
         ]
         new = params.get("new_dtype")
         if new is not None and jnp.issubdtype(new, jnp.floating):
-            params["new_dtype"] = np.dtype(np.float32)
+            params["new_dtype"] = np.dtype(widest)
     shape = np.broadcast_shapes(*(x.shape for x in read))
     read = [jnp.broadcast_to(x, shape) for x in read]
     return step.primitive.bind(*read, **params)
@@ -201,11 +210,11 @@ class Form:
     @property
     def rows(self) -> tuple[str, ...]:
         """The labels of the log-sum-exp of rows."""
-        return tuple(x for x in self.out if x and x != "e")
+        return (*(x for x in self.out if x and x != "e"), "t")
 
 
 # Places of labels in an array of queries, keys or values.
-_PLACES = {"b": 0, "g": 1, "q": 2, "k": 2, "d": 3, "e": 3}
+_PLACES = {"b": 0, "g": 1, "q": 2, "k": 2, "d": 3, "e": 3, "t": 3}
 
 
 def _split(form: Form, arrays: Sequence[Array]) -> tuple[list[Array], ...]:
@@ -219,7 +228,7 @@ def _split(form: Form, arrays: Sequence[Array]) -> tuple[list[Array], ...]:
 
 
 def _label_sizes(form: Form, arrays: Sequence[Array]) -> dict[str, int]:
-    return {
+    return {"t": 2} | {
         name: size
         for labels, array in zip(form.operands, arrays, strict=False)
         for name, size in zip(labels, array.shape, strict=True)
@@ -271,8 +280,8 @@ def _back(
 
 
 def _side(length: int, most: int) -> int:
-    """The largest divisor of a length that is at most ``most``."""
-    return max(n for n in range(1, min(length, most) + 1) if length % n == 0)
+    """The size of as few equal blocks as there may be; the last one may be padded."""
+    return math.ceil(length / math.ceil(length / most))
 
 
 def _sides(own: Sequence[Array], moved: Sequence[Array]) -> tuple[int, int]:
@@ -281,18 +290,32 @@ def _sides(own: Sequence[Array], moved: Sequence[Array]) -> tuple[int, int]:
     return _side(rows, most), _side(moved[0].shape[2], most)
 
 
-def _cut(x: Array, side: int) -> Array:
-    """Cuts the sequence into blocks, stacked along a new first dimension."""
+def _cut(x: Array, side: int, mode: str = "edge") -> Array:
+    """Cuts the sequence into blocks, stacked along a new first dimension.
+
+    The last block is padded by its last row, which is a row without NaN, or by zeros.
+    """
     b, g, s, d = x.shape
     if s == 1 and side > 1:
         return x[None]
+    if s % side:
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, -s % side), (0, 0)), mode)
+        s = x.shape[2]
     return jnp.moveaxis(x.reshape(b, g, s // side, side, d), 2, 0)
 
 
-def _joined(x: Array) -> Array:
+def _joined(x: Array, length: int) -> Array:
     """The inverse of `_cut`."""
     n, b, g, side, d = x.shape
-    return jnp.moveaxis(x, 0, 2).reshape(b, g, n * side, d)
+    return jnp.moveaxis(x, 0, 2).reshape(b, g, n * side, d)[:, :, :length]
+
+
+def _unpadded(z: Array, block: Any, length: int) -> Array:
+    """The scores of a block of keys, ``-inf`` for those that pad the sequence."""
+    side = z.shape[-1]
+    if length % side == 0:
+        return z
+    return jnp.where(block * side + jnp.arange(side) < length, z, -jnp.inf)
 
 
 def _pairs(rows: int, columns: int, causal: bool) -> np.ndarray:
@@ -345,7 +368,7 @@ class Blocks:
     def forward(
         self, own: Sequence[Array], moved: Sequence[Array], causal: bool
     ) -> tuple[Array, Array]:
-        """The output in float32, and the log-sum-exp of each row (b, g, q).
+        """The output in float32, and the log-sum-exp of each row (b, g, q, 2).
 
         Args:
           own: queries, and what goes with them, each (b, g, q, elements).
@@ -368,6 +391,7 @@ class Blocks:
             i, j = at[0], at[1]
             keys = [x[j] for x in columns]
             z, _ = self._scores([x[i] for x in rows], keys)
+            z = _unpadded(z, j, moved[0].shape[2])
             acc, top, total = (x[i] for x in held)
             new = jnp.maximum(top, z.max(-1, keepdims=True))
             safe = jnp.where(new == -jnp.inf, 0.0, new)
@@ -384,8 +408,9 @@ class Blocks:
 
         pairs = _pairs(rows[0].shape[0], columns[0].shape[0], causal)
         acc, top, total = self._over(step, first, pairs)
-        out = _joined(acc / jnp.where(total == 0, 1.0, total))
-        return out, _joined(top + jnp.log(total))[..., 0]
+        length = own[0].shape[2]
+        out = _joined(acc / jnp.where(total == 0, 1.0, total), length)
+        return out, _joined(jnp.concatenate([top, jnp.log(total)], -1), length)
 
     def backward(
         self,
@@ -410,8 +435,12 @@ class Blocks:
         turned = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(
             -1, keepdims=True
         )
-        beside = gradient, turned, logs[..., None]
-        rows = [_cut(x, side) for x in (*own, *beside)]
+        dead = logs[..., :1] == -jnp.inf
+        rows = [
+            *(_cut(x, side) for x in own),
+            *(_cut(x, side, "constant") for x in (gradient, turned)),
+            _cut(jnp.where(dead, 0.0, logs), side),
+        ]
         columns = [_cut(x, other) for x in moved]
         first = tuple(jnp.zeros(x.shape, jnp.float32) for x in (rows[0], *columns[:2]))
 
@@ -420,7 +449,8 @@ class Blocks:
             *mine, given, turned, logs = (x[i] for x in rows)
             keys = [x[j] for x in columns]
             z, pull = self._scores(mine, keys)
-            weights = jnp.exp(z - jnp.where(logs == -jnp.inf, 0.0, logs))
+            z = _unpadded(z, j, moved[0].shape[2])
+            weights = jnp.exp((z - logs[..., :1]) - logs[..., 1:])
             of_weights = self._product("bgqe,bhke->bgqk", given, keys[1])
             ds = pull(weights * (of_weights - turned)).astype(self.form.product_dtype)
             weights = weights.astype(self.form.weight_dtype)
@@ -436,7 +466,9 @@ class Blocks:
 
         pairs = _pairs(rows[0].shape[0], columns[0].shape[0], causal)
         of_query, of_key, of_value = self._over(step, first, pairs)
-        return _joined(of_query), _joined(of_key), _joined(of_value)
+        found = zip((of_query, of_key, of_value), (own[0], *moved[:2]), strict=True)
+        of_query, of_key, of_value = (_joined(x, y.shape[2]) for x, y in found)
+        return of_query, of_key, of_value
 
     def _over(self, step: Any, first: Any, pairs: np.ndarray) -> Any:
         if len(pairs) == 1:
@@ -451,6 +483,26 @@ class Blocks:
             precision=self.form.precision,
             preferred_element_type=jnp.float32,
         )
+
+
+def merge_rows(one: Array, other: Array) -> tuple[Array, Array, Array]:
+    """The log-sum-exp of two parts of each row, and the share of each part.
+
+    Rows have shape (batch, heads, sequence), or one more dimension for the two
+    numbers that blocks have. The shares of a row without scores are 0.
+    """
+    pairs = one.ndim > _ROW_DIMS
+    tops, logs = zip(
+        *((x[..., 0], x[..., 1]) if pairs else (x, 0.0) for x in (one, other)),
+        strict=True,
+    )
+    top = jnp.maximum(*tops)
+    safe = jnp.where(top == -jnp.inf, 0.0, top)
+    first, second = (jnp.exp(t - safe + x) for t, x in zip(tops, logs, strict=True))
+    total = first + second
+    log, whole = jnp.log(total), jnp.where(total == 0, 1.0, total)
+    merged = jnp.stack((top, log), -1) if pairs else top + log
+    return merged, first / whole, second / whole
 
 
 def _shape(labels: Sequence[str], sizes: dict[str, int]) -> tuple[int, ...]:
@@ -486,7 +538,7 @@ def run(
         logs, out, gradient = rest
         places = [
             _in_places(form.out, out, sizes),
-            _in_places(form.rows, logs, sizes)[..., 0],
+            _in_places(form.rows, logs, sizes),
             _in_places(form.given, gradient, sizes),
         ]
         made, like = backward(blocks.backward, own, moved, *places), form.gradients
@@ -556,7 +608,7 @@ def rule(
     Queries and keys have the same positions, which are one factor.
     """
     sizes = _label_sizes(form, operands)
-    names = sorted(n for n in sizes if n not in ("k",) and sizes[n] > 1)
+    names = sorted(n for n in sizes if n != "k" and sizes[n] > 1)
     number = {n: f for f, n in enumerate(names)}
     if "q" in number:
         number["k"] = number["q"]
@@ -564,6 +616,7 @@ def rule(
         "q": FactorKind.EXCHANGED,
         "d": FactorKind.BLOCKED,
         "e": FactorKind.BLOCKED,
+        "t": FactorKind.BLOCKED,
     }
 
     def dims(labels: Sequence[str]) -> Dims:

@@ -37,6 +37,23 @@ def attention(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
+def left_padded(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention whose first queries see no key that is not padding."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    real = jnp.arange(SEQ) >= jnp.asarray([0, 1, 6, 20])[:, None, None, None]
+    seen = real & jnp.tril(jnp.ones((SEQ, SEQ), bool))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def right_padded(q: Any, k: Any, v: Any) -> Any:
+    """Attention in which several devices have nothing but padding."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    real = jnp.arange(SEQ) < jnp.asarray([SEQ, 1, 6, 20])[:, None, None, None]
+    weights = jax.nn.softmax(jnp.where(real, scores, -jnp.inf))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
 def training(attend: Any = attention, *, remat: bool = False) -> Any:
     """A step of a language model, its state, and tokens."""
 
@@ -72,11 +89,20 @@ def training(attend: Any = attention, *, remat: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"microbatches": 2}, {"remat": True}], ids=lambda o: "-".join(o)
+    "options",
+    [
+        {},
+        {"microbatches": 2},
+        {"remat": True},
+        {"attend": left_padded},
+        {"attend": right_padded},
+    ],
+    ids=lambda o: "-".join(getattr(x, "__name__", k) for k, x in o.items()),
 )
 def test_a_split_sequence_trains_as_one_device(options: dict[str, Any]) -> None:
     options = dict(options)
-    step, params, tokens = training(remat=options.pop("remat", False))
+    attend = options.pop("attend", attention)
+    step, params, tokens = training(attend, remat=options.pop("remat", False))
     # Scores of all rows, or of a microbatch, take more than a sixteenth of all memory.
     memory_bytes = 60_000 // options.get("microbatches", 1)
     planned = autopar.parallelize(

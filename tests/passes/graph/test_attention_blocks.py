@@ -84,7 +84,41 @@ def grouped(q: Any, k: Any, v: Any) -> Any:
     return made.reshape(BATCH, SEQ, HEADS, DIM)
 
 
-FOUND = [plain, full, capped, window, slopes, heads_first, grouped]
+def masked_rows(q: Any, k: Any, v: Any) -> Any:
+    """The first queries see no key that is not padding."""
+    padding = jnp.arange(SEQ) >= jnp.arange(BATCH)[:, None] * 3
+    seen = padding[:, None, None] & causal()
+    return mixed(jax.nn.softmax(jnp.where(seen, scores_of(q, k), -1e9)), v)
+
+
+def segments(q: Any, k: Any, v: Any) -> Any:
+    """One array has the segments of queries and of keys."""
+    own = jnp.asarray([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 2]])
+    seen = (own[:, :, None] == own[:, None]) & causal()
+    return mixed(jax.nn.softmax(jnp.where(seen[:, None], scores_of(q, k), -jnp.inf)), v)
+
+
+def both_ways(q: Any, k: Any, v: Any) -> Any:
+    """A mask, and the mask with queries and keys exchanged."""
+    near = jnp.arange(SEQ)[:, None] + 1 >= jnp.arange(SEQ)[None]
+    return mixed(jax.nn.softmax(jnp.where(near & near.T, scores_of(q, k), -1e30)), v)
+
+
+def falling(q: Any, k: Any, v: Any) -> Any:
+    """All heads have the same bias, which is 0 at the query's own position."""
+    away = jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)[None]
+    scores = scores_of(q, k) - 0.5 * away
+    return mixed(jax.nn.softmax(jnp.where(causal(), scores, -1e30)), v)
+
+
+def clipped(q: Any, k: Any, v: Any) -> Any:
+    return mixed(jax.nn.softmax(jnp.clip(scores_of(q, k), -5.0, 5.0)), v)
+
+
+FOUND = [
+    *(plain, full, capped, window, slopes, heads_first, grouped),
+    *(masked_rows, segments, both_ways, falling, clipped),
+]
 
 
 def step(attend: Callable[..., Any], params: Any, x: Any) -> Any:
@@ -117,7 +151,8 @@ def arguments(batch: int = BATCH) -> Any:
 def test_attention_in_blocks_gives_the_same_results(
     attend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blockwise, "_SIDE", 4)
+    """Three blocks of three tokens, of which the last has two."""
+    monkeypatch.setattr(blockwise, "_SIDE", 3)
     args = arguments()
 
     before, after, found = rewritten(functools.partial(step, attend), *args)
@@ -191,6 +226,43 @@ def one_more(q: Any, k: Any, v: Any) -> Any:
     return mixed(weights / (1.0 + weights.sum(-1, keepdims=True)), v)
 
 
+def limited(q: Any, k: Any, v: Any) -> Any:
+    return mixed(jnp.minimum(jax.nn.softmax(scores_of(q, k)), 0.9), v)
+
+
+def without_small(q: Any, k: Any, v: Any) -> Any:
+    weights = jax.nn.softmax(scores_of(q, k))
+    return mixed(jnp.where(weights > 1e-5, weights, 0.0), v)
+
+
+def with_a_larger_sum(q: Any, k: Any, v: Any) -> Any:
+    weights = jnp.exp(scores_of(q, k))
+    return mixed(weights / (1e-6 + weights.sum(-1, keepdims=True)), v)
+
+
+def without_padding(q: Any, k: Any, v: Any) -> Any:
+    """A row of padding has no weights, not equal ones."""
+    seen = jnp.arange(SEQ) < jnp.arange(BATCH)[:, None, None, None] * SEQ
+    return mixed(jax.nn.softmax(jnp.where(seen, scores_of(q, k), -1e9)) * seen, v)
+
+
+def symmetric(q: Any, k: Any, v: Any) -> Any:
+    scores = scores_of(q, k)
+    return mixed(jax.nn.softmax(scores + scores.swapaxes(-1, -2)), v)
+
+
+@jax.custom_vjp
+def limit_gradient(x: Any) -> Any:
+    return x
+
+
+limit_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -9.0, 9.0),))
+
+
+def with_limited_gradient(q: Any, k: Any, v: Any) -> Any:
+    return mixed(jax.nn.softmax(limit_gradient(scores_of(q, k))), v)
+
+
 def watched(q: Any, k: Any, v: Any) -> Any:
     weights = jax.nn.softmax(scores_of(q, k))
     return mixed(weights, v) + weights.max()
@@ -214,6 +286,12 @@ def with_another_gradient(q: Any, k: Any, v: Any) -> Any:
         (in_bfloat16, "softmax is computed in bfloat16"),
         (dropped, "not a softmax"),
         (one_more, "not a softmax"),
+        (limited, "not a softmax"),
+        (without_small, "not a softmax"),
+        (with_a_larger_sum, "not a softmax"),
+        (without_padding, "not a softmax"),
+        (symmetric, "several orders of dimensions"),
+        (with_limited_gradient, "not the gradient of one"),
         (watched, "reduced in several ways"),
         (with_another_gradient, "not the gradient of one"),
     ],
@@ -240,6 +318,37 @@ def test_a_loss_over_classes_is_no_attention() -> None:
     *_, found = rewritten(loss_step, jnp.ones((8, 8)), jnp.ones((2, 8, 8)))
 
     assert found == FoundAttention(0, ())
+
+
+def test_a_softmax_in_float64_stays_as_written() -> None:
+    with jax.enable_x64(True):
+        args = jax.tree.map(lambda x: x.astype(jnp.float64), arguments())
+        *_, found = rewritten(functools.partial(step, plain), *args)
+
+    assert found.replaced == 0
+    assert found.refused == ("its softmax is computed in float64",)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bfloat16", "uint32"])
+def test_rounded_positions_hide_nothing_for_certain(dtype: str) -> None:
+    """A mask of chunks of three tokens is not causal, and bfloat16 rounds positions."""
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        places = jnp.arange(SEQ) / 3 if dtype == "int32" else jnp.arange(SEQ) + 256
+        places = places.astype(dtype)
+        seen = places[:, None] >= places[None]
+        if dtype == "uint32":
+            seen = places[:, None] - places[None] >= jnp.uint32(0)
+        return mixed(jax.nn.softmax(jnp.where(seen, scores_of(q, k), -1e30)), v)
+
+    _, after, found = rewritten(
+        lambda w, x: (w, attend(*(jnp.einsum("bsd,dhk->bshk", x, p) for p in w))),
+        *arguments(),
+    )
+
+    assert found.replaced == 1
+    (eqn,) = (e for e in after.body.equations if e.primitive == blockwise.FORWARD)
+    assert not eqn.params["form"].scores.causal
 
 
 @settings(max_examples=20, deadline=None)
