@@ -101,7 +101,8 @@ def measured(name: str, dtype: str, steps: int, turns: int) -> dict[str, Any]:
                 saved = time.perf_counter()
                 os.sync()
                 read = time.perf_counter()
-                found = held.restore(step, create, jax.random.key(0), batch=first)
+                # A step may have changed dtypes, such as those of a batch norm's means.
+                found = held.restore_into(step, state)
                 jax.block_until_ready(found.state)
                 end = time.perf_counter()
                 held.release()
