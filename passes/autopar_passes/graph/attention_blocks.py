@@ -21,7 +21,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -137,20 +137,7 @@ class _Group:
     def replace(self) -> Region:
         """The region with the primitives of attention in blocks."""
         search, parts, builder = self.search, self.parts, self.builder
-        name = {
-            self.products.keys: "k",
-            self.products.queries: "q",
-            self.products.depth: "d",
-            "E": "e",
-        }
-        batch = [n for n in self.products.names() if n[0] == "B"]
-        groups = [n for n in self.products.rows if n != self.products.queries]
-        name |= {n: f"b{k}" for k, n in enumerate(batch)}
-        name |= {n: f"g{k}" for k, n in enumerate(groups)}
-
-        def named(labels: Labels) -> tuple[str, ...]:
-            return tuple(name[n[0]] if n else "" for n in labels)
-
+        named = self._naming()
         value, value_labels = self.products.value()
         made, operands, leaves = self.scores.operands(builder, named)
         out_labels = self.products.out_labels()
@@ -183,17 +170,37 @@ class _Group:
         else:
             made = []
             forward, backward = self._on_cudnn(form, arrays, back, scale, weights[0])
+        insert: dict[int, list[Equation]] = collections.defaultdict(list)
         replaced = self.products.replaced()
         first = min(search.place[k] for k in replaced)
         if parts.out is not None:
             first = search.place[parts.out[0].index]
-        insert: dict[int, list[Equation]] = collections.defaultdict(list)
         insert[first] += [*made, *forward]
         if back is not None:
             insert[back.place] += backward
+        return self._with_inserted(insert, replaced)
+
+    def _naming(self) -> Callable[[Labels], tuple[str, ...]]:
+        """A function that gives the names of a `Form` to labels of dimensions."""
+        name = {
+            self.products.keys: "k",
+            self.products.queries: "q",
+            self.products.depth: "d",
+            "E": "e",
+        }
+        batch = [n for n in self.products.names() if n[0] == "B"]
+        groups = [n for n in self.products.rows if n != self.products.queries]
+        name |= {n: f"b{k}" for k, n in enumerate(batch)}
+        name |= {n: f"g{k}" for k, n in enumerate(groups)}
+        return lambda labels: tuple(name[n[0]] if n else "" for n in labels)
+
+    def _with_inserted(
+        self, insert: Mapping[int, list[Equation]], replaced: Collection[int]
+    ) -> Region:
+        """The region without replaced equations, and with new ones at their places."""
         equations: list[Equation] = []
-        for k, eqn in enumerate(search.region.equations):
-            equations += insert[k]
+        for k, eqn in enumerate(self.search.region.equations):
+            equations += insert.get(k, ())
             if eqn.index not in replaced:
                 equations.append(eqn)
         return self._checked_region(equations)

@@ -217,7 +217,9 @@ def schema_1(cluster: str = "8:cpu") -> dict[str, Any]:
     (stage,) = data.pop("stages")
     for new in ("structure", "microbatches", "schedule", "checks"):
         del data[new]
-    for new in ("name", "devices", "rematerialisation", "sums_each_microbatch"):
+    for new in (
+        "name", "devices", "gathers", "rematerialisation", "sums_each_microbatch"
+    ):  # fmt: skip
         del stage[new]
     return data | stage | {"schema": 1, "cluster": cluster}
 
