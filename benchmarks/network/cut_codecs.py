@@ -350,6 +350,33 @@ def save(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     options.out.write_text(json.dumps(made, indent=1) + "\n")
 
 
+def measure_on_hosts(script: str, hosts: int, options: argparse.Namespace) -> int:
+    """Runs a benchmark on hosts, if it has rates, and saves the rows of the slowest.
+
+    Args:
+      script: path of the benchmark.
+      hosts: number of hosts.
+      options: of the benchmark; without ``--add``, earlier data are removed.
+
+    Returns:
+      The exit code.
+    """
+    if not options.add and options.out.exists():
+        options.out.unlink()
+    if not options.rates:
+        return 0
+    found, code = bed.run_inside(script, hosts, options.timeout)
+    if not code:
+        slowest = [
+            max(same, key=lambda row: row["step_s"])
+            for same in zip(*found, strict=True)
+        ]
+        save(options, slowest)
+        for row in slowest:
+            print(json.dumps(row))
+    return code
+
+
 def parse() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -384,19 +411,7 @@ def main() -> int:
     if options.inside:
         inside(options)
         return 0
-    if not options.add and options.out.exists():
-        options.out.unlink()
-    code = 0
-    if options.rates:
-        records, code = bed.run_inside(__file__, HOSTS, options.timeout)
-        if not code:
-            slowest = [
-                {**max(same, key=lambda row: row["step_s"])}
-                for same in zip(*records, strict=True)
-            ]
-            save(options, slowest)
-            for row in slowest:
-                print(json.dumps(row))
+    code = measure_on_hosts(__file__, HOSTS, options)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", HOSTS)
     if options.rates:

@@ -106,7 +106,7 @@ def pace(options: argparse.Namespace, rate_mbit: float, idle: Any) -> None:
             step = planned(workload, way, cluster)
             state = cut_codecs.start(step, workload)
             worker.set_rate(rate_mbit)
-            state, _ = cut_codecs.run(step, state, workload, 0, WARM)
+            state, _, _ = cut_codecs.run(step, state, workload, 0, WARM)
             times: list[float] = []
             work = functools.partial(_measured, step, state, workload, times)
             sent, _ = worker.measure(work, idle)
@@ -178,7 +178,7 @@ def _trained(
         step, state = planned_step, cut_codecs.start(planned_step, workload)
     for first in range(0, options.steps, options.turn):
         count = min(options.turn, options.steps - first)
-        state, _ = cut_codecs.run(step, state, workload, first, count)
+        state, _, _ = cut_codecs.run(step, state, workload, first, count)
         params = jax.device_get(state.params)
         row["points"].append((first + count, float(evaluate(params, held_out))))
     if way not in (FREE, EXACT):
@@ -219,19 +219,7 @@ def main() -> int:
     if options.inside:
         inside(options)
         return 0
-    if not options.add and options.out.exists():
-        options.out.unlink()
-    code = 0
-    if options.rates:
-        found, code = bed.run_inside(__file__, options.hosts, options.timeout)
-        if not code:
-            slowest = [
-                max(same, key=lambda row: row["step_s"])
-                for same in zip(*found, strict=True)
-            ]
-            cut_codecs.save(options, slowest)
-            for row in slowest:
-                print(json.dumps(row))
+    code = cut_codecs.measure_on_hosts(__file__, options.hosts, options)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.hosts)
     if options.steps:
