@@ -184,7 +184,7 @@ def pace(options: argparse.Namespace, rate_mbit: float, idle: Any) -> None:
             worker.set_rate(rate_mbit)
             state, *_ = run(step, state, workload, 0, WARM)
             times: list[float] = []
-            work = functools.partial(_measured, step, state, workload, times)
+            work = functools.partial(measured, step, state, workload, times)
             sent, _ = worker.measure(work, idle)
             worker.set_rate(None)
             data = step.plan.pipeline
@@ -222,7 +222,8 @@ def run(
     return state, times, found
 
 
-def _measured(step: Any, state: Any, workload: Any, times: list[float]) -> None:
+def measured(step: Any, state: Any, workload: Any, times: list[float]) -> None:
+    """Runs the measured steps, and adds their seconds to ``times``."""
     times += run(step, state, workload, WARM, MEASURED)[1]
 
 
@@ -288,22 +289,29 @@ def _predicted(
 # Losses in one process.
 
 
-def losses(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The held-out losses of each model and way after ``--steps`` steps."""
-    found: list[dict[str, Any]] = []
+Trained = Callable[[str, str, int, argparse.Namespace], dict[str, Any]]
+"""Trains a model in a way and with a seed, and returns the row of its losses."""
+
+
+def losses(options: argparse.Namespace, trained: Trained, exact: str) -> None:
+    """Trains each model and way for ``--steps`` steps, and saves held-out losses.
+
+    Args:
+      options: of the benchmark.
+      trained: trains once.
+      exact: the way that is trained with all ``--seeds``.
+    """
     for model in options.models:
         for way in options.ways:
-            seeds = (
-                options.seeds if way == EXACT else options.seeds[: options.coded_seeds]
-            )
+            seeds = options.seeds
+            if way != exact:
+                seeds = seeds[: options.coded_seeds]
             for seed in seeds:
                 begin = time.perf_counter()
-                row = _trained(model, way, seed, options)
+                row = trained(model, way, seed, options)
                 row["seconds"] = time.perf_counter() - begin
                 print(json.dumps(row), flush=True)
-                found.append(row)
                 save(options, [row])
-    return found
 
 
 def _trained(
@@ -377,31 +385,47 @@ def measure_on_hosts(script: str, hosts: int, options: argparse.Namespace) -> in
     return code
 
 
-def parse() -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def options_of(description: str, data: str) -> argparse.ArgumentParser:
+    """The options of benchmarks of codecs; a benchmark sets more defaults.
+
+    Args:
+      description: the docstring of the benchmark.
+      data: name of its data file.
+    """
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     add = parser.add_argument
-    add("--rates", type=float, nargs="*", default=[100.0])
-    add("--models", nargs="+", default=list(MODELS))
-    add("--ways", nargs="+", default=list(WAYS))
-    add("--budget", type=float, help="cut_error_budget of auto")
+    add("--rates", type=float, nargs="*")
+    add("--models", nargs="+")
+    add("--ways", nargs="+")
     add("--steps", type=int, default=0, help="of a training; 0: no losses")
-    add("--last", type=int, default=200, help="steps with a mean training loss")
     add("--turn", type=int, default=500, help="steps between losses")
     add("--seeds", type=int, nargs="*", default=[0, 1, 2])
     add("--coded-seeds", type=int, default=1)
-    add("--d-model", type=int, default=64)
+    add("--d-model", type=int)
     add("--seq", type=int, default=32)
-    add("--batch", type=int, default=32)
-    add("--microbatches", type=int, default=2)
-    add("--learning-rate", type=float, default=2e-3)
-    add("--plan-rate", type=float, default=100.0, help="of the plans of --steps")
-    add("--faster", type=float, default=20.0)
+    add("--batch", type=int)
+    add("--learning-rate", type=float)
+    add("--plan-rate", type=float, help="of the plans of --steps")
     add("--timeout", type=float, default=1800.0)
-    data = ROOT / "docs" / "data" / "cut_codecs.json"
-    add("--out", type=pathlib.Path, default=data)
+    add("--out", type=pathlib.Path, default=ROOT / "docs" / "data" / data)
     add("--add", action="store_true", help="to the data of --out")
     add("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = options_of(__doc__ or "", "cut_codecs.json")
+    parser.add_argument("--budget", type=float, help="cut_error_budget of auto")
+    parser.add_argument(
+        "--last", type=int, default=200, help="steps with a mean training loss"
+    )
+    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--faster", type=float, default=20.0)
+    parser.set_defaults(
+        rates=[100.0], models=list(MODELS), ways=list(WAYS), d_model=64, batch=32,
+        learning_rate=2e-3, plan_rate=100.0,
+    )  # fmt: skip
     return parser.parse_args()
 
 
@@ -420,7 +444,7 @@ def main() -> int:
         for row in rows:
             print(json.dumps(row))
     if options.steps:
-        losses(options)
+        losses(options, _trained, EXACT)
     return code
 
 

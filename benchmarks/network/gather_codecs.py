@@ -26,10 +26,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import pathlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +40,6 @@ from jax.sharding import PartitionSpec
 
 import autopar
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODELS = ("gpt", "lstm")
 FREE, EXACT = "free", "exact"
 # Way -> the codecs of gathers and of sums.
@@ -55,8 +51,6 @@ CODECS = {
     "auto": ("auto", "auto"),
 }
 AXIS = "data"
-# Steps that are not measured, and steps that are.
-WARM, MEASURED = 3, 12
 
 
 def asked(way: str, cluster: autopar.Cluster) -> dict[str, Any]:
@@ -106,9 +100,9 @@ def pace(options: argparse.Namespace, rate_mbit: float, idle: Any) -> None:
             step = planned(workload, way, cluster)
             state = cut_codecs.start(step, workload)
             worker.set_rate(rate_mbit)
-            state, _, _ = cut_codecs.run(step, state, workload, 0, WARM)
+            state, _, _ = cut_codecs.run(step, state, workload, 0, cut_codecs.WARM)
             times: list[float] = []
-            work = functools.partial(_measured, step, state, workload, times)
+            work = functools.partial(cut_codecs.measured, step, state, workload, times)
             sent, _ = worker.measure(work, idle)
             worker.set_rate(None)
             seconds = statistics.median(times)
@@ -128,10 +122,6 @@ def pace(options: argparse.Namespace, rate_mbit: float, idle: Any) -> None:
             )  # fmt: skip
 
 
-def _measured(step: Any, state: Any, workload: Any, times: list[float]) -> None:
-    times += cut_codecs.run(step, state, workload, WARM, MEASURED)[1]
-
-
 def inside(options: argparse.Namespace) -> None:
     """The work of every worker."""
     worker.start()
@@ -142,21 +132,6 @@ def inside(options: argparse.Namespace) -> None:
 
 
 # Losses in one process.
-
-
-def losses(options: argparse.Namespace) -> None:
-    """Trains each model and way for ``--steps`` steps, and saves held-out losses."""
-    for model in options.models:
-        for way in options.ways:
-            seeds = options.seeds
-            if way != EXACT:
-                seeds = seeds[: options.coded_seeds]
-            for seed in seeds:
-                begin = time.perf_counter()
-                row = _trained(model, way, seed, options)
-                row["seconds"] = time.perf_counter() - begin
-                print(json.dumps(row), flush=True)
-                cut_codecs.save(options, [row])
 
 
 def _trained(
@@ -190,26 +165,12 @@ def _trained(
 
 def parse() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add("--rates", type=float, nargs="*", default=[1000.0])
-    add("--models", nargs="+", default=list(MODELS))
-    add("--ways", nargs="+", default=list(CODECS))
-    add("--hosts", type=int, default=4)
-    add("--steps", type=int, default=0, help="of a training; 0: no losses")
-    add("--turn", type=int, default=500, help="steps between losses")
-    add("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    add("--coded-seeds", type=int, default=1)
-    add("--d-model", type=int, default=384)
-    add("--seq", type=int, default=32)
-    add("--batch", type=int, default=16)
-    add("--learning-rate", type=float, default=1e-3)
-    add("--plan-rate", type=float, default=1000.0, help="of the plans of --steps")
-    add("--timeout", type=float, default=1800.0)
-    data = ROOT / "docs" / "data" / "gather_codecs.json"
-    add("--out", type=pathlib.Path, default=data)
-    add("--add", action="store_true", help="to the data of --out")
-    add("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser = cut_codecs.options_of(__doc__ or "", "gather_codecs.json")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.set_defaults(
+        rates=[1000.0], models=list(MODELS), ways=list(CODECS), d_model=384, batch=16,
+        learning_rate=1e-3, plan_rate=1000.0,
+    )  # fmt: skip
     return parser.parse_args()
 
 
@@ -223,7 +184,7 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.hosts)
     if options.steps:
-        losses(options)
+        cut_codecs.losses(options, _trained, EXACT)
     return code
 
 

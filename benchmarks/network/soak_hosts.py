@@ -119,12 +119,6 @@ class HostSoak(soak.Soak):
         words += ["--folder", str(self.folder / f"host{host}")]
         self.agents[host] = self._start(self.bed.hosts[host], words)
 
-    def status(self) -> dict[str, Any]:
-        """The supervisor's status; empty if it does not answer."""
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            return self.ask(command="status")["status"]
-        return {}
-
     def ask(self, **words: Any) -> Any:
         """Sends the supervisor a command."""
         return netns.inside(
@@ -186,10 +180,6 @@ class HostSoak(soak.Soak):
         self.agents[host].terminate()
         self.leaving.add(host)
         return {"generation": generation, "dead": frozenset([worker])}
-
-    def _join(self, found: Any, world: Any, generation: int) -> Any:
-        self.ask(command="resize", processes=len(world) + 1)
-        return {"generation": generation, "size": lambda n: n > len(world)}
 
     def _down(self, found: Any, world: Any, generation: int) -> Any:
         """Disconnects a host until the others train without it."""
