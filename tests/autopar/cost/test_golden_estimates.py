@@ -1,6 +1,6 @@
 """Golden estimates of random layouts of many steps, on clusters of every kind.
 
-The golden files have six digits. They show every unintended change of a price, even if
+The golden files have five digits. They show every unintended change of a price, even if
 no optimal plan has this price.
 """
 
