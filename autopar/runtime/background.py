@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import signal
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -98,6 +99,9 @@ class Beside:
 
         def run() -> None:
             _WORK.set(mine)
+            signal.pthread_sigmask(
+                signal.SIG_BLOCK, signal.valid_signals() - _OWN_SIGNALS
+            )
             try:
                 with switching_often(), contextlib.suppress(AbandonedError):
                     work()
@@ -152,11 +156,11 @@ _ENDS_AT_ONCE = threading.Event()
 
 
 def _end_without_destructors() -> bool:
-    """Makes this process end without C++ destructors; returns whether that is possible.
+    """Makes this process end beside threads in XLA; returns whether that is possible.
 
     XLA may still compile in another thread. Destructors of its global variables would
-    then make the process crash. The exit status and what Python does at its end stay
-    the same.
+    then make the process crash, so none is called. The exit status and what Python does
+    at its end stay the same.
     """
     if _ENDS_AT_ONCE.is_set():
         return True
@@ -171,6 +175,34 @@ def _end_without_destructors() -> bool:
         return False
     _ENDS_AT_ONCE.set()
     return True
+
+
+def _hold_returning_threads() -> None:
+    """Lets a thread that returns from XLA to an ended interpreter wait for good.
+
+    Before Python 3.14, such a thread is ended by `pthread_exit`. That unwinds XLA's C++
+    frames, some of which let no exception pass: the process would abort
+    (https://github.com/python/cpython/issues/87135). A thread in `pause` returns for a
+    signal only, and those of `Beside` take none.
+    """
+    if not _ENDS_AT_ONCE.is_set() or sys.version_info >= (3, 14):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C++ library
+        runtime = ctypes.CDLL("libstdc++.so.6")
+        set_terminate = runtime._ZSt13set_terminatePFvvE
+        set_terminate.argtypes = [ctypes.c_void_p]
+        set_terminate.restype = ctypes.c_void_p
+        set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+
+
+# This hook is registered before those of other modules, so it runs after them: until
+# then, a failure in C++ code ends the process.
+atexit.register(_hold_returning_threads)
+
+# Signals that a thread causes itself.
+_OWN_SIGNALS = {
+    signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT,
+}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -128,6 +128,48 @@ def test_a_process_ends_at_once_with_its_own_status() -> None:
     assert time.monotonic() - begin < 300
 
 
+RETURNING = """
+import sys, threading, time
+import jax, jax.numpy as jnp
+from autopar.runtime.background import Beside, abandonable
+
+begun = threading.Event()
+
+class Slow:
+    # Removed while the interpreter ends: XLA returns before it has ended.
+    def __del__(self, sleep=time.sleep):
+        sleep(3)
+
+sys.modules["slow"] = Slow()
+
+def repeated(x):
+    for k in range(100):
+        x = jnp.sin(x) @ jnp.cos(x + k)
+    return x
+
+lowered = jax.jit(repeated).lower(jnp.ones((8, 8)))
+
+def work():
+    with abandonable():
+        begun.set()
+        lowered.compile()
+
+beside = Beside()
+beside.do(work)
+begun.wait()
+beside.leave()
+sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs on_exit")
+def test_a_process_ends_while_an_abandoned_compilation_returns() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", RETURNING], capture_output=True, text=True, timeout=300
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (7, "", "")
+
+
 UNFINISHED = """
 import threading, time
 from autopar.runtime.background import Beside
