@@ -247,9 +247,7 @@ def _in_places(labels: Sequence[str], array: Array, sizes: dict[str, int]) -> Ar
     empty = [d for d, n in enumerate(labels) if not n]
     x = jnp.transpose(array, (*dims, *last, *empty))
     for part in order:
-        own = [n for n in part if n in labels]
         shape += [sizes[n] if n in labels else 1 for n in part]
-        del own
     ends = {_PLACES[labels[d][0]]: array.shape[d] for d in last}
     x = x.reshape((*shape, ends.get(2, 1), ends.get(3, 1)))
     first = len(order[0])
@@ -347,7 +345,7 @@ class Blocks:
         product = jnp.einsum(
             "bgqd,bhkd->bgqk",
             q,
-            jnp.broadcast_to(k, (k.shape[0], k.shape[1], *k.shape[2:])),
+            k,
             precision=self.form.precision,
             preferred_element_type=self.form.product_dtype,
         )
