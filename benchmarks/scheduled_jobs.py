@@ -440,10 +440,15 @@ def scheduled(
     finally:
         if process.poll() is None:
             process.kill()
-    store = Store(state / "state.sqlite", reads=True)
+    return begin_s, records(folder)
+
+
+def records(folder: pathlib.Path) -> Mapping[str, JobRecord]:
+    """The records of the jobs of a scheduler (`scheduled`), by name."""
+    store = Store(folder / "state" / "state.sqlite", reads=True)
     found = store.jobs()
     store.close()
-    return begin_s, found
+    return found
 
 
 def completed(

@@ -15,12 +15,15 @@ seconds of work that the plan predicts then (`co_adaptation_script.py`). Bytes, 
 decisions and losses are real. The
 hosts share a cache of compiled programs, which ``--keep`` keeps for the next arm.
 
-A row compares the average completion time with that of the simulator: the same policy,
-arrivals and costs of moves, which a separate job measures once at each rate. "as
-reported": each model has the goodput that the jobs of the arm had on each number of
-devices, and each job the work that it took. "as submitted": the curves at submission,
-and the work of the target with the base batch. What is finished is kept in the file
-``--out``.
+A row compares the average completion time with that of the simulator: the same policy
+and arrivals. "as reported": each model has the goodput that the jobs of the arm had on
+each number of devices, and each job has its own work, seconds to the first step, and
+pause at a change of devices. "as submitted": the curves at submission, the work of the
+target with the base batch, and the costs of moves that a separate job measures once at
+each rate, alone. Jobs that start at the same time share this machine's cores, so a
+start then takes several times as long. What is finished is kept in the file ``--out``.
+An arm whose files are in ``--keep`` is not run again: its figures are computed from
+them.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 SCRIPT = HERE / "co_adaptation_script.py"
 DATA = HERE.parents[1] / "docs" / "data" / "co_adaptation.json"
 POLICY, HOSTS, JOBS = "goodput", 8, 8
+RAN = "ran.json"
 BETWEEN_S = 30.0
 """Mean seconds between two arrivals."""
 
@@ -187,11 +191,29 @@ def reported_curve(
     return CurveTable(points=tuple(points), base_batch=base)
 
 
+def reported_moves(
+    lines: Sequence[Sequence[Any]], started_s: float, moves: Moves
+) -> Moves:
+    """The costs of moves that one job had.
+
+    Args:
+      lines: the lines that its script wrote, in order of time.
+      started_s: when the scheduler started the job.
+      moves: the costs measured before; those that the job did not have are kept.
+    """
+    pauses = [b[2] - a[2] for a, b in itertools.pairwise(lines) if a[3] != b[3]]
+    return dataclasses.replace(
+        moves,
+        start_s=lines[0][2] - started_s,
+        change_s=statistics.mean(pauses) if pauses else moves.change_s,
+    )
+
+
 def simulated(
     jobs: Sequence[Arrival],
     curves: Mapping[str, CurveTable],
     work: Mapping[str, float],
-    moves: Moves,
+    moves: Mapping[str, Moves],
 ) -> float:
     """The average completion time in the simulator.
 
@@ -202,7 +224,7 @@ def simulated(
       jobs: the jobs.
       curves: curve of each model.
       work: progress of each job at its end, in rows of the base batch.
-      moves: costs of moves.
+      moves: costs of moves of each job.
     """
     wait_s = scheduled_jobs.INTERVAL_S
     options = Options(interval_s=wait_s, react_s=scheduled_jobs.REACT_S)
@@ -213,7 +235,7 @@ def simulated(
                 devices=x.asks, batch=MODELS[x.model].base,
                 steps=max(1, round(work[x.name] / MODELS[x.model].base)),
             ),
-            curves[x.model].on("cpu"), HOSTS, moves,
+            curves[x.model].on("cpu"), HOSTS, moves[x.name],
         )
         for x in jobs
     ]  # fmt: skip
@@ -250,35 +272,59 @@ def run_arm(
     folder: pathlib.Path,
     arm: str,
     rate: float,
-    seed: int,
-    count: int,
-    curves: Mapping[str, CurveTable],
+    jobs: Sequence[Arrival],
     moves: Moves | None,
-) -> dict[str, Any]:
-    """Runs the jobs of a seed in an arm; returns the figures.
+) -> None:
+    """Runs the jobs of a seed in an arm; all results are files in the folder.
 
     Args:
       folder: for all files.
       arm: one of `ARMS`.
       rate: rate of the links in Mbit/s.
-      seed: of the arrivals.
-      count: number of jobs.
-      curves: each model's curve at submission.
+      jobs: the jobs.
       moves: costs of moves at this rate; None: they are measured first.
     """
-    jobs, loads = arrivals(seed, count), [os.getloadavg()[0]]
+    loads = [os.getloadavg()[0]]
     bed = scheduled_jobs.Hosts(folder, rate, HOSTS)
     try:
         if moves is None:
             moves = measured_moves(folder, bed, arm, rate)
         loads.append(os.getloadavg()[0])
         path = table(folder, jobs, arm, rate)
-        begin_s, records = scheduled_jobs.scheduled(
+        begin_s, _ = scheduled_jobs.scheduled(
             folder / "schedule", bed, POLICY, moves, path
         )
     finally:
         bed.close()
     loads.append(os.getloadavg()[0])
+    ran = {
+        "begin_s": begin_s, "moves": dataclasses.asdict(moves), "load_averages": loads,
+        "commit": workloads.commit(),
+    }  # fmt: skip
+    (folder / RAN).write_text(json.dumps(ran))
+
+
+def figures(
+    folder: pathlib.Path,
+    arm: str,
+    rate: float,
+    seed: int,
+    jobs: Sequence[Arrival],
+    curves: Mapping[str, CurveTable],
+) -> dict[str, Any]:
+    """The figures of an arm, from the files of its run.
+
+    Args:
+      folder: the folder of the run (`run_arm`).
+      arm: one of `ARMS`.
+      rate: rate of the links in Mbit/s.
+      seed: of the arrivals.
+      jobs: the jobs.
+      curves: each model's curve at submission.
+    """
+    ran = json.loads((folder / RAN).read_text())
+    begin_s, moves = ran["begin_s"], Moves(**ran["moves"])
+    records = scheduled_jobs.records(folder / "schedule")
     lines = {x.name: scheduled_jobs.written(folder, x.name) for x in jobs}
     spent = {x.name: lines[x.name][-1][2] - begin_s - x.at_s for x in jobs}
     done = {
@@ -294,24 +340,32 @@ def run_arm(
     work = {x.name: lines[x.name][-1][4] for x in jobs}
     base = {x.name: float(DESIGN_STEPS[x.model] * MODELS[x.model].base) for x in jobs}
     mean = statistics.mean(spent.values())
-    as_reported = simulated(jobs, reported, work, moves)
-    as_submitted = simulated(jobs, curves, base, moves)
+    own = {
+        x.name: reported_moves(
+            lines[x.name], begin_s + (records[x.name].started_s or 0.0), moves
+        )
+        for x in jobs
+    }
+    as_reported = simulated(jobs, reported, work, own)
+    as_submitted = simulated(jobs, curves, base, {x.name: moves for x in jobs})
     return {
-        "rate_mbit": rate, "arm": arm, "seed": seed, "jobs": count,
+        "rate_mbit": rate, "arm": arm, "seed": seed, "jobs": len(jobs),
         "done": all(done.values()),
         "average_completion_s": mean,
         "simulated_as_reported_s": as_reported,
         "error_as_reported": as_reported / mean - 1,
         "simulated_as_submitted_s": as_submitted,
         "error_as_submitted": as_submitted / mean - 1,
-        "moves": dataclasses.asdict(moves),
-        "load_averages": loads,
-        "commit": workloads.commit(),
+        "moves": ran["moves"],
+        "load_averages": ran["load_averages"],
+        "commit": ran["commit"],
         "goodput_at_submission": _goodput(curves),
         "goodput_reported": _goodput(reported),
         "each": {
             x.name: {
-                "at_s": x.at_s, "completion_s": spent[x.name], "done": done[x.name],
+                "at_s": x.at_s, "start_s": own[x.name].start_s,
+                "change_s": own[x.name].change_s,
+                "completion_s": spent[x.name], "done": done[x.name],
                 "moves": records[x.name].moves, "steps": lines[x.name][-1][0] + 1,
                 "progress": work[x.name], "last_batch": lines[x.name][-1][5],
                 "device_s": records[x.name].served_device_s,
@@ -426,8 +480,10 @@ def main() -> None:
                     x["moves"] for x in (*costs, *found) if x["rate_mbit"] == rate
                 ]
                 moves = Moves(**known_moves[0]) if known_moves else None
-                made = run_arm(folder, arm, rate, seed, given.jobs, curves, moves)
-                found.append(made)
+                jobs = arrivals(seed, given.jobs)
+                if not (folder / RAN).exists():
+                    run_arm(folder, arm, rate, jobs, moves)
+                found.append(figures(folder, arm, rate, seed, jobs, curves))
             asked = [f"{x:g}" for x in (*given.rates, *given.seeds)]
             rates, seeds = asked[: len(given.rates)], asked[len(given.rates) :]
             command = ["python benchmarks/network/co_adaptation.py --rates", *rates]

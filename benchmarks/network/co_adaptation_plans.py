@@ -108,7 +108,8 @@ def average_s(found: Mapping[str, Mapping[str, float]], arm: str, rate: float,
         x.name: float(benchmark.DESIGN_STEPS[x.model] * MODELS[x.model].base)
         for x in jobs
     }
-    return benchmark.simulated(jobs, curves, work, MOVES)
+    moves = dict.fromkeys(work, MOVES)
+    return benchmark.simulated(jobs, curves, work, moves)
 
 
 def main() -> None:

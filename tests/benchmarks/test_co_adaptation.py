@@ -57,8 +57,19 @@ def test_a_lone_job_completes_after_its_start_and_its_work(driver: Any) -> None:
     points = tuple(driver.point(n, base, 1.0) for n in driver.SIZES)
     curves = {job.model: CurveTable(points=points, base_batch=base)}
     moves = Moves(start_s=5.0, join_s=1.0, change_s=1.0)
-    found = driver.simulated([job], curves, {job.name: 20.0 * base}, moves)
+    work = {job.name: 20.0 * base}
+    found = driver.simulated([job], curves, work, {job.name: moves})
     assert found == pytest.approx(25.0, abs=2.1)
+
+
+def test_a_job_has_its_own_start_and_pauses(driver: Any) -> None:
+    moves = Moves(start_s=5.0, join_s=1.0, change_s=1.0)
+    lines = [[0, 1.0, 112.0, 2, 8.0, 8], [1, 1.0, 113.0, 2, 16.0, 8]]
+    alone = driver.reported_moves(lines, 100.0, moves)
+    assert (alone.start_s, alone.change_s) == (12.0, 1.0)
+    lines += [[2, 1.0, 120.0, 4, 24.0, 8], [3, 1.0, 123.0, 2, 32.0, 8]]
+    moved = driver.reported_moves(lines, 100.0, moves)
+    assert (moved.start_s, moved.join_s, moved.change_s) == (12.0, 1.0, 5.0)
 
 
 def test_a_row_does_not_depend_on_the_rows_that_are_read_with_it(driver: Any) -> None:
