@@ -236,6 +236,19 @@ def inside(options: argparse.Namespace) -> None:
         pace(options, rate, idle)
 
 
+def with_faster_devices(cluster: autopar.Cluster, faster: float) -> autopar.Cluster:
+    """A cluster with the same links, whose devices compute so many times as fast."""
+    device = cluster.device
+    device = dataclasses.replace(
+        device,
+        peak_flops_per_s=tuple((d, faster * f) for d, f in device.peak_flops_per_s),
+        vector_flops_per_s=faster * device.vector_flops_per_s,
+        memory_bandwidth_bytes_per_s=faster * device.memory_bandwidth_bytes_per_s,
+        kernel_latency_s=device.kernel_latency_s / faster,
+    )
+    return dataclasses.replace(cluster, device=device)
+
+
 def predicted_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Predicted seconds of a step, and bytes at the cut in both directions.
 
@@ -247,17 +260,7 @@ def predicted_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         for rate in options.rates:
             for faster in (1.0, options.faster):
                 cluster = clusters.described(rate, HOSTS, clusters.load(None))
-                device = cluster.device
-                device = dataclasses.replace(
-                    device,
-                    peak_flops_per_s=tuple(
-                        (d, faster * f) for d, f in device.peak_flops_per_s
-                    ),
-                    memory_bandwidth_bytes_per_s=faster
-                    * device.memory_bandwidth_bytes_per_s,
-                    kernel_latency_s=device.kernel_latency_s / faster,
-                )
-                cluster = dataclasses.replace(cluster, device=device)
+                cluster = with_faster_devices(cluster, faster)
                 for way in options.ways:
                     row = {"kind": "predicted", "model": model, "way": way}
                     row |= {"rate": rate, "faster": faster}

@@ -20,12 +20,20 @@ hosts send. The rows have the plan's own predictions.
 ``--steps``: the held-out loss after so many steps, with as many simulated devices in
 one process. Of the way ``exact``, all ``--seeds`` are trained, on one device, for the
 spread of the loss; of the other ways the first ``--coded-seeds`` of them.
+
+``--faster``: the predicted seconds of a step at these rates, for hosts whose devices
+compute so many times as fast, without a run:
+
+    python benchmarks/network/gather_codecs.py --rates 1000 --faster 1 4 16 \\
+        --models gpt --ways exact int8 --batch 4 --add
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
+import json
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -74,18 +82,38 @@ def asked(way: str, cluster: autopar.Cluster) -> dict[str, Any]:
     }
 
 
+def plan_of(workload: Any, options: dict[str, Any]) -> autopar.Plan:
+    """The plan of a step."""
+    args = (
+        jax.eval_shape(workload.create),
+        jax.eval_shape(lambda: workload.batch(0)),
+    )
+    return autopar.plan(workload.step, *args, **options)
+
+
+def way_options(
+    way: str, cluster: autopar.Cluster, layouts: autopar.Plan | None
+) -> dict[str, Any]:
+    """The options of a way.
+
+    Args:
+      way: the way.
+      cluster: the hosts.
+      layouts: a plan of the way ``int8``, for the ways that have its layouts.
+    """
+    options = asked(way, cluster)
+    if way not in (EXACT, "gathers"):
+        return options
+    codecs = {k: options[k] for k in ("gather_codecs", "compression")}
+    return {"cluster": cluster, "layouts": layouts, "stages": 1, **codecs}
+
+
 def planned(workload: Any, way: str, cluster: autopar.Cluster) -> Any:
     """The step under the plan of a way."""
-    options = asked(way, cluster)
+    layouts = None
     if way in (EXACT, "gathers"):
-        args = (
-            jax.eval_shape(workload.create),
-            jax.eval_shape(lambda: workload.batch(0)),
-        )
-        coded = autopar.plan(workload.step, *args, **asked("int8", cluster))
-        codecs = {k: options[k] for k in ("gather_codecs", "compression")}
-        options = {"cluster": cluster, "layouts": coded, "stages": 1, **codecs}
-    return autopar.parallelize(workload.step, **options)
+        layouts = plan_of(workload, asked("int8", cluster))
+    return autopar.parallelize(workload.step, **way_options(way, cluster, layouts))
 
 
 # Seconds and bytes on hosts.
@@ -131,6 +159,36 @@ def inside(options: argparse.Namespace) -> None:
         pace(options, rate, idle)
 
 
+def predicted_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The predicted seconds and bytes of a step, and the speedup over ``exact``."""
+    rows: list[dict[str, Any]] = []
+    for model in options.models:
+        workload = cut_codecs.workload_of(model, options, 0)
+        for rate, faster in itertools.product(options.rates, options.faster):
+            cluster = clusters.described(rate, options.hosts, ())
+            cluster = cut_codecs.with_faster_devices(cluster, faster)
+            layouts: autopar.Plan | None = None
+            for way in options.ways:
+                if way in (EXACT, "gathers"):
+                    layouts = layouts or plan_of(workload, asked("int8", cluster))
+                plan = plan_of(workload, way_options(way, cluster, layouts))
+                layouts = plan if way == "int8" else layouts
+                rows.append(
+                    {
+                        "kind": "predicted", "model": model, "way": way, "rate": rate,
+                        "hosts": options.hosts, "faster": faster,
+                        "d_model": options.d_model, "batch": options.batch,
+                        "seq": options.seq, "step_s": plan.predicted.step_s,
+                        "compute_s": plan.predicted.compute_s,
+                        "bytes": plan.predicted.communication_bytes,
+                        "gathers": sum(bool(g.codec) for g in plan.stage.gathers),
+                        "sums": len(plan.gradients), "scheme": plan.worth.scheme,
+                    }
+                )  # fmt: skip
+                print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 # Losses in one process.
 
 
@@ -167,6 +225,7 @@ def parse() -> argparse.Namespace:
     """Parses the command line."""
     parser = cut_codecs.options_of(__doc__ or "", "gather_codecs.json")
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--faster", type=float, nargs="+", help="only predictions")
     parser.set_defaults(
         rates=[1000.0], models=list(MODELS), ways=list(CODECS), d_model=384, batch=16,
         learning_rate=1e-3, plan_rate=1000.0,
@@ -179,6 +238,10 @@ def main() -> int:
     options = parse()
     if options.inside:
         inside(options)
+        return 0
+    if options.faster:
+        jax.config.update("jax_platforms", "cpu")
+        cut_codecs.save(options, predicted_rows(options))
         return 0
     code = cut_codecs.measure_on_hosts(__file__, options.hosts, options)
     jax.config.update("jax_platforms", "cpu")
