@@ -554,8 +554,17 @@ class Builder:
 
         for eqn in inner.body.equations:
             new = renumber_equation(eqn, number, lambda _: self.index())
-            self.equations.append(dataclasses.replace(new, name_stack=stack))
+            self.equations.append(_named(new, stack))
         return list(renumber_atoms(inner.body.outputs, numbers.__getitem__))
+
+
+def _named(eqn: Equation, stack: str) -> Equation:
+    """An equation and its regions with a name stack, from which roles are read."""
+    regions = tuple(
+        dataclasses.replace(r, equations=tuple(_named(e, stack) for e in r.equations))
+        for r in eqn.regions
+    )
+    return dataclasses.replace(eqn, name_stack=stack, regions=regions)
 
 
 def renumber_equation(

@@ -370,8 +370,13 @@ class _Finder:
 
         Only additions may lead from the carry's value at the start of an iteration to
         its value at the end. No other operator may read a value in between, and the
-        condition of a `while` may not either.
+        condition of a `while` may not either. A loop that is expected to run less than
+        once keeps its sums, because one sum after the loop would be computed more
+        often.
         """
+        outside, inside = carry.input_trips
+        if inside < outside:
+            return False
         if carry.inputs[-1] != end or len(set(carry.inputs)) != len(carry.inputs):
             return False
         inner, *tested, _ = carry.outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from property_tests import examples
 
 from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.roles import Role
 from autopar_passes.graph.row_orders import find_row_orders
 from autopar_passes.graph.row_slots import (
     EXPECTED_RUNS,
@@ -24,6 +26,7 @@ from autopar_passes.graph.row_slots import (
 )
 from autopar_passes.program.equations import Program, evaluate, walk
 from autopar_passes.program.trace import open_arguments, trace_call
+from autopar_passes.sums.find import find_deferrals
 
 
 def rewritten(
@@ -96,6 +99,35 @@ def test_layers_that_differ_are_not_taken_for_equal() -> None:
 
     assert found.slots, found.refused
     assert_equal(plain, made, args)
+
+
+def test_further_rounds_belong_to_the_pass_of_their_rows() -> None:
+    """Loops of the backward pass are no part of the update that reads their sums."""
+    step, *args = expert_steps.training(layers=1, again=True)
+    traced = trace_call(step, open_arguments(step, tuple(args)))
+    _, made, _ = rewritten(step, tuple(args), 8, 0.3)
+    graph = step_graph(dataclasses.replace(traced, program=made))
+    roles: dict[bool, set[Role]] = {False: set(), True: set()}
+    for eqn in made.body.equations:
+        if eqn.primitive == "while":
+            inner = {e.index for region in eqn.regions for e in walk(region)}
+            own = {op.role for op in graph.operators if op.equation in inner}
+            roles["transpose(" in eqn.name_stack] |= own
+
+    assert roles == {False: {Role.FORWARD}, True: {Role.BACKWARD}}
+    # Rounds that seldom run add up their gradients themselves, and often run ones after
+    # the loop.
+    often = dataclasses.replace(
+        graph,
+        operators=tuple(
+            dataclasses.replace(op, input_trips=(1.0, 1.0))
+            if op.kind == "carry"
+            else op
+            for op in graph.operators
+        ),
+    )
+    assert not any(d.hoisted for d in find_deferrals(made, graph))
+    assert any(d.hoisted for d in find_deferrals(made, often))
 
 
 ROWS, GROUPS, WIDTH = 48, 6, 8
