@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.cluster import Cluster
 from autopar.cost.combining import ALONE, SUMS
-from autopar.cost.compute import work_s
+from autopar.cost.compute import matrix_sides, work_s
 from autopar.cost.pricer import Pricer
+from autopar.cost.ragged import dense_product
 from autopar.cost.traffic import exchanged_array
 from autopar.layouts.layout import Axes, exchange_step
 from autopar.layouts.strategies import Space, Strategy, layout_of, partial_axes
@@ -18,6 +20,27 @@ from autopar.steps.nodes import Node
 from autopar.steps.positions import SEGMENTS
 from autopar.steps.sums import PartialRuns
 from autopar_passes.graph.operators import Operator
+
+
+def least_work_s(analysis: Analysis, cluster: Cluster) -> float:
+    """Returns a lower bound of the seconds of work in a step, for every plan.
+
+    Only matrix products count. All devices share each product equally, and compute it
+    at their peak rate.
+    """
+    device, count = cluster.device, cluster.num_devices
+    total_s = 0.0
+    for member, work in analysis.works(streamed=device.streams).items():
+        if not work.sides:
+            continue
+        flops, masked = np.array([work.op.flops]), np.zeros(1)
+        if work.groups > 1:
+            sides = matrix_sides(work.op.rule, np.ones((1, len(work.op.rule.sizes))))
+            flops, _, masked = dense_product(work, device.kind, flops, sides)
+        peak = max(device.peak(work.dtype), device.vector_peak)
+        seconds = flops / peak + masked / device.memory_bandwidth_bytes_per_s
+        total_s += analysis.trips[member] * float(seconds[0]) / count
+    return total_s
 
 
 def share_of(analysis: Analysis, pricer: Pricer, class_index: int) -> float:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
+from autopar.cost.work import least_work_s
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.codecs.choose import (
     CodecRequest,
@@ -643,6 +644,8 @@ def _search_layouts(
     found: list[tuple[Analysis, SearchResult]] = []
     failed: list[PlanError] = []
     for program in programs:
+        if found and least_work_s(program, cluster) >= most_s:
+            continue  # Its work alone takes longer than the step of another program.
         restrict = functools.partial(_restrict_to_pins, program, pins)
         try:
             result = search(

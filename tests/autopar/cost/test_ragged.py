@@ -15,7 +15,11 @@ import pytest
 import autopar
 from autopar.cluster import Cluster
 from autopar.cost.compute import work_s
+from autopar.cost.pricer import Pricer
 from autopar.cost.ragged import dense_product
+from autopar.cost.work import least_work_s
+from autopar.planner.problem import formulate
+from autopar.planner.search import candidate_meshes
 from autopar.steps.analysis import analyse
 from autopar.steps.ragged import ragged_copies
 from autopar.steps.work import OperatorWork
@@ -97,6 +101,22 @@ def test_masks_take_memory_traffic(form: str) -> None:
     rows = 4.0 * ROWS * copied[form]
     (_, _, masked) = dense_product(work, "gpu", np.ones(1), sides_of(work))
     assert masked[0] == (GROUPS + 1) * rows
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_plan_works_for_less_than_the_least_time(form: str) -> None:
+    """Perfectly split at the peak rate, plus the masks that the compiler writes."""
+    cluster, analysis = Cluster.parse("4:h100"), analyse(*FORMS[form])
+    found = formulate(analysis, Pricer(cluster, candidate_meshes(cluster)[0]))
+    every = sum(float(costs.min()) for costs in found.problem.node_costs)
+
+    device = cluster.device
+    copied = {"forward": WIDTH, "of rows": INNER, "of matrices": WIDTH + INNER}
+    arithmetic = GROUPS * ONCE / device.peak("float32")
+    masks = (GROUPS + 1) * 4.0 * ROWS * copied[form]
+    expected = (arithmetic + masks / device.memory_bandwidth_bytes_per_s) / 4
+    assert least_work_s(analysis, cluster) == pytest.approx(expected)
+    assert expected <= every
 
 
 def test_a_product_of_one_group_is_a_plain_product() -> None:
