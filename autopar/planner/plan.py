@@ -138,11 +138,11 @@ def part_to_try(
 
 
 def _programs(
-    analysis: Analysis, cluster: Cluster, *, compressed: bool = False
+    analysis: Analysis, cluster: Cluster, *, names_codecs: bool = False
 ) -> list[Analysis]:
     """The rewrites of a step that a plan may choose from, the boldest one last."""
     devices, device = cluster.num_devices, cluster.device
-    return alternatives(analysis, devices, device, compressed=compressed)
+    return alternatives(analysis, devices, device, names_codecs=names_codecs)
 
 
 def padded_part(
@@ -426,7 +426,7 @@ def plan_analysis(
         most_s: float = math.inf,
         meshes: Sequence[MeshShape] = (),
     ) -> Planned:
-        programs = _programs(program, on, compressed=codecs.mode != "none")
+        programs = _programs(program, on, names_codecs=codecs.names_codecs)
         return _search_layouts(
             programs,
             on,

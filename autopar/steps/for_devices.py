@@ -79,7 +79,7 @@ def alternatives(
     devices: int,
     device: DeviceSpec,
     *,
-    compressed: bool = False,
+    names_codecs: bool = False,
 ) -> list[Analysis]:
     """Returns the rewrites of a step that a plan may choose from.
 
@@ -93,16 +93,18 @@ def alternatives(
       analysis: the result of `for_devices`.
       devices: the number of devices of the plan, which has one stage.
       device: the kind of the devices.
-      compressed: whether gradients may be sent compressed. The gradients of products
-        of rows with slots are added up in a loop, and cannot be.
+      names_codecs: whether every gradient that can be sent by a named codec has to be.
+        The gradients of products of rows with slots are added up in a loop, and cannot
+        be, so rows have no slots then.
     """
     if analysis.row_blocks == 1:
         return _with_attention(analysis, devices, device)
     base = analysis.alone or analysis
     together = for_devices(base, devices, row_blocks=1)
-    if compressed:
+    if names_codecs:
         note = (
-            "rows of groups stay on their device, so that gradients can be compressed"
+            "rows of groups stay on their device, so that the codec that was asked for "
+            "can send the gradients of their products"
         )
         return [_with_note(analysis, note), together]
 

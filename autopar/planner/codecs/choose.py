@@ -122,6 +122,17 @@ class CodecRequest:
         """Whether the planner is to choose the codecs."""
         return self.sent is None and self.codec is None
 
+    @property
+    def names_codecs(self) -> bool:
+        """Whether every gradient that can be sent by a named codec has to be.
+
+        A plan of rows that have slots already leaves the gradients of their products to
+        the compiler.
+        """
+        if self.sent is None:
+            return self.codec is not None
+        return not self.sent.row_capacity and any(g.codec for g in self.sent.gradients)
+
     def with_exact_gathers(self) -> CodecRequest:
         """The request with exact gathers; gradients keep their part of the budget."""
         return dataclasses.replace(self, gathers=None)
@@ -629,6 +640,11 @@ def describe_compression(
         reason = f"codecs {verbs[0]} {saved}"
     if early:
         reason += f"; {early} more are summed by the compiler: {EARLY}"
+    if coded and any(a.row_capacity for a, _, _ in rows):
+        reason += (
+            "; those of products of rows that have slots are summed by the compiler: "
+            "a loop over further rounds adds to them"
+        )
     return Compression(
         mode=EDITED if request.sent is not None else request.mode,
         error_budget=request.budget if request.chooses else None,
