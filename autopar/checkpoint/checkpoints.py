@@ -30,11 +30,13 @@ from autopar.checkpoint.store import Digest, copy_arrays, digest_of, num_bytes
 from autopar.errors import CheckpointError
 from autopar.plans import Plan
 from autopar.runtime import agreement, creation
+from autopar.runtime.local.steps import LocalState, LocalSteps
+from autopar.runtime.local.whole import WholeState
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.state_mover import name_arrays
 from autopar.version import __version__
-from autopar_errors import check_path
+from autopar_errors import check_path, check_type
 from autopar_passes import jax_compat
 
 # Writes a checkpoint in the background, by all processes together.
@@ -331,7 +333,7 @@ class Checkpoints:
 
     def save(
         self,
-        train_step: ParallelStep[..., Any],
+        train_step: ParallelStep[..., Any] | LocalSteps,
         state: Any,
         *,
         step: int,
@@ -347,7 +349,8 @@ class Checkpoints:
         Args:
           train_step: the step, which must have been planned.
           state: the state that the step returned last: one pytree, or a tuple with
-            several leading arguments of the step.
+            several leading arguments of the step. Of local steps, the `LocalState`:
+            anchors, momenta and residuals are saved with all replicas.
           step: number of completed steps.
           position: number of samples consumed.
           notes: plain data that JSON can hold, saved with the state.
@@ -463,7 +466,7 @@ class Checkpoints:
 
     def restore(
         self,
-        train_step: ParallelStep[..., Any],
+        train_step: ParallelStep[..., Any] | LocalSteps,
         create_state: Callable[..., Any],
         *args: Any,
         batch: Any = None,
@@ -493,6 +496,11 @@ class Checkpoints:
           PlanError: the step has not been planned.
         """
         creation.check_creation(train_step.__name__, create_state, batch, others)
+        if isinstance(train_step, LocalSteps):
+            if others is not None:
+                raise CheckpointError("restore: local steps take batch=, not others=.")
+            like = train_step.describe(create_state, *args, batch=batch)
+            return self.restore_into(train_step, like, step=step)
         shapes = creation.state_shapes(create_state, args)
         rest = others if batch is None else (batch,)
         if rest is not None:
@@ -503,7 +511,11 @@ class Checkpoints:
         return self._restore_first(train_step, wanted, shapes.state, step)
 
     def restore_into(
-        self, train_step: ParallelStep[..., Any], state: Any, *, step: int | None = None
+        self,
+        train_step: ParallelStep[..., Any] | LocalSteps,
+        state: Any,
+        *,
+        step: int | None = None,
     ) -> Restored:
         """Restores a state with the structure of an existing state; see `restore`.
 
@@ -513,6 +525,15 @@ class Checkpoints:
             objects are updated in place.
           step: step of the checkpoint, as for `restore`.
         """
+        if isinstance(train_step, LocalSteps):
+            check_type("restore_into", state, LocalState, "a LocalState")
+            whole = WholeState(train_step, state)
+            structs = whole.structs()
+
+            def made(new: list[Any]) -> LocalState:
+                return whole.state(dict(zip(structs, new, strict=True)))
+
+            return self._restore_first(train_step, structs, made, step)
         leaves, _ = creation.flat_state(state)
         wanted = _structs(train_step.running.planned, leaves)
         return self._restore_first(
@@ -521,7 +542,7 @@ class Checkpoints:
 
     def _restore_first(
         self,
-        train_step: ParallelStep[..., Any],
+        train_step: ParallelStep[..., Any] | LocalSteps,
         wanted: dict[str, Any],
         made: Callable[[list[Any]], Any],
         step: int | None,
@@ -540,9 +561,10 @@ class Checkpoints:
                     raise CheckpointError(self._advice(str(error), folder)) from error
                 damaged.append(str(error))
                 continue
-            train_step.hold_compression_state(codecs)
-            if noise is not None:
-                train_step.noise_state = noise
+            if not isinstance(train_step, LocalSteps):
+                train_step.hold_compression_state(codecs)
+                if noise is not None:
+                    train_step.noise_state = noise
             for text in damaged:
                 warnings.warn(f"{text} Restored {folder} instead.", stacklevel=3)
             return Restored(
@@ -596,16 +618,22 @@ def _structs(running: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
 
 
 def _arrays_to_save(
-    train_step: ParallelStep[..., Any],
+    train_step: ParallelStep[..., Any] | LocalSteps,
     state: Any,
     step: int,
     position: int,
     notes: Any,
 ) -> tuple[dict[str, Any], Manifest]:
     """The arrays to save, and the manifest to which checksums will be added."""
-    running = train_step.running.planned
-    arrays = name_arrays(train_step.__name__, running.analysis, state)
-    beside = train_step.compression_state, train_step.noise_state
+    arrays: dict[str, Any]
+    beside: tuple[Any, Any]
+    if isinstance(train_step, LocalSteps):
+        check_type("save", state, LocalState, "a LocalState")
+        arrays, beside = WholeState(train_step, state).arrays(state), (None, None)
+    else:
+        analysis = train_step.running.planned.analysis
+        arrays = name_arrays(train_step.__name__, analysis, state)
+        beside = train_step.compression_state, train_step.noise_state
     if train_step.world.process_count > 1:
         beside = jax.tree.map(_without_own_device, beside)
     codecs, tree = beside[0], None
@@ -617,7 +645,7 @@ def _arrays_to_save(
     if noise is not None:
         named_noise, noise_tree = trees.split(noise, "noise")
     files = store.file_names([*arrays, *named_codecs, *named_noise])
-    plan = running.plan
+    plan = train_step.plan
     made = Manifest(
         schema=manifest.PLAIN_SCHEMA,
         version=__version__,
@@ -666,7 +694,9 @@ def _entry(array: Any, file: str) -> ArrayEntry:
 
 
 def _read(
-    folder: pathlib.Path, train_step: ParallelStep[..., Any], wanted: dict[str, Any]
+    folder: pathlib.Path,
+    train_step: ParallelStep[..., Any] | LocalSteps,
+    wanted: dict[str, Any],
 ) -> tuple[Manifest, list[Any], Any, Any]:
     """Reads from a checkpoint the manifest, the arrays of the state, the codecs' state
     and the noise averages.
@@ -675,7 +705,7 @@ def _read(
       _Damaged: the checkpoint cannot be read.
       CheckpointError: the checkpoint belongs to another model.
     """
-    world, running = train_step.world, train_step.running.planned
+    world = train_step.world
     try:
         held = manifest.read(folder)
     except NewerSchema:
@@ -686,9 +716,11 @@ def _read(
     shardings = {path: struct.sharding for path, struct in wanted.items()}
     dtypes = {path: struct.dtype for path, struct in wanted.items()}
     entries = {path: held.state[path] for path in wanted}
-    mesh, *others = running.meshes
-    if others and world.process_count > 1:
-        mesh = None  # the devices of one stage may all be of other processes
+    mesh = None
+    if not isinstance(train_step, LocalSteps):
+        mesh, *others = train_step.running.planned.meshes
+        if others and world.process_count > 1:
+            mesh = None  # the devices of one stage may all be of other processes
     try:
         arrays = restoring.read_arrays(folder, entries, shardings, dtypes, world)
         codecs = restoring.codec_state(folder, held, mesh, world)

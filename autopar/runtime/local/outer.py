@@ -125,13 +125,24 @@ class Leaf:
         spec[0] = (axis, *spec[0])
         return _spec(spec)
 
+    def sent_stacked_spec(self, axis: str) -> PartitionSpec:
+        """The partition spec of what devices send, joined along the first dim."""
+        sent = dataclasses.replace(self, spec=_names(self.sent_spec))
+        return sent.stacked_spec(axis)
+
+
+def _names(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec
+    )
+
 
 def _spec(names: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in names))
 
 
-def leaf_of(path: str, array: jax.Array, *, outer: bool) -> Leaf:
-    """Describes an array of a replica's state.
+def leaf_of(path: str, array: Any, *, outer: bool) -> Leaf:
+    """Describes an array of a replica's state, or the struct of one.
 
     Raises:
       PlanError: the array has no layout on a mesh.
@@ -141,10 +152,8 @@ def leaf_of(path: str, array: jax.Array, *, outer: bool) -> Leaf:
         raise PlanError(
             f"local steps: '{path}' lies on {sharding}, not on the mesh of a plan."
         )
-    entries = [*sharding.spec, *(None,) * (array.ndim - len(sharding.spec))]
-    spec = tuple(
-        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
-    )
+    missing = (None,) * (array.ndim - len(sharding.spec))
+    spec = _names(PartitionSpec(*sharding.spec, *missing))
     sizes = dict(sharding.mesh.shape)
     split = {name for names in spec for name in names}
     copies = tuple(a for a in sizes if a not in split and sizes[a] > 1)
@@ -248,6 +257,49 @@ class Exchange:
                 functools.partial(_repeated, np.asarray(x)),
             ),
             self._states,
+        )
+
+    def state_structs(self, leaf: Leaf) -> Any:
+        """The state of an array's codec as structs, (d, ...) each."""
+        sharding = NamedSharding(self.mesh, self._all)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (self.mesh.size, *jnp.shape(x)),
+                jnp.asarray(x).dtype,
+                sharding=sharding,
+            ),
+            self._states[self.leaves.index(leaf)],
+        )
+
+    def residual_struct(self, leaf: Leaf, residual: Any) -> jax.ShapeDtypeStruct:
+        """The shape and sharding of `whole_residual`."""
+        shape = leaf.shape or (1,)
+        return jax.ShapeDtypeStruct(
+            (self.replicas * shape[0], *shape[1:]),
+            residual.dtype,
+            sharding=NamedSharding(self.mesh, leaf.sent_stacked_spec(self.axis)),
+        )
+
+    def whole_residual(self, leaf: Leaf, residual: jax.Array) -> jax.Array:
+        """The residuals of all replicas as whole arrays, joined along the first dim.
+
+        Args:
+          leaf: the array.
+          residual: what each device did not send of its part, (d, ...).
+        """
+        struct = self.residual_struct(leaf, residual)
+        local = struct.sharding.shard_shape(struct.shape)
+        data = [s.data.reshape(local) for s in residual.addressable_shards]
+        return jax.make_array_from_single_device_arrays(
+            struct.shape, struct.sharding, data
+        )
+
+    def parted_residual(self, leaf: Leaf, whole: jax.Array) -> jax.Array:
+        """The residual of each device's part, (d, ...), from `whole_residual`."""
+        shape = leaf.local_shape(dict(self.mesh.shape))
+        data = [s.data.reshape((1, *shape)) for s in whole.addressable_shards]
+        return jax.make_array_from_single_device_arrays(
+            (self.mesh.size, *shape), NamedSharding(self.mesh, self._all), data
         )
 
     @property
@@ -362,6 +414,46 @@ class Exchange:
         if leaf.dim >= 0:
             anchor = jax.lax.all_gather(anchor, leaf.copies, axis=leaf.dim, tiled=True)
         return anchor.astype(leaf.dtype).reshape(like.shape)
+
+
+def joined_sharding(leaf: Leaf, mesh: Mesh) -> NamedSharding:
+    """The sharding of all replicas' arrays, joined along the first dim."""
+    return NamedSharding(mesh, leaf.stacked_spec(mesh.axis_names[0]))
+
+
+def join_replicas(leaf: Leaf, arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+    """The arrays of all replicas, joined along the first dim, without copies.
+
+    Args:
+      leaf: describes the array of a replica.
+      arrays: those of this process's replicas.
+      mesh: the devices of all replicas; its first axis is that of the replicas.
+    """
+    data = [s.data for x in arrays for s in x.addressable_shards]
+    shape = leaf.shape or (1,)
+    if not leaf.shape:
+        data = [x.reshape((1,)) for x in data]
+    whole = (mesh.shape[mesh.axis_names[0]] * shape[0], *shape[1:])
+    return jax.make_array_from_single_device_arrays(
+        whole, joined_sharding(leaf, mesh), data
+    )
+
+
+def part_replicas(
+    leaf: Leaf, joined: jax.Array, shardings: Sequence[Any]
+) -> list[jax.Array]:
+    """The arrays of this process's replicas in a joined array, without copies."""
+    by_device = {s.device: s.data for s in joined.addressable_shards}
+    found = []
+    for sharding in shardings:
+        where = sharding.addressable_devices_indices_map(leaf.shape)
+        data = [by_device[device] for device in where]
+        if not leaf.shape:
+            data = [x.reshape(()) for x in data]
+        found.append(
+            jax.make_array_from_single_device_arrays(leaf.shape, sharding, data)
+        )
+    return found
 
 
 def _repeated(value: np.ndarray, index: Any) -> np.ndarray:

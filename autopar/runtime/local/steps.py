@@ -24,7 +24,15 @@ from autopar.cluster import Cluster, MeshAxis
 from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import arguments, creation
-from autopar.runtime.local.outer import Exchange, Leaf, Outer, joined_mesh, leaf_of
+from autopar.runtime.local.outer import (
+    Exchange,
+    Leaf,
+    Outer,
+    join_replicas,
+    joined_mesh,
+    leaf_of,
+    part_replicas,
+)
 from autopar.runtime.local.rules import RelativeChange
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.parallelize import parallelize
@@ -234,7 +242,7 @@ class LocalSteps:
 
     def _begin(self, states: Sequence[Any]) -> LocalState:
         """The state of a start, from the equal states of the replicas."""
-        self._by_fragment = self._find_fragments(states[0])
+        self._by_fragment = self.find_fragments(states[0])
         anchors, momenta, codecs = [], [], []
         arrays = [self.arrays(k, state) for k, state in enumerate(states)]
         for fragment in self._by_fragment:
@@ -253,17 +261,50 @@ class LocalSteps:
             codecs=tuple(codecs),
             step=np.int64(0),
             rounds=np.zeros(self.fragments, np.int64),
-            averages=np.full(len(states), np.nan),
+            averages=np.full(len(states), np.nan, np.float32),
         )
 
-    def arrays(self, number: int, state: Any) -> dict[str, Any]:
-        """The arrays of a replica's state, by path."""
-        step = self.steps[number]
-        return name_arrays(self.__name__, step.running.analysed.analysis, state)
+    def describe(
+        self, create_state: Callable[..., Any], *args: Any, batch: Any = None
+    ) -> LocalState:
+        """Plans, and returns the replicas of `init` as structs; no array is made.
 
-    def _find_fragments(self, state: Any) -> tuple[tuple[Group, ...], ...]:
+        The other fields of the result are empty. Arguments and errors are those of
+        `init`.
+        """
+        given = () if batch is None else (batch,)
+        state = jax.eval_shape(create_state, *args)
+        parts = self._divide(state, given, {})
+        shapes = creation.state_shapes(create_state, args)
+        replicas = []
+        for step, part in zip(self.steps, parts, strict=True):
+            planned = step.prepare(*shapes.arguments(), *part[0], **part[1])
+            leaves = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+                for x, sharding in zip(
+                    shapes.structs, planned.in_shardings, strict=False
+                )
+            ]
+            replicas.append(shapes.state(leaves))
+        none = np.zeros(self.fragments, np.int64)
+        return LocalState(tuple(replicas), (), (), (), np.int64(0), none, none)
+
+    def arrays(
+        self, number: int, state: Any, *, structs: bool = False
+    ) -> dict[str, Any]:
+        """The arrays of a replica's state, by path; ``structs``: or their structs."""
+        step = self.steps[number]
+        analysis = step.running.analysed.analysis
+        return name_arrays(self.__name__, analysis, state, structs=structs)
+
+    def mesh_of_all(self, mesh: Any) -> Any:
+        """The mesh of all replicas' devices, from a mesh of this process's first."""
+        groups = [self._devices(k) for k in range(self.replicas)]
+        return joined_mesh(mesh, groups[self._own()[0]], groups)
+
+    def find_fragments(self, state: Any) -> tuple[tuple[Group, ...], ...]:
         """The arrays that replicas synchronise, by fragment and mesh."""
-        arrays = self.arrays(0, state)
+        arrays = self.arrays(0, state, structs=True)
         inputs = self.steps[0].running.analysed.analysis.graph.inputs
         roles = {given.path: given.role for given in inputs}
         leaves = [
@@ -277,8 +318,6 @@ class LocalSteps:
                 f"{self.__name__}: local steps found no parameters in the state: no "
                 "gradient of the step belongs to an array of it."
             )
-        groups = [self._devices(k) for k in range(self.replicas)]
-        own = groups[self._own()[0]]
         found = []
         for members in _divide_evenly(leaves, self.fragments):
             by_mesh: dict[Any, list[Leaf]] = {}
@@ -287,16 +326,14 @@ class LocalSteps:
                 by_mesh.setdefault(mesh, []).append(leaf)
             found.append(
                 tuple(
-                    Group(self._exchange(mesh, alike, own, groups))
+                    Group(self._exchange(mesh, alike))
                     for mesh, alike in by_mesh.items()
                 )
             )
         return tuple(found)
 
-    def _exchange(
-        self, mesh: Any, leaves: list[Leaf], own: Any, groups: Any
-    ) -> Exchange:
-        joined = joined_mesh(mesh, own, groups)
+    def _exchange(self, mesh: Any, leaves: list[Leaf]) -> Exchange:
+        joined = self.mesh_of_all(mesh)
         axis = joined.axis_names[0]
         return Exchange(leaves, joined, axis, self.outer, self.codec)
 
@@ -343,7 +380,7 @@ class LocalSteps:
         check_type(self.__name__, state, LocalState, "the state that init returned")
         if not self._by_fragment:
             # A state that was restored: its layouts are those of its plan.
-            self._by_fragment = self._find_fragments(state.state)
+            self._by_fragment = self.find_fragments(state.state)
         if len(state.replicas) != len(self.steps):
             raise PlanError(
                 f"{self.__name__}: the state has {len(state.replicas)} replicas in "
@@ -373,7 +410,8 @@ class LocalSteps:
         if rule.most is not None:
             asks = asks or not done % rule.most
         told = self.world.channel.gather(bytes([asks]))
-        made = dataclasses.replace(state, averages=np.array([x for x, _ in seen]))
+        averages = np.array([x for x, _ in seen], np.float32)
+        made = dataclasses.replace(state, averages=averages)
         return made, range(self.fragments) if any(map(any, told)) else ()
 
     def synchronise(self, state: LocalState) -> LocalState:
@@ -566,10 +604,11 @@ class Group:
 
     def join(self, replicas: Sequence[Mapping[str, Any]]) -> list[jax.Array]:
         """The arrays of all replicas, joined along the first dim, without copies."""
-        exchange = self.exchange
         return [
-            _join_replicas(leaf, [own[leaf.path] for own in replicas], exchange)
-            for leaf in exchange.leaves
+            join_replicas(
+                leaf, [own[leaf.path] for own in replicas], self.exchange.mesh
+            )
+            for leaf in self.exchange.leaves
         ]
 
     def part(
@@ -577,31 +616,10 @@ class Group:
     ) -> None:
         """Writes joined arrays back to the arrays of this process's replicas."""
         for leaf, whole in zip(self.exchange.leaves, joined, strict=True):
-            by_device = {s.device: s.data for s in whole.addressable_shards}
-            for own in replicas:
-                old = own[leaf.path]
-                where = old.sharding.addressable_devices_indices_map(leaf.shape)
-                data = [by_device[device] for device in where]
-                if not leaf.shape:
-                    data = [x.reshape(()) for x in data]
-                own[leaf.path] = jax.make_array_from_single_device_arrays(
-                    leaf.shape, old.sharding, data
-                )
-
-
-def _join_replicas(
-    leaf: Leaf, arrays: Sequence[jax.Array], exchange: Exchange
-) -> jax.Array:
-    data = [s.data for x in arrays for s in x.addressable_shards]
-    shape = leaf.shape or (1,)
-    if not leaf.shape:
-        data = [x.reshape((1,)) for x in data]
-    sharding = jax.sharding.NamedSharding(
-        exchange.mesh, leaf.stacked_spec(exchange.axis)
-    )
-    return jax.make_array_from_single_device_arrays(
-        (exchange.replicas * shape[0], *shape[1:]), sharding, data
-    )
+            shardings = [own[leaf.path].sharding for own in replicas]
+            parts = part_replicas(leaf, whole, shardings)
+            for own, part in zip(replicas, parts, strict=True):
+                own[leaf.path] = part
 
 
 def _opened(

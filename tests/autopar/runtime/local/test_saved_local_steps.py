@@ -1,0 +1,122 @@
+"""A state of local steps, saved and moved between plans with equal bits."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar.runtime.local.whole import WholeState, move_state
+
+ROWS = 8
+KEY = jax.random.key(3)
+
+
+def create(key: jax.Array) -> Any:
+    params = {"w": 0.2 * jax.random.normal(key, (8, 12)), "scale": jnp.float32(1.0)}
+    velocity = jax.tree.map(jnp.zeros_like, params)
+    return {"params": params, "velocity": velocity, "key": key, "count": jnp.int32(0)}
+
+
+def step(state: Any, batch: Any) -> Any:
+    key, now = jax.random.split(state["key"])
+
+    def loss_of(params: Any) -> jax.Array:
+        noise = 0.1 * jax.random.normal(now, batch["x"].shape)
+        out = params["scale"] * jnp.tanh((batch["x"] + noise) @ params["w"])
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+    velocity = jax.tree.map(lambda v, g: 0.9 * v + g, state["velocity"], gradients)
+    params = jax.tree.map(lambda x, v: x - 0.1 * v, state["params"], velocity)
+    new = {"params": params, "velocity": velocity, "key": key}
+    return {**new, "count": state["count"] + 1}, loss
+
+
+def batch(number: int) -> Any:
+    x = np.random.default_rng(number).normal(size=(ROWS, 8)).astype(np.float32)
+    return {"x": x, "y": np.sin(np.tile(x, 2)[:, :12])}
+
+
+def steps_of(split: bool = False, **options: Any) -> autopar.LocalSteps:
+    """A training by two replicas of two devices, whose plan may split the matrix."""
+    where = PartitionSpec(None, "x") if split else PartitionSpec()
+    pins = {"state/params/w": where, "state/velocity/w": where}
+    given = {"every": 3, "codec": "int4", "seconds": 1, **options}
+    return autopar.local_steps(
+        step, cluster="2x2:cpu", pins=pins, axis_names=("x",), max_axes=1, **given
+    )
+
+
+def run(made: Any, state: Any, first: int, last: int) -> tuple[Any, list[float]]:
+    losses = []
+    for number in range(first, last + 1):
+        state, loss = made(state, batch(number))
+        losses.append(float(loss))
+    return state, losses
+
+
+def bits(made: Any, state: Any) -> dict[str, bytes]:
+    """All arrays of a state, without their layouts."""
+    arrays = WholeState(made, state).arrays(state)
+    return {path: np.asarray(x).tobytes() for path, x in arrays.items()}
+
+
+def test_a_restored_state_trains_as_the_saved_one(tmp_path: pathlib.Path) -> None:
+    made = steps_of()
+    state = made.init(create, KEY, batch=batch(1))
+    state, _ = run(made, state, 1, 4)  # one outer step, and one local step after it
+    saved = bits(made, state)
+    paths = {path.partition("/")[0] for path in saved}
+    assert paths == {"replica", "anchor", "momentum", "residual", "codec", "count"}
+    assert np.any(np.frombuffer(saved["residual/state/params/w"], np.float32))
+    assert np.any(np.frombuffer(saved["momentum/state/params/w"], np.float32))
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(made, state, step=4, position=32)
+        checkpoints.wait()
+        state, losses = run(made, state, 5, 7)
+
+        again = steps_of()
+        found = checkpoints.restore(again, create, KEY, batch=batch(1))
+        assert (found.step, found.position) == (4, 32)
+        assert bits(again, found.state) == saved
+        restored, same = run(again, found.state, 5, 7)
+        assert same == losses
+        assert bits(again, restored) == bits(made, state)
+
+        other = steps_of(split=True)
+        moved = checkpoints.restore(other, create, KEY, batch=batch(1)).state
+        spec = other.steps[0].plan.inputs["state/params/w"]
+        assert any(spec), "the other plan should split the matrix"
+        assert bits(other, moved) == saved
+        _, near = run(other, moved, 5, 7)
+        np.testing.assert_allclose(near, losses, rtol=1e-5)
+
+        more = autopar.local_steps(
+            step, every=3, codec="int4", cluster="4x1:cpu", seconds=1
+        )
+        with pytest.raises(autopar.CheckpointError, match="another model"):
+            checkpoints.restore(more, create, KEY, batch=batch(1))
+
+
+def test_a_state_moves_to_another_plan_and_back() -> None:
+    old, new = (steps_of(split, codec="dense", every=1) for split in (False, True))
+    state, _ = run(old, old.init(create, KEY, batch=batch(1)), 1, 1)
+    saved = bits(old, state)
+    here = old.describe(create, KEY, batch=batch(1))
+    there = new.describe(create, KEY, batch=batch(1))
+    moved = move_state(state, old, new, there)
+    assert bits(new, moved) == saved
+    assert not moved.state["params"]["w"].sharding.is_fully_replicated
+    back = move_state(moved, new, old, here)
+    assert bits(old, back) == saved
+    assert int(back.step) == 1
+    fewer = steps_of(codec="dense", every=2, fragments=2)
+    with pytest.raises(autopar.PlanError, match="count/rounds"):
+        move_state(back, old, fewer, fewer.describe(create, KEY, batch=batch(1)))
