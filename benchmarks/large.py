@@ -39,6 +39,7 @@ class Language:
       rows: rows of a batch for each device.
       remat: rematerialisation, as in `decoder.Run`.
       experts: experts of each layer; None: plain MLPs.
+      scanned: whether layers with experts are a `jax.lax.scan`.
     """
 
     model: decoder.Decoder
@@ -46,6 +47,7 @@ class Language:
     rows: int
     remat: str
     experts: mixture.Experts | None = None
+    scanned: bool = False
 
     def build(self, cluster: Cluster) -> Built:
         """The step and its arguments for a cluster."""
@@ -57,7 +59,9 @@ class Language:
             attention=ATTENTION[cluster.device.kind],
         )
         if self.experts:
-            return mixture.train_step(self.model, self.experts, run)
+            return mixture.train_step(
+                self.model, self.experts, run, scanned=self.scanned
+            )
         return decoder.train_step(self.model, run)
 
 
@@ -111,6 +115,9 @@ LANGUAGE = {
         experts=mixture.Experts(160, chosen=6, shared=2, dropless=True),
     ),
 }
+LANGUAGE["deepseek-v2-scan"] = dataclasses.replace(
+    LANGUAGE["deepseek-v2"], scanned=True
+)
 
 
 def _vit(cluster: Cluster) -> Built:

@@ -131,10 +131,30 @@ def block(p: decoder.Tree, x: jax.Array, how: str, given: Experts) -> jax.Array:
     return x + (dropless_mlp(p, y, given.chosen) if given.dropless else mlp(p, y))
 
 
+def _stacked(params: decoder.Tree, layers: int) -> decoder.Tree:
+    """Abstract parameters with those of all layers in stacks."""
+    rest = {k: v for k, v in params.items() if not k.startswith("block_")}
+    blocks = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), params["block_0"]
+    )
+    return rest | {"blocks": blocks}
+
+
 def train_step(
-    model: decoder.Decoder, experts: Experts, run: decoder.Run
+    model: decoder.Decoder,
+    experts: Experts,
+    run: decoder.Run,
+    *,
+    scanned: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step ``(state, batch) -> (state, loss)`` and its abstract arguments."""
+    """The step ``(state, batch) -> (state, loss)`` and its abstract arguments.
+
+    Args:
+      model: the decoder.
+      experts: the experts of each layer.
+      run: batch, dtype and rematerialisation.
+      scanned: whether the layers are a `jax.lax.scan` over stacked parameters.
+    """
     optimizer = optax.adamw(1e-4)
 
     def layer(p: decoder.Tree, x: jax.Array) -> jax.Array:
@@ -146,7 +166,9 @@ def train_step(
     def loss_of(params: decoder.Tree, tokens: jax.Array) -> jax.Array:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = params["embedding"].astype(run.dtype)[inputs]
-        for k in range(model.layers):
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params["blocks"])
+        for k in range(0 if scanned else model.layers):
             x = layer(params[f"block_{k}"], x)
         x = decoder.normalised(x, params["norm"], "llama")
         logits = (x @ params["head"].astype(run.dtype)).astype(jnp.float32)
@@ -160,6 +182,7 @@ def train_step(
         return {"params": params, "opt_state": moments}, loss
 
     params = shapes(model, experts, run.sequence)
+    params = _stacked(params, model.layers) if scanned else params
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
     tokens = jax.ShapeDtypeStruct((run.batch, run.sequence + 1), jnp.int32)
     return step, (state, tokens)
