@@ -113,10 +113,11 @@ def plan(
         given as ``layouts`` says, else ``auto``, or 0 where the number of stages is
         given (page 'Rematerialisation' of the documentation).
       offload: which state lies in the memory of the hosts between steps: ``optimizer``:
-        all arrays of optimizer state; ``none``: what the step itself puts there;
-        ``auto``: as much optimizer state as is fastest, where memory is short. None: as
-        the plan given as ``layouts`` says, else ``auto``, or ``none`` where the number
-        of stages is given (page 'Memory of the hosts' of the documentation).
+        all arrays of optimizer state; ``state``: these and all parameters; ``none``:
+        what the step itself puts there; ``auto``: as much optimizer state, and then
+        parameters, as is fastest, where memory is short. None: as the plan given as
+        ``layouts`` says, else ``auto``, or ``none`` where the number of stages is given
+        (page 'Memory of the hosts' of the documentation).
       error_budget: for ``compression='auto'`` and ``gather_codecs='auto'``, the
         largest relative error of the gradients, in the optimizer's metric, with that
         of gathered parameters; None: that of int4 codes.

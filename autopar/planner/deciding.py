@@ -43,7 +43,14 @@ from autopar.layouts.assignment import unsplit
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.infeasible import size_text
 from autopar.planner.options import PlanOptions, of_one_stage
-from autopar.planner.programs import GAP, Planner, Programs, Unfit, program_name
+from autopar.planner.programs import (
+    EASY,
+    GAP,
+    Planner,
+    Programs,
+    Unfit,
+    program_name,
+)
 from autopar.planner.replicas import is_tight, plan_replicas
 from autopar.planner.search import candidate_meshes
 from autopar.planner.stages.entry import (
@@ -59,13 +66,14 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
 from autopar.steps.for_devices import equations_of_update
 from autopar.steps.microbatches import numbers_of_microbatches
-from autopar.steps.offload import optimizer_state
+from autopar.steps.offload import asked_state, carried_state
 from autopar.steps.remat import (
     has_kernels,
     layer_starts,
     named_values,
     repeats_kernels,
 )
+from autopar_passes.graph.roles import InputRole
 from autopar_passes.remat.copies import DOTS, FULL, KERNELS, NAMES
 
 # About how many numbers of rematerialised layers the search tries at most, for each
@@ -78,7 +86,7 @@ _STAGED = 0.05
 # The stages of a cut must together do at least this fraction of the step's FLOPs: some
 # small operators are in no stage.
 _CUT = 0.999
-# How many amounts of optimizer state in host memory are tried at most.
+# How many amounts of state in host memory are tried at most.
 _OFFLOADED = 3
 # The least time limit of the solver of stages, in seconds.
 _LEAST_S = 1.0
@@ -112,11 +120,9 @@ def decide(
       InfeasibleError: no plan fits the memory of a device.
       PlanError: the step cannot be split, cut or planned as the options say.
     """
-    offload: list[str] = []
-    if options.offload == "optimizer":
-        offload = [path for path, _ in optimizer_state(analysis)]
-        if why := _cannot_offload(cluster):
-            raise PlanError(f"offload='optimizer': {why}. Leave offload out.")
+    offload = asked_state(analysis, options.offload)
+    if offload and (why := _cannot_offload(cluster)):
+        raise PlanError(f"offload={options.offload!r}: {why}. Leave offload out.")
     search = Programs(analysis, cluster, options, plan, codecs, unfit, offload)
     for propose in _PROPOSERS:
         try:
@@ -538,18 +544,21 @@ def _numbers(layers: int) -> list[int]:
 
 
 def _host_memory(search: Programs) -> None:
-    """Proposes to keep optimizer state in host memory.
+    """Proposes to keep optimizer state and parameters in host memory.
 
-    Each array is copied to the devices and back to the host once per step. All arrays
-    are tried first, then the largest ones, with half of the bytes and so on, as long as
-    plans get faster.
+    An array of optimizer state is copied to the devices and back to the host once per
+    step. All of them are tried first, then the largest ones, with half of the bytes and
+    so on, as long as plans get faster. Parameters are also read by the forward and the
+    backward pass. They are tried, together with all optimizer state, if memory still
+    holds the plan back.
     """
     cluster, best = search.cluster, search.best
-    state = optimizer_state(search.analysis)
-    if search.options.offload != "auto" or not state:
+    state = carried_state(search.analysis, InputRole.OPTIMIZER_STATE)
+    parameters = carried_state(search.analysis, InputRole.PARAMETER)
+    if search.options.offload != "auto" or not parameters:
         return
     if why := _cannot_offload(cluster):
-        search.leave_out("optimizer state in the memory of the hosts", why)
+        search.leave_out("state in the memory of the hosts", why)
         return
     nbytes = sum(size for _, size in state)
     copies_s = 2.0 * nbytes / cluster.num_devices / cluster.device.host_bytes_per_s
@@ -560,17 +569,45 @@ def _host_memory(search: Programs) -> None:
         least_s = free_s + copies_s / 2 ** (_OFFLOADED - 1)
         if easy or (not best.remat.layers and least_s >= best.predicted.step_s):
             why = "it saves memory, which does not hold the plan back"
-            search.leave_out("optimizer state in the memory of the hosts", why)
+            search.leave_out("state in the memory of the hosts", why)
             return
-    for _ in range(_OFFLOADED):
+    whole = _halves_on_host(search, "optimizer state", state, [])
+    limit = EASY * cluster.memory_bytes
+    if search.best is None or (
+        search.best is whole and whole.predicted.peak_memory_bytes > limit
+    ):
+        _halves_on_host(search, "parameters", parameters, [p for p, _ in state])
+
+
+def _halves_on_host(
+    search: Programs, what: str, state: Sequence[tuple[str, int]], others: Sequence[str]
+) -> Plan | None:
+    """Proposes to keep all arrays of state in host memory, then half of the bytes ...
+
+    The proposals end when plans get no faster.
+
+    Args:
+      search: the search.
+      what: a text for the arrays.
+      state: path and bytes of each array, the largest first.
+      others: paths of other arrays in host memory.
+
+    Returns:
+      The plan with all arrays in host memory; None if there is none.
+    """
+    whole, nbytes = "", float(sum(size for _, size in state))
+    for _ in range(_OFFLOADED if state else 0):
         sizes = itertools.accumulate(size for _, size in state)
         chosen = [p for (p, _), n in zip(state, sizes, strict=True) if n <= nbytes]
         before = search.best
-        name = f"{size_text(nbytes, ' ')} of optimizer state in the memory of the hosts"
-        search.judge(name, functools.partial(_plan_on_host, search, chosen), 0.0)
+        name = f"{size_text(nbytes, ' ')} of {what} in the memory of the hosts"
+        whole = whole or name
+        paths = [*others, *chosen]
+        search.judge(name, functools.partial(_plan_on_host, search, paths), 0.0)
         if search.best is before:
-            return
+            break
         nbytes /= 2
+    return search.plans.get(whole)
 
 
 def _cannot_offload(cluster: Cluster) -> str:

@@ -267,15 +267,16 @@ OPTIONS: Mapping[str, Option] = {
     "offload": Option(
         default=None,
         text="which state lies in the memory of the hosts between steps: "
-        "``optimizer``: all arrays of optimizer state; ``none``: what "
-        "the step itself puts there; ``auto``: as much optimizer state "
-        "as is fastest, where memory is short. None: as the plan given "
+        "``optimizer``: all arrays of optimizer state; ``state``: these and "
+        "all parameters; ``none``: what the step itself puts there; ``auto``: "
+        "as much optimizer state, and then parameters, as is fastest, where "
+        "memory is short. None: as the plan given "
         "as ``layouts`` says, else ``auto``, or ``none`` where the "
         "number of stages is given (page 'Memory of the hosts' of the "
         "documentation)",
-        expected="'auto', 'none' or 'optimizer'",
+        expected="'auto', 'none', 'optimizer' or 'state'",
         effect=PINS,
-        metavar="{auto,none,optimizer}",
+        metavar="{auto,none,optimizer,state}",
         flag="--offload",
     ),
     "donate": Option(

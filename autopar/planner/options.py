@@ -20,6 +20,7 @@ from autopar.planner.hints import LogicalRules, Pins, logical_pins, parse_pins
 from autopar.planner.option_texts import OPTIONS, PLANNING, Option
 from autopar.plans import NO_SCHEDULE, SCHEDULES, Plan
 from autopar.steps import spares
+from autopar.steps.offload import OFFLOADS
 from autopar.steps.spares import Spares
 from autopar_errors import InputError
 from autopar_passes.program.calls import BatchNames, StepCall
@@ -172,7 +173,7 @@ _CHECKS: Mapping[str, Check] = {
     "stages": _any(None, "auto", _COUNT),
     "schedule": _any(None, *(name for name in SCHEDULES if name != NO_SCHEDULE)),
     "remat": _any(None, _is_remat),
-    "offload": _any(None, "auto", "none", "optimizer"),
+    "offload": _any(None, "auto", "none", *OFFLOADS),
     "donate": _any(True, False),
     "programs": _COUNT,
     "least_gain": _number(0.0),
@@ -336,9 +337,9 @@ def _check_together(asked: PlanOptions) -> None:
             f"stages={stages!r}: stages gather parameters as they are. Leave one of "
             "the two out."
         )
-    elif asked.offload == "optimizer" and stages not in (None, 1):
+    elif asked.offload in OFFLOADS and stages not in (None, 1):
         wrong = (
-            "offload='optimizer' is for plans of one stage, and "
+            f"offload={asked.offload!r} is for plans of one stage, and "
             f"stages={stages!r}. Leave one of the two out."
         )
     elif remat == "none" and stages not in (None, 1):
@@ -361,8 +362,8 @@ def _is_of_one_stage(asked: PlanOptions) -> str:
         return f"remat={asked.remat!r} was given, and stages= was not"
     if _names_gathers(asked) and asked.schedule is None:
         return f"gather_codecs={asked.gather_codecs!r} was given, and stages= was not"
-    if asked.offload == "optimizer" and asked.schedule is None:
-        return "offload='optimizer' was given, and stages= was not"
+    if asked.offload in OFFLOADS and asked.schedule is None:
+        return f"offload={asked.offload!r} was given, and stages= was not"
     return ""
 
 

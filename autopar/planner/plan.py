@@ -65,6 +65,7 @@ from autopar.plans.specs import check_divides, spec_of
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_dims, batch_rows
 from autopar.steps.for_devices import alternatives, for_devices
+from autopar.steps.offload import asked_state
 from autopar.steps.padding import padded_rows, with_row_multiple
 from autopar.units import number_of
 
@@ -498,10 +499,10 @@ def _check_program(analysis: Analysis, kept: Plan, options: PlanOptions) -> None
             f"microbatches={asked}: the plan given as layouts= has "
             f"{kept.microbatches}; leave microbatches out."
         )
-    if options.offload == "optimizer" and not kept.offload:
+    if set(asked_state(analysis, options.offload)) - set(kept.offload):
         raise PlanError(
-            "offload='optimizer': the plan given as layouts= keeps all state in the "
-            "memory of devices; leave offload out."
+            f"offload={options.offload!r}: the plan given as layouts= keeps other "
+            "state in the memory of the hosts; leave offload out."
         )
     if options.remat in (None, "auto"):
         return

@@ -203,7 +203,7 @@ class Planner(Protocol):
 
 # The memory limit is assumed not to slow a plan that needs less than this fraction of a
 # device's memory.
-_EASY = 0.5
+EASY = 0.5
 # Two plans count as equally fast if their step times differ by less than this fraction.
 # It is the relative gap to which the solver proves optimality.
 GAP = 0.005
@@ -419,7 +419,7 @@ class Programs:
     def is_held_back(self, name: str) -> bool:
         """Whether the best plan of a program would be faster with unlimited memory."""
         plan = self.plans[name]
-        easy = plan.predicted.peak_memory_bytes <= _EASY * self.cluster.memory_bytes
+        easy = plan.predicted.peak_memory_bytes <= EASY * self.cluster.memory_bytes
         return not easy and self.slowed[name] > 1 + GAP
 
     def priced_s(self, name: str, other: str) -> float:

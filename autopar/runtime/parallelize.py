@@ -250,10 +250,11 @@ def parallelize(
         given as ``layouts`` says, else ``auto``, or 0 where the number of stages is
         given (page 'Rematerialisation' of the documentation).
       offload: which state lies in the memory of the hosts between steps: ``optimizer``:
-        all arrays of optimizer state; ``none``: what the step itself puts there;
-        ``auto``: as much optimizer state as is fastest, where memory is short. None: as
-        the plan given as ``layouts`` says, else ``auto``, or ``none`` where the number
-        of stages is given (page 'Memory of the hosts' of the documentation).
+        all arrays of optimizer state; ``state``: these and all parameters; ``none``:
+        what the step itself puts there; ``auto``: as much optimizer state, and then
+        parameters, as is fastest, where memory is short. None: as the plan given as
+        ``layouts`` says, else ``auto``, or ``none`` where the number of stages is given
+        (page 'Memory of the hosts' of the documentation).
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
       batch_argnames: names of the arguments that hold the batch, or patterns of paths

@@ -11,18 +11,37 @@ from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.offload import offload_state
 
 
-def optimizer_state(analysis: Analysis) -> list[tuple[str, int]]:
-    """Returns path and bytes of each array of optimizer state, the largest first."""
+def carried_state(analysis: Analysis, role: InputRole) -> list[tuple[str, int]]:
+    """Returns path and bytes of each array of carried state, the largest first.
+
+    Args:
+      analysis: the step.
+      role: the role of the arrays, such as optimizer state.
+    """
     graph = analysis.graph
     found = [
         (given.path, graph.values[given.value].nbytes)
         for given in graph.inputs
-        if given.role is InputRole.OPTIMIZER_STATE
+        if given.role is role
         and given.output >= 0
         and graph.values[given.value].shape
         and not graph.values[given.value].on_host
     ]
     return sorted(found, key=lambda pair: (-pair[1], pair[0]))
+
+
+OFFLOADS = ("optimizer", "state")
+"""Values of the option ``offload`` that name which carried state is in host memory."""
+
+
+def asked_state(analysis: Analysis, offload: str | None) -> list[str]:
+    """Returns the paths of the state that the option ``offload`` names."""
+    if offload not in OFFLOADS:
+        return []
+    found = carried_state(analysis, InputRole.OPTIMIZER_STATE)
+    if offload == "state":
+        found += carried_state(analysis, InputRole.PARAMETER)
+    return [path for path, _ in found]
 
 
 def keep_on_host(analysis: Analysis, paths: Sequence[str]) -> Analysis:

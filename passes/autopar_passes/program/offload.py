@@ -1,20 +1,37 @@
 """Moves state of a step to host memory.
 
 The program takes the state from host memory, copies it to device memory where it is
-read first, and copies its next value back where that value is computed. A step that a
-user writes with ``jax.device_put`` and `jax.memory.Space` gives the same program.
+read, and copies its next value back where that value is computed. A step that a user
+writes with ``jax.device_put`` and `jax.memory.Space` gives the same program.
+
+An array is copied again after the next product, kernel or loop, so that device memory
+holds a copy only while operators beside each other read it. A loop that takes one slice
+of an array in each iteration copies that slice only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from autopar_passes.program.equations import Equation, Program, Region, Value
-from autopar_passes.program.flatten import Builder, next_index, renumber_equation
+from autopar_passes.program.equal_leaves import ELEMENTWISE
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    Value,
+    reads,
+)
+from autopar_passes.program.flatten import (
+    Builder,
+    next_index,
+    renumber_atoms,
+    renumber_equation,
+)
 
 
 def offload_state(program: Program, carried: Mapping[int, int]) -> Program:
@@ -27,35 +44,121 @@ def offload_state(program: Program, carried: Mapping[int, int]) -> Program:
     """
     builder = Builder(program.values, next_index(program))
     body = program.body
-    fetched: dict[int, int] = {}
     stored = {
         body.outputs[k]: builder.like(_on_host(program.values[body.inputs[a]]))
         for a, k in carried.items()
         if body.outputs[k] != body.inputs[a]
     }
-    for argument in carried:
-        value = body.inputs[argument]
-        builder.values[value] = _on_host(program.values[value])
-    hosted = {body.inputs[a]: program.values[body.inputs[a]] for a in carried}
-
-    def number(value: int) -> int:
-        if value not in hosted:
-            return value
-        if value not in fetched:
-            fetched[value] = builder.like(hosted[value])
-            builder.equations.append(_copy(builder, value, fetched[value]))
-        return fetched[value]
-
-    for eqn in body.equations:
-        new = renumber_equation(eqn, number, lambda index: index)
-        builder.equations.append(new)
+    made = _Fetches(builder, [body.inputs[a] for a in carried]).equations(body)
+    equations: list[Equation] = []
+    for eqn in made:
+        equations.append(eqn)
         for value in eqn.outputs:
             if value in stored:
-                builder.equations.append(_copy(builder, value, stored[value]))
+                equations.append(_copy(builder, value, stored[value]))
     ends = {k: stored.get(body.outputs[k], body.outputs[k]) for k in carried.values()}
     outputs = tuple(ends.get(k, a) for k, a in enumerate(body.outputs))
-    region = Region(body.inputs, tuple(builder.equations), outputs)
+    region = Region(body.inputs, tuple(equations), outputs)
     return Program(tuple(builder.values), region, program.constants)
+
+
+class _Fetches:
+    """Copies arrays of host memory to device memory where a region reads them."""
+
+    def __init__(self, builder: Builder, hosted: Sequence[int]) -> None:
+        """Moves inputs of a region to host memory.
+
+        Args:
+          builder: holds the values of the program.
+          hosted: the inputs.
+        """
+        self.builder = builder
+        self.hosted = {v: builder.values[v] for v in hosted}
+        # Host array -> its copy, and the number of long operators before the copy.
+        self.fetched: dict[int, tuple[int, int]] = {}
+        self.added: list[Equation] = []
+        self.passed = 0
+        for value in hosted:
+            builder.values[value] = _on_host(builder.values[value])
+
+    def equations(self, region: Region) -> list[Equation]:
+        """The region's equations, which read copies, and the equations that copy."""
+        found: list[Equation] = []
+        for eqn in region.equations:
+            new = self._reading_copies(eqn)
+            found += [*self.added, new]
+            self.added = []
+            if _is_long(eqn):
+                self.passed += 1
+        return found
+
+    def _reading_copies(self, eqn: Equation) -> Equation:
+        sliced = _sliced(eqn)
+        whole = {
+            a for a in eqn.inputs[: len(eqn.inputs) - sliced] if isinstance(a, int)
+        }
+        inner = {
+            v for region in eqn.regions for e in region.equations for v in reads(e)
+        }
+        # An array of which an equation reads more than slices is copied as a whole.
+        slots = [
+            k
+            for k in range(len(eqn.inputs) - sliced, len(eqn.inputs))
+            if isinstance(a := eqn.inputs[k], int) and a in self.hosted
+            if a not in whole and a not in inner
+        ]
+        new = renumber_equation(eqn, self._number_outside(eqn, slots))
+        if not slots:
+            return new
+        inputs = tuple(
+            eqn.inputs[k] if k in slots else a for k, a in enumerate(new.inputs)
+        )
+        (body,) = new.regions
+        fetches = _Fetches(self.builder, [body.inputs[k] for k in slots])
+        body = Region(body.inputs, *fetches.ends(body))
+        return dataclasses.replace(new, inputs=inputs, regions=(body,))
+
+    def ends(self, region: Region) -> tuple[tuple[Equation, ...], tuple[Atom, ...]]:
+        """The region's equations, and its outputs, which are in device memory."""
+        found = self.equations(region)
+        outputs = renumber_atoms(region.outputs, self._number)
+        return (*found, *self.added), outputs
+
+    def _number_outside(self, eqn: Equation, slots: Sequence[int]) -> Any:
+        """The map of values to their copies, without those of which slices are read."""
+        kept = {eqn.inputs[k] for k in slots}
+        return lambda value: value if value in kept else self._number(value)
+
+    def _number(self, value: int) -> int:
+        if value not in self.hosted:
+            return value
+        copy, passed = self.fetched.get(value, (-1, -1))
+        if passed != self.passed:
+            copy = self.builder.like(self.hosted[value])
+            self.added.append(_copy(self.builder, value, copy))
+            self.fetched[value] = copy, self.passed
+        return copy
+
+
+def _sliced(eqn: Equation) -> int:
+    """The number of the last operands of which a loop takes one slice at a time."""
+    if eqn.primitive != "scan":
+        return 0
+    return len(eqn.inputs) - eqn.params["num_consts"] - eqn.params["num_carry"]
+
+
+def _is_long(eqn: Equation) -> bool:
+    """Whether an equation may take as long as the copy of an array."""
+    return eqn.primitive not in ELEMENTWISE | _SHORT
+
+
+_SHORT = frozenset(
+    {
+        "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "copy",
+        "slice", "concatenate", "pad", "iota", "optimization_barrier", "device_put",
+        "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or",
+    }
+)  # fmt: skip
 
 
 def _on_host(value: Value) -> Value:

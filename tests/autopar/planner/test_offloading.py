@@ -24,7 +24,7 @@ def test_memory_that_is_too_small_moves_optimizer_state() -> None:
     )
     with recorded_proposals() as proposals:
         free, small = planned(cluster="8:a100"), "8:a100,memory=80MB"
-    assert [x.note for x in proposals if "optimizer state" in x.proposer] == [
+    assert [x.note for x in proposals if "memory of the hosts" in x.proposer] == [
         "not tried: it saves memory, which does not hold the plan back"
     ]
     found = planned(cluster=small)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from residual_step import OPTIMIZER, update
+from residual_step import OPTIMIZER, scanned_update, update
 
 import autopar
 from autopar.errors import PlanError
@@ -71,6 +71,42 @@ def test_losses_and_memories(options: dict[str, Any]) -> None:
         np.testing.assert_allclose(losses, reference(), rtol=rtol)
     assert kinds(state) == ["pinned_host"]
     assert {x.sharding.memory_kind for x in state[0]} == {"device"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"microbatches": 2}, {"remat": "all"}, {"compression": "int8"}],
+    ids=["whole", "microbatches", "remat", "int8"],
+)
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+def test_parameters_in_the_memory_of_hosts(
+    scanned: bool, options: dict[str, Any]
+) -> None:
+    if scanned and "remat" in options:
+        pytest.skip("the loop's layers are checkpointed by the step itself")
+    (weights, _), _ = begin()
+    if scanned:
+        weights = jax.numpy.stack(weights)
+    given = dict(options)
+    if "compression" in options:
+        whole = {"x": PartitionSpec("data"), "state/0": PartitionSpec()}
+        given |= {**DATA, "pins": whole} if scanned else DATA
+    make = scanned_update if scanned else update
+    first = weights, OPTIMIZER.init(weights)
+    step, same = (
+        autopar.parallelize(make, cluster="8:cpu", donate=False, offload=how, **given)
+        for how in ("state", "none")
+    )
+    state, losses = run(step, first)
+    expected, reference_losses = run(same, first)
+    np.testing.assert_allclose(losses, reference_losses, rtol=1e-5)
+    if "compression" not in options:
+        np.testing.assert_allclose(losses, reference(), rtol=1e-5)
+    for found, wanted in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    assert {a.sharding.memory_kind for a in jax.tree.leaves(state) if a.ndim} == {
+        "pinned_host"
+    }
 
 
 def test_a_saved_plan_and_another_cluster_keep_the_memories(tmp_path: Any) -> None:

@@ -70,3 +70,65 @@ def test_a_step_that_moves_its_own_state_is_the_same_program() -> None:
 def test_an_argument_that_is_read_on_devices_too_lies_there() -> None:
     program = program_of(lambda a: (jax.device_put(a, DEVICE), a + 1), 1)
     assert on_host(program, program.body.inputs) == [False]
+
+
+def layers(w: jax.Array, b: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+    """Two loops over the rows of ``w``, the second of which reads all of ``b``, too."""
+
+    def layer(h: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return h * row + 1.0, row
+
+    def back(h: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return h + row[0] * b[1], h * row
+
+    h, rows = jax.lax.scan(layer, x, w)
+    h, grads = jax.lax.scan(back, h, w, reverse=True)
+    return w - grads, b + h, rows.sum() + h.sum()
+
+
+@given(st.sets(st.integers(0, 1)))
+def test_loops_copy_slices(moved: set[int]) -> None:
+    shapes = [(3, 4), (2, 4), (4,)]
+    structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    program = flatten(jax.make_jaxpr(layers)(*structs))
+    made = offload_state(program, {k: k for k in sorted(moved)})
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal(s).astype(np.float32) for s in shapes]
+    for found, want in zip(
+        evaluate(made, *arrays), evaluate(program, *arrays), strict=True
+    ):
+        np.testing.assert_array_equal(found, want)
+    scans = [e for e in made.body.equations if e.primitive == "scan"]
+    sliced = [e.inputs[-1] for e in scans]
+    assert [0 in moved] * 2 == [made.values[v].on_host for v in sliced if v >= 0]
+    inside = [
+        made.values[one.outputs[0]].shape
+        for e in scans
+        for one in e.inner
+        if one.primitive == "device_put"
+    ]
+    assert inside == ([(4,), (4,)] if 0 in moved else [])
+    outside = [
+        made.values[e.outputs[0]].shape
+        for e in made.body.equations
+        if e.primitive == "device_put" and not made.values[e.outputs[0]].on_host
+    ]
+    # The update reads both whole arrays, and the second loop reads ``b``.
+    expected = ([(3, 4)] if 0 in moved else []) + ([(2, 4)] * 2 if 1 in moved else [])
+    assert sorted(outside) == sorted(expected)
+
+
+def test_an_array_is_copied_again_after_a_product() -> None:
+    def twice(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        early = jnp.sin(w) + jnp.cos(w)
+        y = early @ x
+        return w - y @ x, y
+
+    square = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    program = flatten(jax.make_jaxpr(twice)(square, square))
+    made = offload_state(program, {0: 0})
+    order = [e.primitive for e in made.body.equations]
+    assert order.count("device_put") == 3  # two to devices, one back
+    first = order.index("dot_general")
+    assert "device_put" in order[:first]
+    assert "device_put" in order[first:-1]
