@@ -20,6 +20,7 @@ from typing import Self
 from autopar_passes.graph.operators import (
     PRODUCTS,
     TO_DEVICES,
+    TO_HOST,
     Operator,
     OperatorGraph,
     producers,
@@ -46,14 +47,10 @@ _DEAR = _COSTLY - {"div", "exp", "exp2", "logistic", "rem", "rsqrt", "sqrt", "ta
 # an MLP mixer, it keeps the operand of the tanh in GELU.
 _KEPT = {("tanh", "bfloat16"), ("tanh", "float16")}
 # Operators into which nothing is fused. The same holds for operators with `is_product`.
-# A copy to the host is not among them. It does read a buffer, but XLA's scheduler for
-# GPUs frees this buffer before it writes those of most other copies. With 10 layers of
-# Llama 8B whose updates are all ready at once (in microbatches), these buffers have at
-# most 0.5 GB at a time, and 3.9 GB in all.
 _OPAQUE = frozenset(
     {
         "sort", "top_k", "enter", "carry", "merge", "slice_step", "stack_step",
-        "scatter-add", "scatter", "return",
+        "scatter-add", "scatter", "return", TO_HOST,
     }
 )  # fmt: skip
 
@@ -328,8 +325,7 @@ class _Again:
         if self.into_products and value in self.floating:
             return False
         if op.kind == TO_DEVICES:
-            # Kernels of GPUs read arrays in host memory directly.
-            return self.into_products or any(_is_opaque(r) for r in users)
+            return True
         if value in self.outputs or not self.scattered.isdisjoint(op.inputs):
             # The sum of an array and a scatter into zeros becomes a scatter into this
             # array.

@@ -20,7 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopar.steps.fusion import is_cloned, is_elementwise, spread
 from autopar.steps.ragged import RaggedCopy
 from autopar.steps.rounding import NOT_ROUNDED, NOT_WIDENED, Rounded, Widened
-from autopar_passes.graph.operators import Operator, OperatorGraph, producers, users
+from autopar_passes.graph.operators import (
+    TO_DEVICES,
+    Operator,
+    OperatorGraph,
+    producers,
+    users,
+)
 from autopar_passes.graph.roles import Role
 
 # A barrier computes nothing. Each of its results waits for all of its operands.
@@ -530,15 +536,30 @@ def _late(
 
 
 def _schedule(graph: OperatorGraph) -> list[int]:
-    """Program order, except that an update runs as soon as its operands are ready."""
+    """Program order, except that an update runs as soon as its operands are ready.
+
+    A copy of state from host memory to the devices, and what is computed from it, runs
+    just before its first reader. Behind microbatches all gradients are ready at once,
+    and updates run in program order.
+    """
     made: dict[int, int] = {}
     time: list[int] = []
+    copied = set[int]()
     for op in graph.operators:
         when = op.index
-        if op.role is Role.UPDATE and op.inputs:
+        if op.role is Role.UPDATE and op.inputs and not graph.accumulated:
             when = max((made.get(v, 0) for v in op.inputs if v is not None), default=0)
         time.append(when)
         made.update((v, when) for v in op.outputs)
+        if op.role is Role.UPDATE and (
+            op.kind == TO_DEVICES or not copied.isdisjoint(op.inputs)
+        ):
+            copied.update(op.outputs)
+    read_by = users(graph.operators) if copied else {}
+    for op in reversed(graph.operators):
+        if not copied.isdisjoint(op.outputs):
+            readers = [time[r.index] for v in op.outputs for r in read_by.get(v, ())]
+            time[op.index] = max(time[op.index], min(readers, default=0))
     return time
 
 
