@@ -22,6 +22,7 @@ from autopar.steps.ragged import RaggedCopy
 from autopar.steps.rounding import NOT_ROUNDED, NOT_WIDENED, Rounded, Widened
 from autopar_passes.graph.operators import (
     TO_DEVICES,
+    TO_HOST,
     Operator,
     OperatorGraph,
     producers,
@@ -539,28 +540,59 @@ def _schedule(graph: OperatorGraph) -> list[int]:
     """Program order, except that an update runs as soon as its operands are ready.
 
     A copy of state from host memory to the devices, and what is computed from it, runs
-    just before its first reader. Behind microbatches all gradients are ready at once,
-    and updates run in program order.
+    just before its first reader. Behind microbatches all gradients are ready at once.
+    Arrays whose state is in host memory are then updated in turn (`_in_turn`).
     """
     made: dict[int, int] = {}
     time: list[int] = []
     copied = set[int]()
     for op in graph.operators:
         when = op.index
-        if op.role is Role.UPDATE and op.inputs and not graph.accumulated:
+        if op.role is Role.UPDATE and op.inputs:
             when = max((made.get(v, 0) for v in op.inputs if v is not None), default=0)
+            if op.kind == TO_DEVICES or not copied.isdisjoint(op.inputs):
+                copied.update(op.outputs)
         time.append(when)
         made.update((v, when) for v in op.outputs)
-        if op.role is Role.UPDATE and (
-            op.kind == TO_DEVICES or not copied.isdisjoint(op.inputs)
-        ):
-            copied.update(op.outputs)
+    if copied and graph.accumulated:
+        for place, op in enumerate(turns := _in_turn(graph), len(time) - len(turns)):
+            time[op.index] = place
     read_by = users(graph.operators) if copied else {}
     for op in reversed(graph.operators):
         if not copied.isdisjoint(op.outputs):
             readers = [time[r.index] for v in op.outputs for r in read_by.get(v, ())]
             time[op.index] = max(time[op.index], min(readers, default=0))
     return time
+
+
+def _in_turn(graph: OperatorGraph) -> list[Operator]:
+    """The operators of the update, those of one array after those of another one.
+
+    An optimizer updates the first moments of all arrays, then all second moments, and
+    so on. XLA's scheduler for GPUs prefers operators that free memory, so it updates
+    one array after the other.
+    """
+    tail = [op for op in graph.operators if op.role is Role.UPDATE]
+    maker = producers(tail)
+    kept = {op.inputs[0]: op for op in tail if op.kind == TO_HOST}
+    # The results on the host that an operator's results are computed from.
+    needs: dict[int, frozenset[int]] = {}
+    for op in tail:
+        found = frozenset[int]().union(*(needs.get(v, ()) for v in op.inputs if v))
+        needs |= {v: found | {v} if v in kept else found for v in op.outputs}
+    order: dict[int, Operator] = {}
+    for last in sorted(tail, key=lambda op: -max(len(needs[v]) for v in op.outputs)):
+        left = [last]
+        while left:
+            top = left[-1]
+            before = [maker[v] for v in top.inputs if v in maker]
+            if missing := [op for op in before if op.index not in order]:
+                left += reversed(missing)
+                continue
+            left.pop()
+            order[top.index] = top
+            left += [kept[v] for v in top.outputs if v in kept]
+    return list(order.values())
 
 
 def replacing(graph: OperatorGraph) -> Replacing:

@@ -58,57 +58,8 @@ def offload_state(program: Program, carried: Mapping[int, int]) -> Program:
                 equations.append(_copy(builder, value, stored[value]))
     ends = {k: stored.get(body.outputs[k], body.outputs[k]) for k in carried.values()}
     outputs = tuple(ends.get(k, a) for k, a in enumerate(body.outputs))
-    wanted = [v for v in body.outputs if isinstance(v, int)]
-    region = Region(body.inputs, _in_turn(equations, wanted, stored), outputs)
+    region = Region(body.inputs, tuple(equations), outputs)
     return Program(tuple(builder.values), region, program.constants)
-
-
-def _in_turn(
-    equations: Sequence[Equation], wanted: Sequence[int], stored: Mapping[int, int]
-) -> tuple[Equation, ...]:
-    """Puts the update of one array after that of another one.
-
-    An optimizer updates the first moments of all arrays, then all second moments, and
-    so on. In that order, copies of all arrays would be in device memory. XLA for GPUs
-    schedules an array's update as a whole, too.
-
-    Args:
-      equations: equations in program order.
-      wanted: the results of the program, before they are copied to the host.
-      stored: result -> the value of its copy on the host.
-    """
-    last = max((k for k, e in enumerate(equations) if _is_long(e)), default=-1)
-    head, tail = equations[: last + 1], equations[last + 1 :]
-    maker = {v: eqn for eqn in tail for v in eqn.outputs}
-    # Result -> the results on the host that it is computed from, with itself.
-    needs: dict[int, frozenset[int]] = {}
-    for eqn in tail:
-        found = frozenset[int]().union(*(needs.get(v, ()) for v in reads(eqn)))
-        for v in eqn.outputs:
-            needs[v] = found | {v} if v in stored else found
-    order: dict[int, Equation] = {}
-
-    def emit(eqn: Equation) -> None:
-        left = [eqn]
-        while left:
-            top = left[-1]
-            before = [maker[v] for v in reads(top) if v in maker]
-            before = [e for e in before if e.index not in order]
-            if before:
-                left.extend(reversed(before))
-                continue
-            left.pop()
-            if order.setdefault(top.index, top) is not top:
-                continue
-            copies = [stored[v] for v in top.outputs if v in stored]
-            left += [maker[v] for v in copies if maker[v].index not in order]
-
-    ends = [v for v in dict.fromkeys(wanted) if v in maker]
-    for value in sorted(ends, key=lambda v: -len(needs[v])):
-        emit(maker[value])
-    for eqn in tail:
-        emit(eqn)
-    return (*head, *order.values())
 
 
 class _Fetches:
