@@ -1,6 +1,5 @@
 """Bits of a value in each step of a ring that sums gradients, with arithmetic coding.
 
-    pip install constriction
     python benchmarks/ring_coding.py --seeds 0 1 2
 
 Workers train a model of characters. Their gradients become whole numbers of one grid,
