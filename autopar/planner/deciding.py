@@ -572,10 +572,9 @@ def _host_memory(search: Programs) -> None:
             search.leave_out("state in the memory of the hosts", why)
             return
     whole = _halves_on_host(search, "optimizer state", state, [])
+    best = search.best
     limit = EASY * cluster.memory_bytes
-    if search.best is None or (
-        search.best is whole and whole.predicted.peak_memory_bytes > limit
-    ):
+    if best is None or (best is whole and best.predicted.peak_memory_bytes > limit):
         _halves_on_host(search, "parameters", parameters, [p for p, _ in state])
 
 
