@@ -111,6 +111,7 @@ class Agent:
         self._running: set[int] = set()
         # Job and port of its supervisor -> the agent that serves the job's run.
         self._jobs: dict[tuple[str, int], Agent] = {}
+        # Worker -> exit code, until the supervisor has handled the worker's end.
         self._ended: dict[int, int | None] = {}
         self._connection: Connection | None = None
         self._network = Network("", options.secret)
@@ -282,6 +283,9 @@ class Agent:
                 self._launcher.signal(int(message["worker"]), int(message["number"]))
             case "serve":
                 self._serve_job(message)
+            case "forget":
+                for worker in message["workers"]:
+                    self._ended.pop(int(worker), None)
             case "record":
                 self._keep_record(message)
             case "end":

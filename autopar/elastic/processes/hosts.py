@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import platform
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.processes.launching import (
@@ -59,6 +60,9 @@ class Host:
       leaves: whether the host is leaving and gets no more workers.
       missed: number of workers that the supervisor counted as gone because the host was
         unreachable.
+      ended: numbers of workers that have ended on the host, until the supervisor has
+        decided whether to start them again. They keep their slots until then, because
+        the host's shared memory may hold their state.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Host:
     heard_s: float
     leaves: bool = False
     missed: int = 0
+    ended: set[int] = dataclasses.field(default_factory=set[int])
 
     def give_up(self, workers: Sequence[int]) -> None:
         """Counts workers as gone; they are killed when their agent connects again."""
@@ -80,12 +85,12 @@ class Host:
     def room(self) -> int:
         """Number of further workers that may start on the host."""
         takes = self.is_reached and not self.leaves
-        return self.slots - len(self.workers) if takes else 0
+        return self.slots - len(self.workers | self.ended) if takes else 0
 
     @property
     def may_respawn(self) -> bool:
         """Whether a worker may be restarted on this host, even a leaving one."""
-        return self.is_reached and self.slots > len(self.workers)
+        return self.is_reached and self.slots > len(self.workers | self.ended)
 
     @property
     def is_reached(self) -> bool:
@@ -137,6 +142,8 @@ class HostLauncher:
         self._closed = False
         # What agents record for a standby; only if some agents know several addresses.
         self.records, self._has_standby = HostRecords(), False
+        # Workers of the world to record that no host has, and since when there are any.
+        self.unplaced, self._unplaced_s = frozenset[int](), math.inf
 
     def begin(self, run: str, reports: Reports) -> None:
         """See `Launcher`."""
@@ -149,6 +156,8 @@ class HostLauncher:
         own = {k: environment[k] for k in _OF_RUN if k in environment}
         with self._lock:
             self._waiting[worker] = own
+            for host in self._hosts.values():
+                host.ended.discard(worker)
             self._place()
             if worker in self._waiting:
                 self._reports_there.on_wait(worker)
@@ -158,10 +167,43 @@ class HostLauncher:
         """See `Launcher`; the worker's agent reports later whether it runs."""
         del process
         with self._lock:
+            if worker in self._known_workers():
+                return True
             if not self._claimed:
                 threading.Thread(target=self._await_claimed, daemon=True).start()
             self._claimed[worker] = time.monotonic()
         return True
+
+    def settle(self, worker: int) -> None:
+        """Gives the slot of a worker that has ended to others.
+
+        Must be called after each report of an end, once the supervisor has decided
+        whether to start the worker again.
+        """
+        with self._lock:
+            for host in self._hosts.values():
+                if worker in host.ended:
+                    host.ended.discard(worker)
+                    self._forget(host, [worker])
+            self._place()
+
+    def _known_workers(self) -> set[int]:
+        """The workers that hosts have or that wait for a host.
+
+        The caller holds the lock.
+        """
+        known = [h.workers | h.ended for h in self._hosts.values()]
+        return set(self._waiting).union(*known)
+
+    @staticmethod
+    def _forget(host: Host, workers: Iterable[int]) -> None:
+        """Tells an agent that the supervisor knows the ends of these workers.
+
+        If the agent reported them to a later supervisor, this one would start workers
+        that run on other hosts by then a second time.
+        """
+        if host.connection is not None and (known := sorted(workers)):
+            host.connection.send("forget", workers=known)
 
     def _await_claimed(self) -> None:
         """Gives up workers that no agent has reported: they wait for a host."""
@@ -196,10 +238,19 @@ class HostLauncher:
                 gone = self._claimed.pop(worker, None) is not None or host is not None
                 if host is not None:
                     host.give_up([worker])
+                else:
+                    gone = self._kill_unplaced(worker) or gone
         if waits:
             self._reports_there.on_end(worker, None)
         elif gone:
             self._reports_there.on_unreached(worker, spare=self._has_room())
+
+    def _kill_unplaced(self, worker: int) -> bool:
+        """Kills a worker of an unknown host; returns whether it counts as gone."""
+        for host in self._hosts.values():
+            if host.connection is not None:
+                host.connection.send("signal", worker=worker, number=signal.SIGKILL)
+        return worker in self.unplaced
 
     def move(self, places: Mapping[str, int]) -> Sequence[int]:
         """See `Placing`; ends waiting workers that have lost their place."""
@@ -237,7 +288,8 @@ class HostLauncher:
             if state["generation"] == records.last.agreed:
                 return records.make(state, records.last.voters)
             found = {n: h.workers & world for n, h in self._hosts.items()}
-            if set().union(*found.values()) != world:
+            self.unplaced = frozenset(world.difference(*found.values()))
+            if self.unplaced:
                 return None  # an agent has not called yet
             return records.make(state, [n for n, workers in found.items() if workers])
 
@@ -258,11 +310,25 @@ class HostLauncher:
             if not (self._has_standby or takes_over):
                 return True
             if record is None:
+                if waits and not takes_over:
+                    self._give_up_unplaced()
                 return not waits
+            self._unplaced_s = math.inf
             for host in self._hosts.values():
                 if host.connection is not None:
                     host.connection.send("record", record=record.to_data())
         return not waits or self.records.wait(record, takes_over=takes_over)
+
+    def _give_up_unplaced(self) -> None:
+        """Kills workers that are ready but that no agent reports for too long.
+
+        A world with them cannot be recorded. The caller holds the lock.
+        """
+        self._unplaced_s = min(self._unplaced_s, time.monotonic())
+        if time.monotonic() - self._unplaced_s > self._silent_s:
+            self._unplaced_s = math.inf
+            for worker in self.unplaced:
+                self.signal(worker, signal.SIGKILL)
 
     @property
     def _reports_there(self) -> HostReports:
@@ -276,9 +342,10 @@ class HostLauncher:
     def _place(self) -> None:
         """Starts waiting workers on hosts with free slots.
 
-        The caller holds the lock.
+        Workers whose state is in the shared memory of a host get its slots first. The
+        caller holds the lock.
         """
-        for worker in sorted(self._waiting):
+        for worker in sorted(self._waiting, key=lambda w: (not self._at_home(w), w)):
             home = self._homes.get(worker)
             free = [h for h in self._hosts.values() if h is home and h.may_respawn] or [
                 h for h in self._hosts.values() if h.room > 0
@@ -287,6 +354,8 @@ class HostLauncher:
                 continue
             host = max(free, key=lambda h: len(h.workers))
             self._homes[worker] = host
+            if home is not None and home is not host:
+                self._forget(home, [worker])
             assert host.connection is not None
             environment = self._given[worker] = self._waiting.pop(worker)
             host.workers.add(worker)
@@ -298,6 +367,11 @@ class HostLauncher:
                 folder=self._folder,
             )
             self._reports_there.on_start(worker)
+
+    def _at_home(self, worker: int) -> bool:
+        """Whether a worker may start on the host whose memory holds its state."""
+        home = self._homes.get(worker)
+        return any(h is home and h.may_respawn for h in self._hosts.values())
 
     def serve(self, first: Message, connection: Connection) -> None:
         """Serves an agent until its connection ends.
@@ -351,12 +425,16 @@ class HostLauncher:
                 self._homes[worker] = host
             ended = (host.workers - running) | left
             # These workers were given up while their agent was disconnected. They may
-            # return, because they may hold the only copy of the last state.
-            back = {
-                w for w in running - host.workers if self._reports_there.may_return(w)
-            }
-            stray = running - host.workers - back
+            # return, because they may hold the only copy of the last state; unless they
+            # were started again elsewhere.
+            lost = running - host.workers
+            known = self._known_workers()
+            back = {w for w in lost - known if self._reports_there.may_return(w)}
+            stray = lost - back
             host.workers = (host.workers - ended) | back
+            host.ended |= ended
+            reported = {int(w) for w in first["ended"]}
+            self._forget(host, reported - host.ended - self._waiting.keys())
             for worker in stray:
                 connection.send("signal", worker=worker, number=signal.SIGKILL)
             if self._closed:
@@ -364,7 +442,7 @@ class HostLauncher:
             self._place()
             # Workers of an earlier supervisor that have not been found yet may run on
             # this host.
-            room = max(0, host.room - len(self._claimed) - len(left))
+            room = max(0, host.room - len(self._claimed))
             room = room if new else min(room, host.missed)
             host.missed = 0
             if self._places is not None:
@@ -404,6 +482,10 @@ class HostLauncher:
             said = f"{begin}host {host.name}: {wrong}"
             print(said, file=sys.stderr, flush=True)
         with self._lock:
+            if worker not in host.workers:
+                # It was given up or runs on another host, too, and counts no more.
+                self._forget(host, [worker])
+                return
             host.workers.discard(worker)
             environment = self._given.pop(worker, None)
             waiting = environment if wrong and not placed else None
@@ -411,7 +493,9 @@ class HostLauncher:
                 host.leaves, self._waiting[worker] = True, waiting
                 self._homes.pop(worker, None)
                 self._reports_there.on_wait(worker)
-            self._place()
+                self._place()
+            else:
+                host.ended.add(worker)
         if waiting is None:
             self._reports_there.on_end(worker, message["code"])
 

@@ -460,12 +460,14 @@ class Runner:
         agreed = self._write(notes, waits=True)
         if agreed:
             self._minority_s = math.inf
-        elif self._minority_s == math.inf:
-            assert isinstance(self._launcher, HostLauncher)
+            return True
+        # A world with workers that no host has is no sign of another supervisor.
+        assert isinstance(self._launcher, HostLauncher)
+        if self._minority_s == math.inf and not self._launcher.unplaced:
             hosts, fence_s = self._launcher.records.count(), self._job.limits.fence_s
             self.log("minority", hosts=hosts, seconds=round(fence_s, 1))
             self._minority_s = time.monotonic()
-        return agreed
+        return False
 
     def formed_world(self, message: Message) -> None:
         """See `Actions`."""
@@ -594,6 +596,8 @@ class Runner:
             self.supervisor.on_end(worker, code, spare=spare)
         else:
             self.supervisor.on_unreached(worker, spare=spare)
+        if isinstance(self._launcher, HostLauncher):
+            self._launcher.settle(worker)
 
     def _end(self) -> None:
         """Ends all remaining processes."""

@@ -737,16 +737,16 @@ class Supervisor:
         elif worker in self.world and self.state == "gather":
             self._do.fill(self.generation, [self.world.index(worker)])
             self._leave_at_once()
-        if replace and (spare or self._restarts > 0):
+        staying = len(members.staying_of(self.members, self._leaving))
+        if not (replace and (spare or self._restarts > 0)):
+            self.wanted = max(self.limits.least, min(self.wanted, staying))
+        elif staying < self.wanted:  # more may wait for a host than are wanted
             self._restarts -= 0 if spare else 1
             again = any(m.respawns for m in self.members.values())
             self._spawn()
             # Restarted workers wait for the new worker, because it starts as fast as
             # they do.
             self.members[self.numbers - 1].respawns = again
-        else:
-            staying = len(members.staying_of(self.members, self._leaving))
-            self.wanted = max(self.limits.least, min(self.wanted, staying))
 
     def _without_newcomers(self) -> None:
         """Ends new workers with which no world could form; goes on without them."""

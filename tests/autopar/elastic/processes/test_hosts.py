@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import signal
 import threading
 import time
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 from fake_agents import Agent
 
-from autopar.elastic.processes import hosts
+from autopar.elastic.processes import agents, hosts
 from autopar.elastic.processes.hosts import HostLauncher
+from autopar.elastic.processes.recovery import RESPAWNED
 
 
 class Run:
@@ -115,7 +117,101 @@ def test_a_worker_that_ends_leaves_room(made: tuple[HostLauncher, Run]) -> None:
     assert agent.started() == [0]
     agent.say("ended", worker=0, code=3)
     run.wait_for("end", 0, 3)
+    launcher.settle(0)
     assert agent.started() == [0, 1]
+    assert ("forget", {"workers": [0]}) in agent.sent
+
+
+def test_a_worker_that_starts_again_keeps_its_slot(
+    made: tuple[HostLauncher, Run],
+) -> None:
+    """The memory of its host has its state, so no worker that waits gets the slot."""
+    launcher, run = made
+    launcher.start(5, {})
+    agent = call(launcher, "one")
+    launcher.start(1, {})
+    agent.say("ended", worker=5, code=RESPAWNED)
+    run.wait_for("end", 5, RESPAWNED)
+    launcher.settle(9)  # another worker's end
+    assert agent.started() == [5]
+    launcher.start(5, {})
+    launcher.settle(5)
+    assert agent.started() == [5, 5]
+    assert not any(kind == "forget" for kind, _ in agent.sent)
+
+
+def test_an_old_end_of_a_worker_that_runs_elsewhere_does_not_count(
+    made: tuple[HostLauncher, Run],
+) -> None:
+    launcher, run = made
+    assert launcher.watch(0, None)
+    call(launcher, "two", workers=[0])
+    one = call(launcher, "one", ended={"0": RESPAWNED})
+    assert ("forget", {"workers": [0]}) in one.sent
+    assert not any(t[0] == "end" for t in run.told)
+
+
+def test_a_worker_that_moves_is_forgotten_where_it_was(
+    made: tuple[HostLauncher, Run],
+) -> None:
+    launcher, run = made
+    launcher.start(0, {})
+    one, two = call(launcher, "one"), call(launcher, "two")
+    one.say("ended", worker=0, code=RESPAWNED)
+    run.wait_for("end", 0, RESPAWNED)
+    launcher._hosts["one"].slots = 0
+    launcher.start(0, {})
+    assert two.started() == [0]
+    assert one.sent[-1] == ("forget", {"workers": [0]})
+
+
+def test_an_agent_forgets_ends_that_were_handled(tmp_path: pathlib.Path) -> None:
+    given = {"supervisor": "10.0.0.1:7000", "secret": "", "slots": 2}
+    agent = agents.Agent(agents.AgentOptions(**given, folder=tmp_path))
+    agent._report(3, RESPAWNED)
+    agent._report(4, 0)
+    agent._obey({"kind": "forget", "workers": [3]})
+    assert agent._ended == {4: 0}
+
+
+def test_a_worker_that_runs_on_two_hosts_ends_on_one(
+    made: tuple[HostLauncher, Run],
+) -> None:
+    """Its end there does not count, and leaves no slot of the other host free."""
+    launcher, run = made
+    assert launcher.watch(0, None)
+    one = call(launcher, "one", workers=[0])
+    run.returning = {0}
+    two = call(launcher, "two", workers=[0])
+    assert ("signal", {"worker": 0, "number": signal.SIGKILL}) in two.sent
+    assert not any(kind == "signal" for kind, _ in one.sent)
+    two.say("ended", worker=0, code=-9)
+    launcher.start(1, {})
+    launcher.start(2, {})
+    assert two.started() == [1]
+    assert one.started() == []
+    record = launcher.make_record({"generation": 3, "world": [0, 1]})
+    assert record is not None
+    assert record.hosts == ("one", "two")
+    assert not any(t[0] == "end" for t in run.told)
+
+
+def test_a_ready_worker_that_no_host_has_is_given_up(
+    made: tuple[HostLauncher, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No world with it can be recorded, although all hosts answer."""
+    launcher, run = made
+    agent = call(launcher, "one", standbys=1, workers=[])
+    record = launcher.make_record({"generation": 3, "world": [7]})
+    assert record is None
+    assert launcher.unplaced == {7}
+    assert not launcher.record(record, waits=True, takes_over=True)
+    assert not launcher.record(record, waits=True)
+    assert not any(kind == "signal" for kind, _ in agent.sent)
+    monkeypatch.setattr(launcher, "_silent_s", -1.0)
+    assert not launcher.record(record, waits=True)
+    run.wait_for("unreached", 7, True)
+    assert ("signal", {"worker": 7, "number": signal.SIGKILL}) in agent.sent
 
 
 def test_an_agent_that_dies_takes_its_workers_along(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from autopar.elastic.processes import runner, standby
+from autopar.elastic.processes.hosts import HostLauncher
 from autopar.elastic.processes.members import Connection
 from autopar.elastic.processes.network import Network
 from autopar.elastic.processes.runner import Runner
@@ -175,3 +177,23 @@ def test_hosts_may_answer_a_standby_late(
     monkeypatch.setattr(made, "_job", types.SimpleNamespace(grace_s=8.0), raising=False)
     monkeypatch.setattr(made, "_write", lambda **_: now[0] > answers_s)
     assert made._take_over() == taken
+
+
+@pytest.mark.parametrize(("unplaced", "gives_up"), [({3}, False), (set(), True)])
+def test_only_hosts_that_do_not_answer_make_a_minority(
+    monkeypatch: pytest.MonkeyPatch, unplaced: set[int], gives_up: bool
+) -> None:
+    """Not a worker that no host has: all hosts may have answered."""
+    made, launcher = Runner.__new__(Runner), HostLauncher(["train.py"], 5.0)
+    launcher.unplaced = frozenset(unplaced)
+    limits = types.SimpleNamespace(fence_s=13.0)
+    for name, value in {
+        "_minority_s": math.inf,
+        "_launcher": launcher,
+        "_job": types.SimpleNamespace(limits=limits),
+        "_write": lambda *_, **__: False,
+        "log": lambda *_, **__: None,
+    }.items():
+        monkeypatch.setattr(made, name, value, raising=False)
+    assert not made.record({})
+    assert (made._minority_s < math.inf) == gives_up

@@ -379,6 +379,17 @@ class TestEnds:
         fake.ready(2)
         assert [w for w, _ in fake.of("pause")] == [0, 1, 0][2:]
 
+    def test_as_many_as_are_wanted(self) -> None:
+        """Where enough others wait for a host, no dead worker is replaced."""
+        fake = running(2, restarts=3)
+        assert not fake.supervisor.resize(3)
+        assert not fake.supervisor.resize(2)
+        fake.supervisor.on_wait(2)
+        fake.supervisor.on_end(1, -9)
+        assert fake.started == [0, 1, 2]
+        fake.supervisor.on_end(2, None)
+        assert fake.started == [0, 1, 2, 3]
+
 
 def test_workers_of_a_supervisor_that_died() -> None:
     first = running(2)
