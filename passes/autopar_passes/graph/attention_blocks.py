@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar_passes import jax_compat
+from autopar_passes.graph.attention_heads import Sum, repeated_heads
 from autopar_passes.graph.attention_products import (
     Labels,
     NotAttentionError,
@@ -133,56 +134,126 @@ class _Group:
         self.rewrite, self.products, self.scores = rewrite, products, scores
         self.builder, self.values = rewrite.builder, products.values
         self.search, self.parts = products.search, products.parts
+        self.heads = repeated_heads(products)
 
     def replace(self) -> Region:
         """The region with the primitives of attention in blocks."""
-        search, parts, builder = self.search, self.parts, self.builder
-        named = self._naming()
-        value, value_labels = self.products.value()
-        made, operands, leaves = self.scores.operands(builder, named)
-        out_labels = self.products.out_labels()
+        products, parts, named = self.products, self.parts, self._naming()
+        given = [
+            (products.query, products.query_labels),
+            (products.key, products.key_labels),
+            products.value(),
+        ]
+        if self.heads is not None:
+            given[1:] = self.heads.key, self.heads.value
+        like, made = products.product, list[Equation]()
+        arrays = [self._parted(*x, like, made) for x in given]
+        parted = list[Equation]()
+        positions, operands, leaves = self.scores.operands(
+            self.builder,
+            named,
+            lambda value, labels: self._parted(value, labels, like, parted),
+        )
+        form = self._form([named(labels) for _, labels in given], leaves, named)
+        back: _Back | None = None
+        if parts.of_value is not None or parts.of_weights is not None:
+            back = self._back(given, named)
+            form = dataclasses.replace(form, given=back.given, gradients=back.results)
+        out, after = None, list[Equation]()
+        if parts.out is not None:
+            end, labels = parts.out[0], products.out_labels()
+            out = self._whole(end.outputs[0], labels, end, after)
+        scale = self._scale(form, arrays) if self.rewrite.cudnn else None
+        weights = parts.out or parts.of_value
+        assert weights is not None
+        if scale is None:
+            made += [*positions, *parted]
+            whole = [*arrays, *operands]
+            forward, backward = self._in_blocks(form, whole, back, out, weights[0])
+        else:
+            ends = back, out, weights[0]
+            forward, backward = self._on_cudnn(form, arrays, scale, *ends)
+        insert: dict[int, list[Equation]] = collections.defaultdict(list)
+        replaced = products.replaced()
+        first = min(self.search.place[k] for k in replaced)
+        if parts.out is not None:
+            first = self.search.place[parts.out[0].index]
+        insert[first] += [*made, *forward, *after]
+        if back is not None:
+            insert[back.place] += [*back.before, *backward, *back.after]
+        if self.heads is not None:
+            replaced |= {eqn.index for eqn in self.heads.sums}
+        return self._with_inserted(insert, replaced)
+
+    def _form(
+        self,
+        given: Sequence[tuple[str, ...]],
+        leaves: Sequence[tuple[str, ...]],
+        named: Callable[[Labels], tuple[str, ...]],
+    ) -> Form:
+        """How the step writes the forward pass."""
+        products, parts = self.products, self.parts
         weights = parts.out or parts.of_value
         assert weights is not None
         weight = weights[0].inputs[weights[1]]
         assert isinstance(weight, int)
-        (product,) = self.products.product.outputs
-        out_dtype = self.values[value].dtype
+        (product,) = products.product.outputs
+        out_dtype = self.values[products.value()[0]].dtype
         if parts.out is not None:
             out_dtype = self.values[parts.out[0].outputs[0]].dtype
-        inputs = self.products.query_labels, self.products.key_labels, value_labels
-        form = Form(
-            operands=(*map(named, inputs), *leaves),
-            out=named(out_labels),
+        return Form(
+            operands=(*given, *leaves),
+            out=named(products.out_labels()),
             scores=self.scores.map,
             product_dtype=str(self.values[product].dtype),
             weight_dtype=str(self.values[weight].dtype),
             out_dtype=str(out_dtype),
-            precision=self.products.product.params["precision"],
+            precision=products.product.params["precision"],
         )
-        arrays = [self.products.query, self.products.key, value, *operands]
-        back: _Back | None = None
-        if parts.of_value is not None or parts.of_weights is not None:
-            back = self._back(arrays, named)
-            form = dataclasses.replace(form, given=back.given, gradients=back.results)
-        scale = self._scale(form) if self.rewrite.cudnn else None
-        if scale is None:
-            forward, backward = self._in_blocks(form, arrays, back, weights[0])
-        else:
-            made = []
-            forward, backward = self._on_cudnn(form, arrays, back, scale, weights[0])
-        insert: dict[int, list[Equation]] = collections.defaultdict(list)
-        replaced = self.products.replaced()
-        first = min(search.place[k] for k in replaced)
-        if parts.out is not None:
-            first = search.place[parts.out[0].index]
-        insert[first] += [*made, *forward]
-        if back is not None:
-            insert[back.place] += backward
-        return self._with_inserted(insert, replaced)
+
+    def _shape(self, value: int, labels: Labels) -> tuple[int, ...]:
+        """The shape of an array with a dimension for each part of repeated heads."""
+        shape = self.values[value].shape
+        return shape if self.heads is None else self.heads.shape(labels, shape)
+
+    def _parted(
+        self, value: int, labels: Labels, like: Equation, made: list[Equation]
+    ) -> int:
+        """Splits repeated heads of an array; adds the equation to a list."""
+        shape, start = self._shape(value, labels), len(self.builder.equations)
+        if shape == self.values[value].shape:
+            return value
+        found = self.builder.call(lambda x: x.reshape(shape), [value], like.name_stack)
+        made += self.builder.equations[start:]
+        assert isinstance(found, int)
+        return found
+
+    def _whole(
+        self, value: int, labels: Labels, like: Equation, made: list[Equation]
+    ) -> int:
+        """A value of split heads, from which an equation computes an array.
+
+        Args:
+          value: the array.
+          labels: its labels.
+          like: an equation with the name stack of the new one.
+          made: the list to which the equation is added.
+        """
+        shape, whole = self._shape(value, labels), self.values[value]
+        if shape == whole.shape:
+            return value
+        found = self.builder.value(shape, whole.dtype)
+        start = len(self.builder.equations)
+        self.builder.call(
+            lambda x: x.reshape(whole.shape), [found], like.name_stack, value
+        )
+        made += self.builder.equations[start:]
+        return found
 
     def _naming(self) -> Callable[[Labels], tuple[str, ...]]:
         """A function that gives the names of a `Form` to labels of dimensions."""
         name = {
+            "": "",
             self.products.keys: "k",
             self.products.queries: "q",
             self.products.depth: "d",
@@ -190,9 +261,19 @@ class _Group:
         }
         batch = [n for n in self.products.names() if n[0] == "B"]
         groups = [n for n in self.products.rows if n != self.products.queries]
+        heads = self.heads
+        if heads is not None:
+            parts = heads.split(tuple((n,) for n in batch))
+            batch = [n for dims in parts for n in dims if n != heads.group]
+            groups.append(heads.group)
         name |= {n: f"b{k}" for k, n in enumerate(batch)}
         name |= {n: f"g{k}" for k, n in enumerate(groups)}
-        return lambda labels: tuple(name[n[0]] if n else "" for n in labels)
+
+        def named(labels: Labels) -> tuple[str, ...]:
+            found = labels if heads is None else heads.split(labels)
+            return tuple(name[n] for dims in found for n in dims or ("",))
+
+        return named
 
     def _with_inserted(
         self, insert: Mapping[int, list[Equation]], replaced: Collection[int]
@@ -206,15 +287,19 @@ class _Group:
         return self._checked_region(equations)
 
     def _in_blocks(
-        self, form: Form, arrays: list[int], back: _Back | None, like: Equation
+        self,
+        form: Form,
+        arrays: list[int],
+        back: _Back | None,
+        out: int | None,
+        like: Equation,
     ) -> tuple[list[Equation], list[Equation]]:
         """The equations of both passes, as attention in blocks."""
         builder = self.builder
         alone = dataclasses.replace(form, given=(), gradients=())
         forward = self._equation(blockwise.forward_p, arrays, alone, like)
-        out, logs = (builder.value(*_aval(forward, k)) for k in range(2))
-        if self.parts.out is not None:
-            out = self.parts.out[0].outputs[0]
+        made, logs = (builder.value(*_aval(forward, k)) for k in range(2))
+        out = made if out is None else out
         forward = dataclasses.replace(forward, outputs=(out, logs))
         if back is None:
             return [forward], []
@@ -222,17 +307,14 @@ class _Group:
         backward = self._equation(blockwise.backward_p, given, form, back.like)
         return [forward], [dataclasses.replace(backward, outputs=back.outputs)]
 
-    def _scale(self, form: Form) -> float | None:
+    def _scale(self, form: Form, arrays: Sequence[int]) -> float | None:
         """The scale of the scores, if cuDNN's attention computes the same."""
         hidden, own = self.scores.hidden, self.products.size(self.products.keys) - 1
         if hidden is None or not self.scores.only_positions:
             return None
         if hidden[own:].any() or not (form.scores.causal or not hidden.any()):
             return None
-        value, _ = self.products.value()
-        shapes = [
-            self.values[a] for a in (self.products.query, self.products.key, value)
-        ]
+        shapes = [self.values[a] for a in arrays]
         dtypes = {str(v.dtype) for v in shapes} | {form.out_dtype}
         elements = {
             v.shape[labels.index(n)]
@@ -252,12 +334,13 @@ class _Group:
         self,
         form: Form,
         arrays: list[int],
-        back: _Back | None,
         scale: float,
+        back: _Back | None,
+        out: int | None,
         like: Equation,
     ) -> tuple[list[Equation], list[Equation]]:
         """The equations of both passes, with cuDNN's attention."""
-        builder, arrays = self.builder, arrays[:3]
+        builder = self.builder
         sizes = {
             n: size
             for array, labels in zip(arrays, form.operands, strict=False)
@@ -286,10 +369,10 @@ class _Group:
                 *(_turned(x, a, b, sizes).astype(t) for x, a, (b, t) in ends),
             )
 
-        part, start = self.parts.out, len(builder.equations)
-        v = self.values[arrays[0]]
-        shape = tuple(sizes[n] if n else 1 for n in form.out)
-        out = builder.value(shape, v.dtype) if part is None else part[0].outputs[0]
+        start = len(builder.equations)
+        if out is None:
+            shape = tuple(sizes[n] if n else 1 for n in form.out)
+            out = builder.value(shape, self.values[arrays[0]].dtype)
         atoms, results = arrays, (out,)
         if back is not None:
             atoms, results = [*arrays, back.gradient], (out, *back.outputs)
@@ -309,40 +392,49 @@ class _Group:
         forward, backward = passes
         return forward, backward
 
-    def _back(self, arrays: list[int], named: Any) -> _Back:
-        """The backward pass."""
-        search, parts, builder = self.search, self.parts, self.builder
-        gradient, labels = self.products.gradient()
-        given = [
-            (
-                parts.of_query,
-                self.products.query,
-                self.products.query_labels,
-                self.products.depth,
-            ),
-            (
-                parts.of_key,
-                self.products.key,
-                self.products.key_labels,
-                self.products.depth,
-            ),
-            (parts.of_value, arrays[2], self.products.value()[1], "E"),
-        ]
+    def _back(self, given: Sequence[tuple[int, Labels]], named: Any) -> _Back:
+        """The backward pass.
+
+        Args:
+          given: queries, keys and values, and their labels.
+          named: gives labels the names of a `Form`.
+        """
+        products, parts, heads = self.products, self.parts, self.heads
+        late = [p[0] for p in (parts.of_value, parts.of_query, parts.of_key) if p]
+        before, after = list[Equation](), list[Equation]()
+        gradient, labels = products.gradient()
+        own = self._parted(gradient, labels, late[0], before)
+        sums: tuple[Sum | None, Sum | None] = (None, None)
+        if heads is not None:
+            sums = heads.key_gradient, heads.value_gradient
+        ends = (
+            (parts.of_query, products.depth, None),
+            (parts.of_key, products.depth, sums[0]),
+            (parts.of_value, "E", sums[1]),
+        )
         results: list[tuple[tuple[str, ...], str]] = []
         outputs: list[int] = []
-        for part, array, own, free in given:
+        for (part, free, total), (array, array_labels) in zip(ends, given, strict=True):
             if part is None:
-                results.append((named(own), str(self.values[array].dtype)))
-                outputs.append(builder.like(self.values[array]))
-                continue
-            made = part[0].outputs[0]
-            ends = named(self.products.side(part, free)[2])
-            results.append((ends, str(self.values[made].dtype)))
+                shape = self._shape(array, array_labels)
+                made = self.builder.value(shape, self.values[array].dtype)
+                end = array_labels
+            elif total is not None:
+                made, end = total[0].outputs[0], total[1]
+            else:
+                end = products.side(part, free)[2]
+                made = self._whole(part[0].outputs[0], end, part[0], after)
+            results.append((named(end), str(self.values[made].dtype)))
             outputs.append(made)
-        late = [p[0] for p in (parts.of_value, parts.of_query, parts.of_key) if p]
-        place = min(search.place[eqn.index] for eqn in late)
         return _Back(
-            gradient, named(labels), tuple(results), tuple(outputs), late[0], place
+            gradient=own,
+            given=named(labels),
+            results=tuple(results),
+            outputs=tuple(outputs),
+            like=late[0],
+            place=min(self.search.place[eqn.index] for eqn in late),
+            before=tuple(before),
+            after=tuple(after),
         )
 
     def _equation(
@@ -371,6 +463,13 @@ class _Group:
             known.update(eqn.outputs)
         (product,) = self.products.product.outputs
         if product in known:
+            size = self.values[product].size
+            made = (v for v in region.outputs if v in self.products.labels)
+            if any(isinstance(v, int) and self.values[v].size == size for v in made):
+                raise RefusedError(
+                    "the step, or a loop over its layers, stores its weights: put "
+                    "jax.checkpoint around each layer"
+                )
             readers = [e for e in live if product in e.arrays]
             what = f"'{readers[0].primitive}'" if readers else "the step's results"
             raise RefusedError(f"{what} reads its scores, too")
@@ -388,6 +487,8 @@ class _Back:
       outputs: these gradients.
       like: the first product that computes one of them.
       place: the place of that product among the equations.
+      before: equations that split heads of the gradient of the output.
+      after: equations that join heads of gradients.
     """
 
     gradient: int
@@ -396,6 +497,8 @@ class _Back:
     outputs: tuple[int, ...]
     like: Equation
     place: int
+    before: tuple[Equation, ...]
+    after: tuple[Equation, ...]
 
 
 def _scale_of(

@@ -343,7 +343,10 @@ class Products:
         if not touching or not known:
             raise NotAttentionError
         if len(known) > 1 or "" in self.reduced:
-            raise RefusedError("its scores are reduced in several ways")
+            raise RefusedError(
+                "its scores or their gradients are reduced in several ways, as for "
+                "gradients of a bias"
+            )
         (self.keys,) = known
         side = 1 if self.keys[0] == "R" else 0
         free = [n for (n,) in filter(None, self.sides[side]) if n[0] in "LR"]

@@ -5,7 +5,7 @@ The operators between the products of attention run on random arrays of small si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -416,15 +416,21 @@ class Scores:
         return self.known[value, labels]
 
     def operands(
-        self, builder: Builder, named: Any
+        self, builder: Builder, named: Any, parted: Callable[[int, Labels], int]
     ) -> tuple[list[Equation], list[int], list[tuple[str, ...]]]:
-        """Equations to add, and the arrays that scores read, with their labels."""
+        """Equations to add, and the arrays that scores read, with their labels.
+
+        Args:
+          builder: gives new values and equations their numbers.
+          named: gives labels the names of a `autopar_passes.rules.blockwise.Form`.
+          parted: returns an array with split heads.
+        """
         equations: list[Equation] = []
         arrays: list[int] = []
         labels: list[tuple[str, ...]] = []
         for key in list(self.leaves)[1:]:
             if key[0] == "value":
-                arrays.append(key[1])
+                arrays.append(parted(key[1], key[2]))
                 labels.append(named(key[2]))
                 continue
             _, label, dtype = key

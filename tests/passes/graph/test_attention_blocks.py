@@ -84,6 +84,23 @@ def grouped(q: Any, k: Any, v: Any) -> Any:
     return made.reshape(BATCH, SEQ, HEADS, DIM)
 
 
+def repeated(q: Any, k: Any, v: Any) -> Any:
+    """Each of two key heads is repeated for the two query heads of its group."""
+    k, v = (jnp.repeat(x[:, :, :2], 2, axis=2) for x in (k, v))
+    return plain(q, k, v)
+
+
+def tiled(q: Any, k: Any, v: Any) -> Any:
+    """Query heads of a group are not neighbours, and heads have biases."""
+    k, v = (jnp.tile(x[:, :, :2], (1, 1, 2, 1)) for x in (k, v))
+    return slopes(q, k, v)
+
+
+def one_key_head(q: Any, k: Any, v: Any) -> Any:
+    k, v = (jnp.repeat(x[:, :, :1], HEADS, axis=2) for x in (k, v))
+    return heads_first(q, k, v)
+
+
 def masked_rows(q: Any, k: Any, v: Any) -> Any:
     """The first queries see no key that is not padding."""
     padding = jnp.arange(SEQ) >= jnp.arange(BATCH)[:, None] * 3
@@ -118,7 +135,10 @@ def clipped(q: Any, k: Any, v: Any) -> Any:
 FOUND = [
     *(plain, full, capped, window, slopes, heads_first, grouped),
     *(masked_rows, segments, both_ways, falling, clipped),
+    *(repeated, tiled, one_key_head),
 ]
+# The key heads of steps that repeat them for the query heads of a group.
+KEY_HEADS = {repeated: 2, tiled: 2, one_key_head: 1}
 
 
 def step(attend: Callable[..., Any], params: Any, x: Any) -> Any:
@@ -183,10 +203,50 @@ def test_cudnn_computes_scores_that_are_only_scaled(
 
     assert found.replaced == 1
     names = {eqn.primitive for eqn in walk(after.body)}
-    scaled = attend in (plain, full, heads_first, grouped)
+    scaled = attend in (plain, full, heads_first, grouped, repeated, one_key_head)
     assert names & kernels.RINGS == (
         kernels.PRIMITIVES if scaled else blockwise.PRIMITIVES
     )
+    for a, b in zip(*pair, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * float(abs(a).max()))
+
+
+@pytest.mark.parametrize("attend", KEY_HEADS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("remat", [False, True], ids=["kept", "again"])
+def test_key_heads_of_a_group_are_not_repeated(
+    attend: Callable[..., Any], remat: bool
+) -> None:
+    """Kernels read the key heads, and add up the gradients of a group."""
+    args, heads = arguments(), KEY_HEADS[attend]
+    run = functools.partial(step, jax.checkpoint(attend) if remat else attend)
+
+    _, after, found = rewritten(run, *args)
+
+    assert found.refused == ()
+    made = [e for e in walk(after.body) if e.primitive in blockwise.PRIMITIVES]
+    assert {e.primitive for e in made} == blockwise.PRIMITIVES
+    whole = BATCH * SEQ * HEADS * DIM
+    for eqn in made:
+        query, key, value = (after.values[a] for a in eqn.inputs[:3])
+        assert query.size == whole
+        assert {key.size, value.size} == {whole * heads // HEADS}
+
+
+def test_repeated_keys_that_something_else_reads_stay_repeated() -> None:
+    """The gradient of the repeated keys has another summand."""
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        k, v = (jnp.repeat(x[:, :, :2], 2, axis=2) for x in (k, v))
+        return plain(q, k, v) + k
+
+    args = arguments()
+    before, after, found = rewritten(functools.partial(step, attend), *args)
+
+    assert found == FoundAttention(1, ())
+    (eqn,) = (e for e in walk(after.body) if e.primitive == blockwise.BACKWARD)
+    assert after.values[eqn.inputs[1]].size == BATCH * SEQ * HEADS * DIM
+    flat = jax.tree.leaves(args)
+    pair = [jax.jit(functools.partial(evaluate, p))(*flat) for p in (before, after)]
     for a, b in zip(*pair, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * float(abs(a).max()))
 
