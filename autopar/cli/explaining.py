@@ -46,6 +46,7 @@ from autopar.reports.table import (
     collapse,
     collective_lines,
     method_text,
+    note_lines,
     over_text,
     ratio_text,
     seconds_text,
@@ -248,6 +249,7 @@ def explain(asked: ExplainCommand) -> Result:
         )
     if staged is not None:
         lines += ["", *link_lines(links(staged))]
+    lines += note_lines(found.plan)
     return Result("\n".join(lines))
 
 

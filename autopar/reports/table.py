@@ -60,10 +60,16 @@ def render(plan: Plan) -> str:
         lines += ["", *title, *input_lines(plan, stage)]
     if has_codecs(plan):
         lines += ["", *gradient_lines(plan)]
-    lines += _notes("planned replicated, for want of a rule", plan.unsupported_ops)
-    lines += _notes("of each microbatch alone", plan.local)
-    lines += _notes("assumed of loops and of kernels", plan.assumed)
-    return "\n".join(lines)
+    return "\n".join([*lines, *note_lines(plan)])
+
+
+def note_lines(plan: Plan) -> list[str]:
+    """What the plan replicates, computes by microbatch, and assumes, with reasons."""
+    return [
+        *_notes("planned replicated, for want of a rule", plan.unsupported_ops),
+        *_notes("of each microbatch alone", plan.local),
+        *_notes("assumed of loops and of kernels", plan.assumed),
+    ]
 
 
 def summary_lines(plan: Plan) -> list[str]:

@@ -463,13 +463,6 @@ class _Group:
             known.update(eqn.outputs)
         (product,) = self.products.product.outputs
         if product in known:
-            size = self.values[product].size
-            made = (v for v in region.outputs if v in self.products.labels)
-            if any(isinstance(v, int) and self.values[v].size == size for v in made):
-                raise RefusedError(
-                    "the step, or a loop over its layers, stores its weights: put "
-                    "jax.checkpoint around each layer"
-                )
             readers = [e for e in live if product in e.arrays]
             what = f"'{readers[0].primitive}'" if readers else "the step's results"
             raise RefusedError(f"{what} reads its scores, too")

@@ -276,6 +276,7 @@ class Products:
         self._label_product()
         touching = self._follow()
         self._find_parts(touching)
+        self._refuse_stored()
 
     def _dims(self, value: int, names: Sequence[str]) -> Labels:
         shape = self.values[value].shape
@@ -342,7 +343,7 @@ class Products:
         known = [n for n in self.reduced if n and n[0] in "LR"]
         if not touching or not known:
             raise NotAttentionError
-        if len(known) > 1 or "" in self.reduced:
+        if len(known) > 1 or any(not n or n[0] == "B" for n in self.reduced):
             raise RefusedError(
                 "its scores or their gradients are reduced in several ways, as for "
                 "gradients of a bias"
@@ -385,6 +386,22 @@ class Products:
                 if names == (label,):
                     return size
         raise AssertionError(label)
+
+    def _refuse_stored(self) -> None:
+        """Refuses attention whose weights are results of the region.
+
+        Raises:
+          RefusedError: they are.
+        """
+        size = self.search.size(self.product)
+        for value in self.search.region.outputs:
+            if not isinstance(value, int) or self.values[value].size != size:
+                continue
+            if self.product in self.search.behind(value):
+                raise RefusedError(
+                    "the step, or a loop over its layers, stores its weights: put "
+                    "jax.checkpoint around each layer"
+                )
 
     def _summed(self, eqn: Equation, own: int) -> set[str]:
         dot = _dot(eqn, own, self._ranks(eqn))

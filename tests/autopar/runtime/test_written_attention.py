@@ -12,6 +12,7 @@ import pytest
 from sharing_links import sharing
 
 import autopar
+from autopar.reports.table import note_lines
 from autopar.steps import for_devices
 
 BATCH, SEQ, HEADS, DIM, LAYERS, VOCAB = 4, 32, 2, 4, 2, 16
@@ -36,6 +37,12 @@ def attention(q: Any, k: Any, v: Any) -> Any:
     mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     scores = jnp.where(mask, scores, -1e30)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def shared_key_head(q: Any, k: Any, v: Any) -> Any:
+    """All query heads share a key head, which the step repeats."""
+    k, v = (jnp.repeat(x[:, :, :1], HEADS, axis=2) for x in (k, v))
+    return attention(q, k, v)
 
 
 def left_padded(q: Any, k: Any, v: Any) -> Any:
@@ -95,6 +102,7 @@ def training(attend: Any = attention, *, remat: bool = False) -> Any:
         {},
         {"microbatches": 2},
         {"remat": True},
+        {"attend": shared_key_head},
         {"attend": left_padded},
         {"attend": right_padded},
     ],
@@ -130,3 +138,69 @@ def test_a_split_sequence_trains_as_one_device(
     expected = jax.jit(step)(params, tokens)
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))
+
+
+def biased_step(params: Any, x: Any) -> Any:
+    """Heads learn how much their scores fall with the distance."""
+    away = jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)[None]
+
+    def loss_of(params: Any) -> Any:
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in params["qkv"])
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        scores -= params["slopes"][:, None, None] * jnp.abs(away)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).sum()
+
+    grads = jax.grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def scanned_step(params: Any, x: Any) -> Any:
+    """Layers in a loop that stores their weights for the backward pass."""
+
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        q, k, v = jnp.einsum("bsd,ndhk->nbshk", x, w)
+        return jnp.tanh(x + attention(q, k, v).reshape(x.shape)), None
+
+    def loss_of(params: Any) -> Any:
+        return jax.lax.scan(layer, x, params["layers"])[0].sum()
+
+    grads = jax.grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+@pytest.mark.parametrize(
+    ("step", "shapes", "reason"),
+    [
+        (
+            biased_step,
+            {"qkv": [(WIDTH, HEADS, DIM)] * 3, "slopes": (HEADS,)},
+            "gradients of a bias",
+        ),
+        (
+            scanned_step,
+            {"layers": (LAYERS, 3, WIDTH, HEADS, DIM)},
+            "put jax.checkpoint around each layer",
+        ),
+    ],
+    ids=["bias", "loop"],
+)
+def test_a_plan_says_why_attention_stays_written_out(
+    step: Any, shapes: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(for_devices, "_SCORES", 0.0)
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    x = jax.ShapeDtypeStruct((8, SEQ, WIDTH), jnp.float32)
+
+    plan = autopar.plan(
+        step, params, x, cluster="8:cpu", max_axes=1, stages=1, seconds=1
+    )
+
+    assert plan.attention_kernel == ""
+    (line,) = (a for a in plan.assumed if "attention that is written out" in a)
+    assert reason in line
+    assert line in str(plan)
+    assert any(line in text for text in note_lines(plan))
