@@ -83,12 +83,13 @@ def measure_rows(
     """Runs a benchmark of plans: prints a table, and writes the figures as JSON.
 
     The command has options for the rows to run, the solver's time limit, and the file.
+    Rows of the file that are not run again stay in it.
 
     Args:
       doc: docstring of the benchmark.
       rows: the arguments of ``figures`` for each row, without the time limit.
-      figures: returns the figures of a row; its last argument is the time limit of the
-        solver in seconds.
+      figures: returns the figures of a row, of which the first ones are its arguments;
+        its last argument is the time limit of the solver in seconds.
       table: prints the figures of all rows.
       data: the default file.
     """
@@ -97,11 +98,16 @@ def measure_rows(
     parser.add_argument("--seconds", type=float, default=10.0, help="of the solver")
     parser.add_argument("--json", type=pathlib.Path, default=data, help="data file")
     asked = parser.parse_args()
-    found = [
-        figures(*row, asked.seconds)
-        for row in rows
-        if asked.only in " ".join(map(str, row))
-    ]
+    known: dict[str, dict[str, Any]] = {}
+    if asked.json.exists():
+        for old in json.loads(asked.json.read_text())["rows"]:
+            known[json.dumps(list(old.values())[: len(rows[0])])] = old
+    found: list[dict[str, Any]] = []
+    for given in rows:
+        if asked.only in " ".join(map(str, given)):
+            found.append(figures(*given, asked.seconds))
+        elif json.dumps(given) in known:
+            found.append(known[json.dumps(given)])
     table(found)
     command = f"python benchmarks/{pathlib.Path(sys.argv[0]).name}"
     if asked.seconds != parser.get_default("seconds"):
