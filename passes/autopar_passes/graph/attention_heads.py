@@ -146,7 +146,8 @@ def _source(
                 heads = group, (group,), (size,)
             if others or group[0] != "B" or group not in heads[1]:
                 return None
-            return (operand, given), (*heads, group)
+            name, parts, sizes = heads
+            return (operand, given), (name, parts, sizes, group)
         value, labels = operand, given
 
 
