@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -347,16 +348,7 @@ class _Group:
             for n, size in zip(labels, self.values[array].shape, strict=True)
         }
 
-        def attend(*given: Any) -> Any:
-            pairs = zip(given, form.operands, strict=False)
-            q, k, v = (_in_heads(x, labels, sizes) for x, labels in pairs)
-            made = jax.nn.dot_product_attention(
-                *(q, k, v),
-                scale=scale,
-                is_causal=form.scores.causal,
-                implementation="cudnn",
-            )
-            return _from_heads(made, form.out, sizes)
+        attend = functools.partial(_attend_on_cudnn, form, scale, sizes)
 
         def run(*given: Any) -> Any:
             out, pull = jax.vjp(attend, *given[:3])
@@ -516,6 +508,21 @@ def _scale_of(
         y = np.asarray(made[scores.result], float).reshape(-1, len(sizes))
     scale = float(y[0, -1] / sizes[-1])
     return scale if scale > 0 and np.allclose(y, scale * sizes, 1e-5, 0) else None
+
+
+def _attend_on_cudnn(
+    form: Form, scale: float, sizes: Mapping[str, int], *given: Any
+) -> Any:
+    """The output of attention, of queries, keys and values in a form's dimensions."""
+    pairs = zip(given, form.operands, strict=False)
+    q, k, v = (_in_heads(x, labels, sizes) for x, labels in pairs)
+    made = jax.nn.dot_product_attention(
+        *(q, k, v),
+        scale=scale,
+        is_causal=form.scores.causal,
+        implementation="cudnn",
+    )
+    return _from_heads(made, form.out, sizes)
 
 
 def _heads_first(labels: Sequence[str]) -> tuple[list[str], list[str]]:
