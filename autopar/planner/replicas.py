@@ -44,7 +44,7 @@ from autopar.planner.hints import (
 )
 from autopar.planner.options import PlanOptions
 from autopar.planner.problem import Restriction
-from autopar.planner.programs import as_asked
+from autopar.planner.programs import EASY, as_asked
 from autopar.planner.record import GIVEN, check_plan, make_plan, stated_assignment
 from autopar.planner.search import candidate_meshes, plan_mesh, search, search_of_one
 from autopar.plans import ClusterData, Plan, ReplicaPlan
@@ -263,12 +263,9 @@ def sites_for(plan: Plan, cluster: Cluster) -> tuple[ReplicaDevices, ...]:
 def is_tight(plan: Plan, cluster: Cluster) -> bool:
     """Whether the memory limit may slow a plan with replicas."""
     pairs = zip(plan.replicas, sites_for(plan, cluster), strict=True)
-    return any(r.peak_memory_bytes > _EASY * s.part.memory_bytes for r, s in pairs)
+    return any(r.peak_memory_bytes > EASY * s.part.memory_bytes for r, s in pairs)
 
 
-# The memory limit is assumed not to slow a replica that needs less than this fraction
-# of it.
-_EASY = 0.5
 # Status that is recorded in a plan with replicas.
 STATUS = "shares and layouts of replicas compared"
 # Another number of microbatches is tried if it is expected to save this fraction of a

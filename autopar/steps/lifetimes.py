@@ -578,7 +578,8 @@ def _in_turn(graph: OperatorGraph) -> list[Operator]:
     # The results on the host that an operator's results are computed from.
     needs: dict[int, frozenset[int]] = {}
     for op in tail:
-        found = frozenset[int]().union(*(needs.get(v, ()) for v in op.inputs if v))
+        given = (needs.get(v, ()) for v in op.inputs if v is not None)
+        found = frozenset[int]().union(*given)
         needs |= {v: found | {v} if v in kept else found for v in op.outputs}
     order: dict[int, Operator] = {}
     for last in sorted(tail, key=lambda op: -max(len(needs[v]) for v in op.outputs)):

@@ -17,10 +17,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster, CollectiveFit
+from autopar.cluster.specs import DeviceSpec
 from autopar.profiling.kernels import fit_collective
 
 UNSHAPED_MBIT = 12_000.0
 """What an unshaped pair carries about, measured by one TCP stream."""
+
+
+def with_scaled_rates(device: DeviceSpec, factor: float) -> DeviceSpec:
+    """A device whose rates of computation and of memory are multiplied by a factor."""
+    return dataclasses.replace(
+        device,
+        peak_flops_per_s=tuple((d, factor * f) for d, f in device.peak_flops_per_s),
+        vector_flops_per_s=factor * device.vector_flops_per_s,
+        memory_bandwidth_bytes_per_s=factor * device.memory_bandwidth_bytes_per_s,
+    )
 
 
 def fit(
@@ -74,13 +85,7 @@ def described(
         if line["kind"] and line["rate_mbit"] == (rate_mbit or 0)
     )
     share = min(1.0, (os.cpu_count() or 1) / hosts)
-    device = cluster.device
-    device = dataclasses.replace(
-        device,
-        peak_flops_per_s=tuple((d, share * f) for d, f in device.peak_flops_per_s),
-        vector_flops_per_s=share * device.vector_flops_per_s,
-        memory_bandwidth_bytes_per_s=share * device.memory_bandwidth_bytes_per_s,
-    )
+    device = with_scaled_rates(cluster.device, share)
     outer, *inner = cluster.levels
     link = dataclasses.replace(outer.link, measured=measured)
     outer = dataclasses.replace(outer, link=link)

@@ -238,14 +238,9 @@ def inside(options: argparse.Namespace) -> None:
 
 def with_faster_devices(cluster: autopar.Cluster, faster: float) -> autopar.Cluster:
     """A cluster with the same links, whose devices compute so many times as fast."""
-    device = cluster.device
-    device = dataclasses.replace(
-        device,
-        peak_flops_per_s=tuple((d, faster * f) for d, f in device.peak_flops_per_s),
-        vector_flops_per_s=faster * device.vector_flops_per_s,
-        memory_bandwidth_bytes_per_s=faster * device.memory_bandwidth_bytes_per_s,
-        kernel_latency_s=device.kernel_latency_s / faster,
-    )
+    device = clusters.with_scaled_rates(cluster.device, faster)
+    latency_s = device.kernel_latency_s / faster
+    device = dataclasses.replace(device, kernel_latency_s=latency_s)
     return dataclasses.replace(cluster, device=device)
 
 

@@ -93,41 +93,32 @@ class _Fetches:
         return found
 
     def _reading_copies(self, eqn: Equation) -> Equation:
-        sliced = _sliced(eqn)
-        whole = {
-            a for a in eqn.inputs[: len(eqn.inputs) - sliced] if isinstance(a, int)
-        }
+        begin = len(eqn.inputs) - _sliced(eqn)
+        whole = {a for a in eqn.inputs[:begin] if isinstance(a, int)}
         inner = {
             v for region in eqn.regions for e in region.equations for v in reads(e)
         }
         # An array of which an equation reads more than slices is copied as a whole.
         slots = [
             k
-            for k in range(len(eqn.inputs) - sliced, len(eqn.inputs))
+            for k in range(begin, len(eqn.inputs))
             if isinstance(a := eqn.inputs[k], int) and a in self.hosted
             if a not in whole and a not in inner
         ]
-        new = renumber_equation(eqn, self._number_outside(eqn, slots))
+        kept = {eqn.inputs[k] for k in slots}
+        new = renumber_equation(eqn, lambda v: v if v in kept else self._number(v))
         if not slots:
             return new
-        inputs = tuple(
-            eqn.inputs[k] if k in slots else a for k, a in enumerate(new.inputs)
-        )
         (body,) = new.regions
         fetches = _Fetches(self.builder, [body.inputs[k] for k in slots])
         body = Region(body.inputs, *fetches.ends(body))
-        return dataclasses.replace(new, inputs=inputs, regions=(body,))
+        return dataclasses.replace(new, regions=(body,))
 
     def ends(self, region: Region) -> tuple[tuple[Equation, ...], tuple[Atom, ...]]:
         """The region's equations, and its outputs, which are in device memory."""
         found = self.equations(region)
         outputs = renumber_atoms(region.outputs, self._number)
         return (*found, *self.added), outputs
-
-    def _number_outside(self, eqn: Equation, slots: Sequence[int]) -> Any:
-        """The map of values to their copies, without those of which slices are read."""
-        kept = {eqn.inputs[k] for k in slots}
-        return lambda value: value if value in kept else self._number(value)
 
     def _number(self, value: int) -> int:
         if value not in self.hosted:
