@@ -15,16 +15,20 @@ import numpy as np
 import step_forms as forms
 
 import autopar
+from autopar.runtime.local.rules import Overlap
 
 EVERY, STEPS = 2, 5
 
 
-def losses(process: int, count: int) -> tuple[list[float], Any, list[str]]:
+def losses(
+    process: int, count: int, overlap: Overlap | None = None
+) -> tuple[list[float], Any, list[str]]:
     """The mean losses of this process's replicas, and parameters at the end."""
     form = forms.FORMS["plain"]
     made = autopar.local_steps(
-        form.step, every=EVERY, replicas=2, codec="int8", cluster="2x2:cpu", seconds=1
-    )
+        form.step, every=EVERY, replicas=2, codec="int8", cluster="2x2:cpu",
+        overlap=overlap, seconds=1,
+    )  # fmt: skip
     rows = forms.BATCH // count
     mine = slice(process * rows, (process + 1) * rows)
     given = [{k: v[mine] for k, v in b.items()} for b in forms.batches(STEPS)]
@@ -46,7 +50,8 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", 4 // count)
         jax.distributed.initialize(f"localhost:{port}", count, process)
     out = pathlib.Path(f"{sys.argv[4]}.{process}")
-    out.write_text(json.dumps(losses(process, count)))
+    found = [losses(process, count, overlap) for overlap in (None, Overlap(1))]
+    out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import PlanError
 from autopar.planner.options import as_cluster
 from autopar.runtime.local.outer import Outer
-from autopar.runtime.local.rules import RelativeChange
+from autopar.runtime.local.rules import Overlap, RelativeChange
 from autopar.runtime.local.steps import LocalSteps
 from autopar.runtime.world import World
 from autopar_errors import check_type
@@ -25,6 +25,7 @@ def local_steps(
     outer: Outer | None = None,
     codec: str = "dense",
     fragments: int = 1,
+    overlap: Overlap | None = None,
     cluster: Cluster | str | None = None,
     world: World | None = None,
     **options: Any,
@@ -51,6 +52,8 @@ def local_steps(
       fragments: into how many parts the arrays are divided, which are synchronised at
         different steps (as in Streaming DiLoCo, arXiv 2501.18512). Each is still
         synchronised once in ``every`` steps.
+      overlap: beside how many steps outer steps run, and how they are merged then;
+        None: replicas wait for outer steps.
       cluster: the devices of all replicas, or their text; None: those of the world.
       world: the processes and devices; None: all of JAX's. Each replica lies in one
         process.
@@ -78,6 +81,8 @@ def local_steps(
             f"local_steps: fragments={fragments} is more than every={every}: each "
             "fragment needs a step of its own."
         )
+    if overlap is not None:
+        _check_overlap(overlap, every)
     if wrong := [name for name in ("plan", "devices", "layouts") if name in options]:
         raise PlanError(
             f"local_steps: {wrong[0]}= is of one step; each replica plans for its own "
@@ -93,10 +98,25 @@ def local_steps(
         outer=outer or Outer(),
         codec=codec,
         fragments=int(fragments),
+        overlap=overlap,
         cluster=None if cluster is None else as_cluster(cluster),
         world=world,
         options=options,
     )
+
+
+def _check_overlap(overlap: Any, every: int | RelativeChange) -> None:
+    check_type("local_steps: overlap=", overlap, Overlap, "an Overlap")
+    if isinstance(every, RelativeChange):
+        raise PlanError(
+            "local_steps: overlap= needs a fixed number of steps; the differences of a "
+            "RelativeChange are sent at once."
+        )
+    if overlap.steps > every:
+        raise PlanError(
+            f"local_steps: an outer step runs beside {overlap.steps} steps, but the "
+            f"next one begins after every={every}; choose at most as many."
+        )
 
 
 def _check_count(name: str, value: Any) -> None:

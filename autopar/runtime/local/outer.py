@@ -10,6 +10,11 @@ The differences are sent by a codec, with its error feedback, over the links bet
 replicas. If devices of a replica hold copies of a parameter, each of them sends another
 part, and the new anchor is gathered over the links inside the replica.
 
+An outer step is one program (`Exchange.run`), or three, so that replicas may train
+while differences are sent: `Exchange.take` copies the differences, `Exchange.send`
+sends them and moves the anchors, and `Exchange.merge` brings the result into the
+parameters that the replicas have reached by then.
+
 In shapes: r replicas, d devices in all.
 """
 
@@ -18,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -195,6 +200,9 @@ class Exchange:
         ]
         self._states = [init_state(g, self.replicas) for g in self.gradients]
         self.program = jax.jit(self._exchange, donate_argnums=(1, 2, 3, 4))
+        self._taking = jax.jit(self._take)
+        self._sending = jax.jit(self._send, donate_argnums=(1, 2, 3, 4))
+        self._merging = jax.jit(self._merge, donate_argnums=0, static_argnums=2)
 
     def _gradient(
         self, number: int, leaf: Leaf, sizes: dict[str, int], codec: Any, kind: Any
@@ -271,12 +279,12 @@ class Exchange:
             self._states[self.leaves.index(leaf)],
         )
 
-    def residual_struct(self, leaf: Leaf, residual: Any) -> jax.ShapeDtypeStruct:
-        """The shape and sharding of `whole_residual`."""
+    def sent_struct(self, leaf: Leaf, dtype: Any) -> jax.ShapeDtypeStruct:
+        """What devices send of an array, joined over replicas along the first dim."""
         shape = leaf.shape or (1,)
         return jax.ShapeDtypeStruct(
             (self.replicas * shape[0], *shape[1:]),
-            residual.dtype,
+            dtype,
             sharding=NamedSharding(self.mesh, leaf.sent_stacked_spec(self.axis)),
         )
 
@@ -287,7 +295,7 @@ class Exchange:
           leaf: the array.
           residual: what each device did not send of its part, (d, ...).
         """
-        struct = self.residual_struct(leaf, residual)
+        struct = self.sent_struct(leaf, residual.dtype)
         local = struct.sharding.shard_shape(struct.shape)
         data = [s.data.reshape(local) for s in residual.addressable_shards]
         return jax.make_array_from_single_device_arrays(
@@ -309,6 +317,10 @@ class Exchange:
     @property
     def _stacked_specs(self) -> list[PartitionSpec]:
         return [leaf.stacked_spec(self.axis) for leaf in self.leaves]
+
+    @property
+    def _sent_stacked_specs(self) -> list[PartitionSpec]:
+        return [leaf.sent_stacked_spec(self.axis) for leaf in self.leaves]
 
     def _map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(
@@ -345,6 +357,58 @@ class Exchange:
             jnp.int32(number), list(arrays), list(anchors), list(momenta), list(states)
         )
 
+    def take(
+        self, arrays: Sequence[jax.Array], anchors: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """The differences of the replicas, as copies; nothing is consumed.
+
+        Args:
+          arrays: the arrays of all replicas, joined along the first dim.
+          anchors: the anchors, as in `anchors`.
+
+        Returns:
+          For each array what devices send, float32, as `sent_struct` describes it.
+        """
+        return self._taking(list(arrays), list(anchors))
+
+    def send(
+        self,
+        number: int,
+        differences: Sequence[jax.Array],
+        anchors: Sequence[jax.Array],
+        momenta: Sequence[jax.Array],
+        states: Sequence[Any],
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], list[Any], jax.Array]:
+        """Runs an outer step on the results of `take`; all arrays are consumed.
+
+        Arguments and results are those of `run`, with differences in place of arrays.
+        The first result is, for each array and replica, the new anchor minus the
+        parameters from which the difference was taken.
+        """
+        return self._sending(
+            jnp.int32(number),
+            list(differences),
+            list(anchors),
+            list(momenta),
+            list(states),
+        )
+
+    def merge(
+        self,
+        arrays: Sequence[jax.Array],
+        given: Sequence[jax.Array],
+        mixing: float | None,
+    ) -> list[jax.Array]:
+        """Brings a result of `send` into the replicas' arrays, which are consumed.
+
+        Args:
+          arrays: the arrays of all replicas, joined along the first dim.
+          given: without mixing, the first result of `send`, which is added; with it,
+            the new anchors.
+          mixing: None; or the weight of a replica's own array against the anchor.
+        """
+        return self._merging(list(arrays), list(given), mixing)
+
     def _exchange(
         self, number: Any, arrays: Any, anchors: Any, momenta: Any, states: Any
     ) -> Any:
@@ -361,11 +425,79 @@ class Exchange:
         self, number: Any, arrays: Any, anchors: Any, momenta: Any, states: Any
     ) -> Any:
         """The outer step on the arrays of one device."""
+        differences = self._differences(arrays, anchors)
+        anchors, *rest = self._moved(number, differences, anchors, momenta, states)
+        wholes = [
+            self._whole(leaf, anchor).astype(leaf.dtype).reshape(old.shape)
+            for leaf, anchor, old in zip(self.leaves, anchors, arrays, strict=True)
+        ]
+        return wholes, anchors, *rest
+
+    def _take(self, arrays: Any, anchors: Any) -> Any:
+        sent = [leaf.sent_spec for leaf in self.leaves]
+
+        def taken(arrays: Any, anchors: Any) -> list[jax.Array]:
+            return [_at_least_1d(x) for x in self._differences(arrays, anchors)]
+
+        specs = (self._stacked_specs, sent)
+        return self._map(taken, specs, self._sent_stacked_specs)(arrays, anchors)
+
+    def _send(
+        self, number: Any, differences: Any, anchors: Any, momenta: Any, states: Any
+    ) -> Any:
+        sent = [leaf.sent_spec for leaf in self.leaves]
+        held = jax.tree.map(lambda _: self._all, states)
+
+        def sending(
+            number: Any, differences: Any, anchors: Any, momenta: Any, states: Any
+        ) -> Any:
+            taken = [
+                x.reshape(anchor.shape)
+                for x, anchor in zip(differences, anchors, strict=True)
+            ]
+            new, *rest = self._moved(number, taken, anchors, momenta, states)
+            moves = [
+                _at_least_1d(after - (before - x))
+                for after, before, x in zip(new, anchors, taken, strict=True)
+            ]
+            return moves, new, *rest
+
+        stacked = self._sent_stacked_specs
+        return self._map(
+            sending,
+            (PartitionSpec(), stacked, sent, sent, held),
+            (stacked, sent, sent, held, PartitionSpec()),
+        )(number, differences, anchors, momenta, states)
+
+    def _merge(self, arrays: Any, given: Any, mixing: float | None) -> Any:
+        own = 1.0 if mixing is None else mixing
+        part = 1.0 if mixing is None else 1.0 - mixing
+        sent = [leaf.sent_spec for leaf in self.leaves]
+
+        def merged(arrays: Any, given: Any) -> list[jax.Array]:
+            found = []
+            for leaf, array, x in zip(self.leaves, arrays, given, strict=True):
+                whole = self._whole(leaf, x).reshape(array.shape)
+                new = own * array.astype(jnp.float32) + part * whole
+                found.append(new.astype(leaf.dtype))
+            return found
+
+        specs = self._sent_stacked_specs if mixing is None else sent
+        stacked = self._stacked_specs
+        return self._map(merged, (stacked, specs), stacked)(arrays, given)
+
+    def _differences(self, arrays: Any, anchors: Any) -> list[jax.Array]:
+        """The anchors minus the parts of its arrays that a device sends, float32."""
         owns = [self._own(leaf, x) for leaf, x in zip(self.leaves, arrays, strict=True)]
-        differences = [
+        return [
             anchor - own.astype(jnp.float32)
             for anchor, own in zip(anchors, owns, strict=True)
         ]
+
+    def _moved(
+        self, number: Any, differences: Any, anchors: Any, momenta: Any, states: Any
+    ) -> tuple[list[jax.Array], list[jax.Array], list[Any], jax.Array]:
+        """The new anchors, momenta and states of one device, and all squared norms."""
         links = MeshLinks((self.axis,), self.replicas)
         before = [jax.tree.map(lambda x: x[0], state) for state in states]
         totals, after, rows = synchronise(
@@ -376,7 +508,7 @@ class Exchange:
             jax.lax.axis_index(self.axis),
             number,
         )
-        new_arrays, new_anchors, new_momenta, means = [], [], [], []
+        new_anchors, new_momenta, means = [], [], []
         for k, leaf in enumerate(self.leaves):
             mean = totals[k] / self.replicas
             means.append(jnp.sum(jnp.square(mean)) / self._parts(leaf))
@@ -384,7 +516,6 @@ class Exchange:
             anchor, momentum = outer.move(anchors[k], momenta[k], mean)
             new_anchors.append(anchor)
             new_momenta.append(momentum)
-            new_arrays.append(self._whole(leaf, anchor, arrays[k]))
         norms = jnp.stack([rows[:, 0], rows[:, 1]], axis=1)
         each = jnp.array([[self._parts(leaf)] for leaf in self.leaves], jnp.float32)
         seen = jnp.concatenate((norms, jnp.stack(means)[:, None]), axis=1)
@@ -392,7 +523,7 @@ class Exchange:
         summed = jax.lax.psum(seen, self.mesh.axis_names)
         summed = summed.at[:, 2].divide(self.replicas)
         held = [jax.tree.map(lambda x: x[None], state) for state in after]
-        return new_arrays, new_anchors, new_momenta, held, summed
+        return new_anchors, new_momenta, held, summed
 
     def _parts(self, leaf: Leaf) -> int:
         """How many devices of a replica send the same part of an array."""
@@ -409,11 +540,15 @@ class Exchange:
         start = jax.lax.axis_index(leaf.copies) * size
         return jax.lax.dynamic_slice_in_dim(array, start, size, leaf.dim)
 
-    def _whole(self, leaf: Leaf, anchor: jax.Array, like: jax.Array) -> jax.Array:
-        """A device's array, from the anchors of the copies."""
-        if leaf.dim >= 0:
-            anchor = jax.lax.all_gather(anchor, leaf.copies, axis=leaf.dim, tiled=True)
-        return anchor.astype(leaf.dtype).reshape(like.shape)
+    def _whole(self, leaf: Leaf, part: jax.Array) -> jax.Array:
+        """A device's array, from the parts of the copies."""
+        if leaf.dim < 0:
+            return part
+        return jax.lax.all_gather(part, leaf.copies, axis=leaf.dim, tiled=True)
+
+
+def _at_least_1d(array: jax.Array) -> jax.Array:
+    return array.reshape(array.shape or (1,))
 
 
 def joined_sharding(leaf: Leaf, mesh: Mesh) -> NamedSharding:
@@ -477,3 +612,53 @@ def joined_mesh(
     devices = np.array([[group[k] for k in positions] for group in groups], object)
     shape = (len(groups), *mesh.devices.shape)
     return Mesh(devices.reshape(shape), (axis_name(mesh.axis_names), *mesh.axis_names))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """The arrays of a fragment that lie on one mesh, and their exchange."""
+
+    exchange: Exchange
+
+    def join(self, replicas: Sequence[Mapping[str, Any]]) -> list[jax.Array]:
+        """The arrays of all replicas, joined along the first dim, without copies."""
+        return [
+            join_replicas(
+                leaf, [own[leaf.path] for own in replicas], self.exchange.mesh
+            )
+            for leaf in self.exchange.leaves
+        ]
+
+    def part(
+        self, joined: Sequence[jax.Array], replicas: Sequence[dict[str, Any]]
+    ) -> None:
+        """Writes joined arrays back to the arrays of this process's replicas."""
+        for leaf, whole in zip(self.exchange.leaves, joined, strict=True):
+            shardings = [own[leaf.path].sharding for own in replicas]
+            parts = part_replicas(leaf, whole, shardings)
+            for own, part in zip(replicas, parts, strict=True):
+                own[leaf.path] = part
+
+
+def divide_evenly(leaves: Sequence[Leaf], count: int) -> list[list[Leaf]]:
+    """Divides arrays into fragments of about equal size, in their order.
+
+    Raises:
+      PlanError: there are fewer arrays than fragments.
+    """
+    if count > len(leaves):
+        raise PlanError(
+            f"local_steps: fragments={count}, but only {len(leaves)} arrays are "
+            "synchronised."
+        )
+    sizes = [int(np.prod(leaf.shape)) or 1 for leaf in leaves]
+    middles = np.cumsum(sizes) - np.array(sizes) / 2
+    numbers = np.minimum(middles * count // sum(sizes), count - 1).astype(int)
+    found = [
+        [x for x, n in zip(leaves, numbers, strict=True) if n == k]
+        for k in range(count)
+    ]
+    if all(found):
+        return found
+    # A large array fills several fragments alone: equal numbers of arrays instead.
+    return [list(part) for part in np.array_split(np.array(leaves, object), count)]

@@ -1,4 +1,4 @@
-"""When replicas synchronise: every H steps, or when their gradients change."""
+"""When replicas synchronise: where their gradients change; beside how many steps."""
 
 from __future__ import annotations
 
@@ -66,3 +66,37 @@ class RelativeChange:
         after = average + self.weight * (now - average)
         change = abs(after - average) / average if average else math.inf
         return after, not change < self.delta
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Overlap:
+    """Outer steps that run beside training, as in Streaming DiLoCo (arXiv 2501.18512).
+
+    Differences are taken after a step, and sent while replicas run the next ones. Then
+    the result is merged. Let ``x`` be the parameters of a replica when the difference
+    was taken, ``y`` those after ``steps`` more steps, and ``a`` the new anchor. The
+    replica continues from::
+
+        y + (a - x)                           # without mixing
+        mixing * y + (1 - mixing) * a         # with mixing
+
+    Attributes:
+      steps: steps beside which an outer step runs.
+      mixing: None: what a replica learnt meanwhile is kept whole (delayed averaging, as
+        in DaSGD, arXiv 2006.00441). Streaming DiLoCo mixes by 0.5.
+
+    Raises:
+      PlanError: a value is out of range.
+    """
+
+    steps: int
+    mixing: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        if self.steps < 1:
+            raise PlanError(f"Overlap: steps must be at least 1, got {self.steps!r}.")
+        if self.mixing is not None and not 0.0 <= self.mixing < 1.0:
+            raise PlanError(
+                f"Overlap: mixing must be at least 0 and below 1, got {self.mixing!r}."
+            )

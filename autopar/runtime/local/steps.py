@@ -12,9 +12,10 @@ layouts. So they are never chosen without being asked for.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,14 +27,14 @@ from autopar.plans import Plan
 from autopar.runtime import arguments, creation
 from autopar.runtime.local.outer import (
     Exchange,
+    Group,
     Leaf,
     Outer,
-    join_replicas,
+    divide_evenly,
     joined_mesh,
     leaf_of,
-    part_replicas,
 )
-from autopar.runtime.local.rules import RelativeChange
+from autopar.runtime.local.rules import Overlap, RelativeChange
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.parallelize import parallelize
 from autopar.runtime.recent import Recent
@@ -63,6 +64,11 @@ class LocalState:
       rounds: for each fragment, the number of outer steps done, int64 (fragments,).
       averages: for each replica of this process, the average that a `RelativeChange`
         keeps; NaN without one.
+      moves: for each fragment, what the outer step under way adds to the parameters of
+        each replica, float32; without meaning if none is under way. Empty without an
+        `Overlap`, or if it mixes.
+      merge_at: for each fragment, the number of the step after which an outer step
+        under way is merged, or -1, int64 (fragments,).
     """
 
     replicas: tuple[Any, ...]
@@ -72,6 +78,8 @@ class LocalState:
     step: Any
     rounds: Any
     averages: Any
+    moves: tuple[list[Any], ...]
+    merge_at: Any
 
     @property
     def state(self) -> Any:
@@ -97,13 +105,14 @@ class LocalSteps:
         outer: Outer,
         codec: str,
         fragments: int,
+        overlap: Overlap | None,
         cluster: Cluster | None,
         world: World | None,
         options: Mapping[str, Any],
     ) -> None:
         """See `autopar.local_steps`."""
         self.function, self.every, self.outer = step, every, outer
-        self.codec, self.fragments = codec, fragments
+        self.codec, self.fragments, self.overlap = codec, fragments, overlap
         self.__name__ = getattr(step, "__name__", "step")
         self._replicas, self._cluster, self._world = replicas, cluster, world
         self._options = dict(options)
@@ -113,6 +122,9 @@ class LocalSteps:
         self._by_fragment: tuple[tuple[Group, ...], ...] = ()
         # Path -> the norms of the last outer step of all arrays, and the array's row.
         self._seen: dict[str, tuple[jax.Array, int]] = {}
+        # JAX runs the programs that one thread starts in their order on the CPU. So
+        # another thread starts the outer steps that run beside training.
+        self._sender = concurrent.futures.ThreadPoolExecutor(max_workers=1)
 
     # The devices.
 
@@ -243,15 +255,18 @@ class LocalSteps:
     def _begin(self, states: Sequence[Any]) -> LocalState:
         """The state of a start, from the equal states of the replicas."""
         self._by_fragment = self.find_fragments(states[0])
-        anchors, momenta, codecs = [], [], []
+        anchors, momenta, codecs, moves = [], [], [], []
         arrays = [self.arrays(k, state) for k, state in enumerate(states)]
         for fragment in self._by_fragment:
-            begun = [
-                x
-                for group in fragment
-                for x in group.exchange.anchors(group.join(arrays))
-            ]
+            begun, moved = [], []
+            for group in fragment:
+                joined = group.join(arrays)
+                own = group.exchange.anchors(joined)
+                begun += own
+                if self.adds_moves:
+                    moved += group.exchange.take(joined, own)
             anchors.append(begun)
+            moves.append(moved)
             momenta.append([jax.numpy.zeros_like(x) for x in begun])
             codecs.append([x for group in fragment for x in group.exchange.states()])
         return LocalState(
@@ -262,7 +277,14 @@ class LocalSteps:
             step=np.int64(0),
             rounds=np.zeros(self.fragments, np.int64),
             averages=np.full(len(states), np.nan, np.float32),
+            moves=tuple(moves),
+            merge_at=np.full(self.fragments, -1),
         )
+
+    @property
+    def adds_moves(self) -> bool:
+        """Whether outer steps run beside training, and are added to the parameters."""
+        return self.overlap is not None and self.overlap.mixing is None
 
     def describe(
         self, create_state: Callable[..., Any], *args: Any, batch: Any = None
@@ -287,7 +309,9 @@ class LocalSteps:
             ]
             replicas.append(shapes.state(leaves))
         none = np.zeros(self.fragments, np.int64)
-        return LocalState(tuple(replicas), (), (), (), np.int64(0), none, none)
+        return LocalState(
+            tuple(replicas), (), (), (), np.int64(0), none, none, (), none
+        )
 
     def arrays(
         self, number: int, state: Any, *, structs: bool = False
@@ -319,7 +343,7 @@ class LocalSteps:
                 "gradient of the step belongs to an array of it."
             )
         found = []
-        for members in _divide_evenly(leaves, self.fragments):
+        for members in divide_evenly(leaves, self.fragments):
             by_mesh: dict[Any, list[Leaf]] = {}
             for leaf in members:
                 mesh = arrays[leaf.path].sharding.mesh
@@ -372,7 +396,7 @@ class LocalSteps:
         made = dataclasses.replace(
             state, replicas=tuple(states), step=np.int64(int(state.step) + 1)
         )
-        made = self._synchronise(*self._due(made, results))
+        made = self._join(*self._due(made, results))
         others = _join_results(results)
         return made if others is None else (made, *others)
 
@@ -414,45 +438,109 @@ class LocalSteps:
         made = dataclasses.replace(state, averages=averages)
         return made, range(self.fragments) if any(map(any, told)) else ()
 
-    def synchronise(self, state: LocalState) -> LocalState:
-        """Runs the outer step of all fragments now; the state is consumed."""
-        self._check(state)
-        return self._synchronise(state, range(self.fragments))
-
-    def _synchronise(self, state: LocalState, due: Sequence[int]) -> LocalState:
+    def _join(self, state: LocalState, due: Sequence[int]) -> LocalState:
+        """Runs or starts the outer steps that are due, and merges those under way."""
+        if self.overlap is None:
+            for k in due:
+                state = self._synchronise(state, k)
+            return state
+        done = int(state.step)
+        for k in np.flatnonzero(state.merge_at == done).tolist():
+            state = self._merge(state, k)
         for k in due:
-            state = self._synchronise_one(state, k)
+            state = self._send(state, k, done + self.overlap.steps)
         return state
 
-    def _synchronise_one(self, state: LocalState, number: int) -> LocalState:
-        arrays = [self.arrays(k, own) for k, own in enumerate(state.replicas)]
-        anchors, momenta, codecs = [], [], []
+    def synchronise(self, state: LocalState) -> LocalState:
+        """Runs the outer step of all fragments now; the state is consumed.
+
+        Outer steps that are under way are merged before.
+        """
+        self._check(state)
+        for k in np.flatnonzero(state.merge_at >= 0).tolist():
+            state = self._merge(state, k)
+        for k in range(self.fragments):
+            state = self._synchronise(state, k)
+        return state
+
+    def _named(self, state: LocalState) -> list[dict[str, Any]]:
+        return [self.arrays(k, own) for k, own in enumerate(state.replicas)]
+
+    def _members(self, number: int) -> Iterator[tuple[Group, slice]]:
+        """The groups of a fragment, and where their arrays are in its lists."""
         start = 0
-        turn = int(state.rounds[number])
         for group in self._by_fragment[number]:
-            members = slice(start, start + len(group.exchange.leaves))
-            start = members.stop
+            end = start + len(group.exchange.leaves)
+            yield group, slice(start, end)
+            start = end
+
+    def _synchronise(self, state: LocalState, number: int) -> LocalState:
+        """Runs the outer step of a fragment."""
+        arrays = self._named(state)
+        found: list[list[Any]] = [[], [], []]
+        for group, members in self._members(number):
             new, *rest, seen = group.exchange.run(
-                turn,
+                int(state.rounds[number]),
                 group.join(arrays),
                 state.anchors[number][members],
                 state.momenta[number][members],
                 state.codecs[number][members],
             )
             group.part(new, arrays)
-            for whole, more in zip((anchors, momenta, codecs), rest, strict=True):
+            for whole, more in zip(found, rest, strict=True):
                 whole.extend(more)
-            for row, leaf in enumerate(group.exchange.leaves):
-                self._seen[leaf.path] = seen, row
-        states = [
-            creation.replace_leaves(own, list(mine.values()))
-            for own, mine in zip(state.replicas, arrays, strict=True)
-        ]
+            self._see(group, seen)
+        return self._moved(_with_arrays(state, arrays), number, *found)
+
+    def _send(self, state: LocalState, number: int, merge_at: int) -> LocalState:
+        """Starts an outer step of a fragment, which runs beside the next steps."""
+        arrays = self._named(state)
+        found: list[list[Any]] = [[], [], [], []]
+        for group, members in self._members(number):
+            anchors = state.anchors[number][members]
+            given = (
+                int(state.rounds[number]),
+                group.exchange.take(group.join(arrays), anchors),
+                anchors,
+                state.momenta[number][members],
+                state.codecs[number][members],
+            )
+            *rest, seen = self._sender.submit(group.exchange.send, *given).result()
+            for whole, more in zip(found, rest, strict=True):
+                whole.extend(more)
+            self._see(group, seen)
+        moves, *rest = found
+        if self.adds_moves:
+            state = dataclasses.replace(state, moves=_with(state.moves, number, moves))
+        return self._moved(_merging_at(state, number, merge_at), number, *rest)
+
+    def _merge(self, state: LocalState, number: int) -> LocalState:
+        """Merges the outer step of a fragment that is under way."""
+        assert self.overlap is not None, "only an Overlap starts such outer steps"
+        arrays, mixing = self._named(state), self.overlap.mixing
+        given = (state.moves if mixing is None else state.anchors)[number]
+        for group, members in self._members(number):
+            joined = group.join(arrays)
+            group.part(group.exchange.merge(joined, given[members], mixing), arrays)
+        return _merging_at(_with_arrays(state, arrays), number, -1)
+
+    def _see(self, group: Group, seen: jax.Array) -> None:
+        for row, leaf in enumerate(group.exchange.leaves):
+            self._seen[leaf.path] = seen, row
+
+    def _moved(
+        self,
+        state: LocalState,
+        number: int,
+        anchors: list[Any],
+        momenta: list[Any],
+        codecs: list[Any],
+    ) -> LocalState:
+        """The state after an outer step of a fragment has moved its anchors."""
         rounds = np.array(state.rounds)
         rounds[number] += 1
         return dataclasses.replace(
             state,
-            replicas=tuple(states),
             anchors=_with(state.anchors, number, anchors),
             momenta=_with(state.momenta, number, momenta),
             codecs=_with(state.codecs, number, codecs),
@@ -521,15 +609,24 @@ class LocalSteps:
         Raises:
           PlanError: no state has been made yet, so nothing is planned.
         """
+        _ = self.groups  # made
+        return sum(map(self._fragment_s, range(self.fragments)))
+
+    def _fragment_s(self, number: int) -> float:
+        """Predicted seconds of the outer step of a fragment."""
         levels = [level for level in self.cluster.levels if level.size > 1]
         link = (levels or list(self.cluster.levels))[0].link
         axis = MeshAxis(name="replica", size=self.replicas, link=link, level=0)
         device = self.cluster.device
-        return sum(g.exchange.seconds(axis, device) for g in self.groups)
+        groups = self._by_fragment[number]
+        return sum(g.exchange.seconds(axis, device) for g in groups)
 
     @property
     def step_s(self) -> float:
         """Predicted seconds of a step, with its share of the outer steps.
+
+        Of an outer step that runs beside training, only the seconds count that are
+        longer than these steps.
 
         Raises:
           PlanError: a rule decides when replicas synchronise.
@@ -539,7 +636,11 @@ class LocalSteps:
                 f"{self.__name__}: how often a RelativeChange synchronises is known "
                 "only after training: read rounds of the state."
             )
-        return self.plan.predicted.step_s + self.outer_s / self.every
+        _ = self.groups  # made
+        own = self.plan.predicted.step_s
+        hidden = 0.0 if self.overlap is None else self.overlap.steps * own
+        outer = map(self._fragment_s, range(self.fragments))
+        return own + sum(max(0.0, s - hidden) for s in outer) / self.every
 
     @property
     def sent_bytes(self) -> float:
@@ -596,32 +697,6 @@ class LocalSteps:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Group:
-    """The arrays of a fragment that lie on one mesh, and their exchange."""
-
-    exchange: Exchange
-
-    def join(self, replicas: Sequence[Mapping[str, Any]]) -> list[jax.Array]:
-        """The arrays of all replicas, joined along the first dim, without copies."""
-        return [
-            join_replicas(
-                leaf, [own[leaf.path] for own in replicas], self.exchange.mesh
-            )
-            for leaf in self.exchange.leaves
-        ]
-
-    def part(
-        self, joined: Sequence[jax.Array], replicas: Sequence[dict[str, Any]]
-    ) -> None:
-        """Writes joined arrays back to the arrays of this process's replicas."""
-        for leaf, whole in zip(self.exchange.leaves, joined, strict=True):
-            shardings = [own[leaf.path].sharding for own in replicas]
-            parts = part_replicas(leaf, whole, shardings)
-            for own, part in zip(replicas, parts, strict=True):
-                own[leaf.path] = part
-
-
 def _opened(
     call: StepCall, arrays: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -629,30 +704,6 @@ def _opened(
     args = tuple(call.form.fixed.join(arrays))
     split = len(args) - len(call.form.keywords)
     return args[:split], dict(zip(call.form.keywords, args[split:], strict=True))
-
-
-def _divide_evenly(leaves: Sequence[Leaf], count: int) -> list[list[Leaf]]:
-    """Divides arrays into fragments of about equal size, in their order.
-
-    Raises:
-      PlanError: there are fewer arrays than fragments.
-    """
-    if count > len(leaves):
-        raise PlanError(
-            f"local_steps: fragments={count}, but only {len(leaves)} arrays are "
-            "synchronised."
-        )
-    sizes = [int(np.prod(leaf.shape)) or 1 for leaf in leaves]
-    middles = np.cumsum(sizes) - np.array(sizes) / 2
-    numbers = np.minimum(middles * count // sum(sizes), count - 1).astype(int)
-    found = [
-        [x for x, n in zip(leaves, numbers, strict=True) if n == k]
-        for k in range(count)
-    ]
-    if all(found):
-        return found
-    # A large array fills several fragments alone: equal numbers of arrays instead.
-    return [list(part) for part in np.array_split(np.array(leaves, object), count)]
 
 
 def _rows_of(array: Any, dim: int, part: int, count: int) -> Any:
@@ -708,6 +759,22 @@ def _join_values(*values: Any) -> Any:
     if scalar and jax.numpy.issubdtype(stacked.dtype, jax.numpy.floating):
         return jax.numpy.mean(stacked)
     return stacked
+
+
+def _with_arrays(state: LocalState, arrays: Sequence[Mapping[str, Any]]) -> LocalState:
+    """A state whose replicas have other arrays."""
+    states = [
+        creation.replace_leaves(own, list(mine.values()))
+        for own, mine in zip(state.replicas, arrays, strict=True)
+    ]
+    return dataclasses.replace(state, replicas=tuple(states))
+
+
+def _merging_at(state: LocalState, number: int, step: int) -> LocalState:
+    """A state with an outer step of a fragment under way; -1: without."""
+    merge_at = np.array(state.merge_at)
+    merge_at[number] = step
+    return dataclasses.replace(state, merge_at=merge_at)
 
 
 def _with(values: tuple[Any, ...], number: int, value: Any) -> tuple[Any, ...]:

@@ -35,9 +35,9 @@ class WholeState:
     """Takes states of one training apart into whole arrays, and makes them again.
 
     The paths begin with what an array is: ``replica`` (an array of the replicas'
-    states, (r * n, ...)), ``anchor``, ``momentum``, ``residual`` (r * n, ...) and
-    ``codec``. ``count`` is of the numbers of steps and of outer steps, and of a rule's
-    averages.
+    states, (r * n, ...)), ``anchor``, ``momentum``, ``move`` (r * n, ...), ``residual``
+    (r * n, ...) and ``codec``. ``count`` is of the numbers of steps and of outer steps,
+    of when outer steps are merged, and of a rule's averages.
     """
 
     def __init__(self, train_step: LocalSteps, like: LocalState) -> None:
@@ -97,6 +97,8 @@ class WholeState:
         for number, position, exchange, leaf in self._leaves():
             found[f"anchor/{leaf.path}"] = state.anchors[number][position]
             found[f"momentum/{leaf.path}"] = state.momenta[number][position]
+            if self._step.adds_moves:
+                found[f"move/{leaf.path}"] = state.moves[number][position]
             held = state.codecs[number][position]
             for path, x in _by_path(held):
                 if path == _RESIDUAL:
@@ -121,13 +123,15 @@ class WholeState:
                 sharding=NamedSharding(exchange.mesh, leaf.sent_spec),
             )
             found[f"anchor/{leaf.path}"] = found[f"momentum/{leaf.path}"] = sent
+            if self._step.adds_moves:
+                move = exchange.sent_struct(leaf, np.float32)
+                found[f"move/{leaf.path}"] = move
             for path, x in _by_path(exchange.state_structs(leaf)):
                 if path == _RESIDUAL:
-                    found[f"residual/{leaf.path}"] = exchange.residual_struct(leaf, x)
+                    found[f"residual/{leaf.path}"] = exchange.sent_struct(leaf, x.dtype)
                 else:
                     found[f"codec/{leaf.path}{path}"] = x
-        sizes = {"step": (), "rounds": (len(self._fragments),), "average": ()}
-        for name, shape in sizes.items():
+        for name, shape in self._count_shapes().items():
             leaf, mesh = self._count(name, shape)
             found[f"count/{name}"] = _struct(leaf, mesh)
         return found
@@ -146,9 +150,12 @@ class WholeState:
         anchors: list[list[Any]] = [[] for _ in range(count)]
         momenta: list[list[Any]] = [[] for _ in range(count)]
         codecs: list[list[Any]] = [[] for _ in range(count)]
+        moves: list[list[Any]] = [[] for _ in range(count)]
         for number, _, exchange, leaf in self._leaves():
             anchors[number].append(arrays[f"anchor/{leaf.path}"])
             momenta[number].append(arrays[f"momentum/{leaf.path}"])
+            if self._step.adds_moves:
+                moves[number].append(arrays[f"move/{leaf.path}"])
             shape = exchange.state_structs(leaf)
             made = [
                 exchange.parted_residual(leaf, arrays[f"residual/{leaf.path}"])
@@ -157,10 +164,10 @@ class WholeState:
                 for path, _ in _by_path(shape)
             ]
             codecs[number].append(jax.tree.unflatten(jax.tree.structure(shape), made))
-        step, rounds, averages = (
-            self._own_counts(name, shape, arrays[f"count/{name}"])
-            for name, shape in (("step", ()), ("rounds", (count,)), ("average", ()))
-        )
+        counts = {
+            name: self._own_counts(name, shape, arrays[f"count/{name}"])
+            for name, shape in self._count_shapes().items()
+        }
         return LocalState(
             replicas=tuple(
                 creation.replace_leaves(own, new)
@@ -169,12 +176,23 @@ class WholeState:
             anchors=tuple(anchors),
             momenta=tuple(momenta),
             codecs=tuple(codecs),
-            step=np.int64(int(step[0])),
-            rounds=np.array(rounds[0], np.int64),
-            averages=np.array(averages, np.float32),
+            step=np.int64(int(counts["step"][0])),
+            rounds=np.array(counts["rounds"][0], np.int64),
+            averages=np.array(counts["average"], np.float32),
+            moves=tuple(moves),
+            merge_at=np.array(
+                counts["merge"][0] if "merge" in counts else [-1] * count, np.int64
+            ),
         )
 
     # Numbers, of which each replica has its own or a copy.
+
+    def _count_shapes(self) -> dict[str, tuple[int, ...]]:
+        each = (len(self._fragments),)
+        shapes: dict[str, tuple[int, ...]] = {"step": (), "rounds": each, "average": ()}
+        if self._step.overlap is not None:
+            shapes["merge"] = each
+        return shapes
 
     def _count(self, name: str, shape: tuple[int, ...]) -> tuple[Leaf, Mesh]:
         first = next(iter(self._arrays[0].values())).sharding.mesh
@@ -195,6 +213,8 @@ class WholeState:
             "rounds": [np.asarray(state.rounds)] * own,
             "average": list(np.asarray(state.averages)),
         }
+        if self._step.overlap is not None:
+            values["merge"] = [np.asarray(state.merge_at)] * own
         found = {}
         for name, each in values.items():
             leaf, mesh = self._count(name, np.shape(each[0]))

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from typing import Any
 
 import local_worker
 import numpy as np
 import pytest
 from processes import run_processes
 
+from autopar.runtime.local.rules import Overlap
+
 pytestmark = pytest.mark.cluster
 
 
-def test_two_processes_train_as_one(tmp_path: pathlib.Path) -> None:
-    run_processes("local_worker.py", 2, [str(tmp_path / "out")])
-    first, second = (json.loads((tmp_path / f"out.{k}").read_text()) for k in range(2))
-    losses, ends, paths = local_worker.losses(0, 1)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each of two processes found, without an overlap and with one."""
+    folder = tmp_path_factory.mktemp("local")
+    run_processes("local_worker.py", 2, [str(folder / "out")])
+    return [json.loads((folder / f"out.{k}").read_text()) for k in range(2)]
+
+
+@pytest.mark.parametrize("overlap", [None, Overlap(1)])
+def test_two_processes_train_as_one(trained: Any, overlap: Overlap | None) -> None:
+    first, second = (found[overlap is not None] for found in trained)
+    losses, ends, paths = local_worker.losses(0, 1, overlap)
     means = np.mean([first[0], second[0]], axis=0)
     np.testing.assert_allclose(means, losses, rtol=1e-5)
     assert first[2] == second[2] == paths

@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar.runtime.local.outer import MEAN, Outer
-from autopar.runtime.local.rules import RelativeChange
+from autopar.runtime.local.rules import Overlap, RelativeChange
 from autopar_passes.audit.compiled import compiled_audit
 
 TX = optax.adam(1e-2)
@@ -79,6 +79,52 @@ def by_hand(replicas: int, every: int, outer: Outer, steps: int) -> Any:
         for state in states:
             state["params"] = {k: jnp.asarray(x) for k, x in anchor.items()}
     return losses, [s["params"] for s in states]
+
+
+def overlapped_by_hand(
+    replicas: int, every: int, overlap: Overlap, outer: Outer, steps: int, first: set
+) -> list[float]:
+    """The mean losses of steps beside which outer steps run, for two fragments.
+
+    The parameters named by ``first`` are synchronised after steps ``every``, twice
+    ``every`` and so on, the others half an ``every`` later.
+    """
+    states = [create(jax.random.key(0)) for _ in range(replicas)]
+    anchor = {k: np.asarray(x) for k, x in states[0]["params"].items()}
+    momentum = {k: np.zeros_like(x) for k, x in anchor.items()}
+    run, losses, under_way = jax.jit(step), [], {}
+    for number in range(1, steps + 1):
+        parts = [
+            {
+                k: x.reshape(replicas, -1, *x.shape[1:])[r]
+                for k, x in batch(number).items()
+            }
+            for r in range(replicas)
+        ]
+        made = [run(s, part) for s, part in zip(states, parts, strict=True)]
+        states = [state for state, _ in made]
+        losses.append(float(np.mean([loss for _, loss in made])))
+        for k, (new, taken) in under_way.pop(number, {}).items():
+            for state, x in zip(states, taken, strict=True):
+                own, mixing = np.asarray(state["params"][k]), overlap.mixing
+                merged = own + (new - x)
+                if mixing is not None:
+                    merged = mixing * own + (1 - mixing) * new
+                state["params"] = {**state["params"], k: jnp.asarray(merged)}
+        for k, before in anchor.items():
+            offset = 0 if k in first else every // 2
+            if number <= offset or (number - offset) % every:
+                continue
+            taken = [np.asarray(s["params"][k]) for s in states]
+            gradient = np.mean([before - x for x in taken], axis=0)
+            momentum[k] = outer.momentum * momentum[k] + gradient
+            moved = momentum[k]
+            if outer.nesterov:
+                moved = gradient + outer.momentum * momentum[k]
+            anchor[k] = before - outer.rate * moved
+            due = under_way.setdefault(number + overlap.steps, {})
+            due[k] = anchor[k], taken
+    return losses
 
 
 def train(made: Any, steps: int, **options: Any) -> Any:
@@ -165,6 +211,37 @@ def test_fragments_are_synchronised_in_turn() -> None:
     assert all(bool(jnp.all(x == np.asarray(second[k]))) for k, x in first.items())
 
 
+@pytest.mark.parametrize(
+    ("cluster", "outer", "overlap"),
+    [
+        ("2x1:cpu", MEAN, Overlap(1)),
+        ("2x2:cpu", Outer(), Overlap(4)),
+        ("2x2:cpu", Outer(), Overlap(3, mixing=0.5)),
+        ("4x1:cpu", MEAN, Overlap(2, mixing=0.25)),
+    ],
+)
+def test_outer_steps_run_beside_training(
+    cluster: str, outer: Outer, overlap: Overlap
+) -> None:
+    made = autopar.local_steps(
+        step, every=4, fragments=2, outer=outer, overlap=overlap, cluster=cluster,
+        seconds=1,
+    )  # fmt: skip
+    losses, state = train(made, 14)
+    leaves = made.groups[0].exchange.leaves
+    first = {leaf.path.rpartition("/")[2] for leaf in leaves}
+    assert 0 < len(first) < 4
+    wanted = overlapped_by_hand(made.replicas, 4, overlap, outer, 14, first)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert state.rounds.tolist() == [3, 3]
+    state = made.synchronise(state)
+    assert state.merge_at.tolist() == [-1, -1]
+    one, other = (state.replicas[k]["params"] for k in (0, 1))
+    assert all(bool(jnp.all(x == np.asarray(other[k]))) for k, x in one.items())
+    losses = [float(made(state, batch(15))[1])]
+    assert np.isfinite(losses).all()
+
+
 @pytest.mark.parametrize("codec", ["int8", "int4", "powersgd:rank=4"])
 def test_codecs_err_and_feed_back(codec: str) -> None:
     made = autopar.local_steps(
@@ -214,6 +291,11 @@ def test_predictions_add_up() -> None:
     assert made.step_s == pytest.approx(one + made.outer_s / 8)
     assert made.outer_s > made.sent_bytes / (1e6 / 8)
     assert "once in 8 steps" in str(made)
+    beside = autopar.local_steps(
+        step, every=8, overlap=Overlap(8), cluster="2x2:cpu,network=1Mb/s"
+    )
+    train(beside, 1)
+    assert beside.step_s == pytest.approx(max(one, made.outer_s / 8))
 
 
 @pytest.mark.parametrize(
@@ -225,6 +307,8 @@ def test_predictions_add_up() -> None:
         ({"every": 2, "outer": Outer, "replicas": 3}, "Outer"),
         ({"every": 2, "replicas": 3}, "equal parts"),
         ({"every": 2, "codec": "int9"}, "int9"),
+        ({"every": 2, "overlap": Overlap(3)}, "at most as many"),
+        ({"every": 2, "overlap": 1}, "an Overlap"),
     ],
 )
 def test_refused_options(given: Any, words: str) -> None:

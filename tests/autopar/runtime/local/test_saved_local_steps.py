@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
+from autopar.runtime.local.rules import Overlap
 from autopar.runtime.local.whole import WholeState, move_state
 
 ROWS = 8
@@ -103,6 +104,35 @@ def test_a_restored_state_trains_as_the_saved_one(tmp_path: pathlib.Path) -> Non
         )
         with pytest.raises(autopar.CheckpointError, match="another model"):
             checkpoints.restore(more, create, KEY, batch=batch(1))
+
+
+@pytest.mark.parametrize("mixing", [None, 0.5])
+def test_an_outer_step_under_way_is_saved(
+    mixing: float | None, tmp_path: pathlib.Path
+) -> None:
+    def steps(split: bool = False) -> autopar.LocalSteps:
+        return steps_of(split, fragments=2, overlap=Overlap(2, mixing))
+
+    made = steps()
+    state = made.init(create, KEY, batch=batch(1))
+    state, _ = run(made, state, 1, 5)  # one fragment's is under way since step 4
+    assert sorted(state.merge_at.tolist()) == [-1, 6]
+    saved = bits(made, state)
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(made, state, step=5)
+        checkpoints.wait()
+        state, losses = run(made, state, 6, 9)
+        again = steps()
+        found = checkpoints.restore(again, create, KEY, batch=batch(1))
+        assert bits(again, found.state) == saved
+        restored, same = run(again, found.state, 6, 9)
+        assert same == losses
+        assert bits(again, restored) == bits(made, state)
+        other = steps(split=True)
+        moved = checkpoints.restore(other, create, KEY, batch=batch(1)).state
+        assert bits(other, moved) == saved
+        _, near = run(other, moved, 6, 9)
+        np.testing.assert_allclose(near, losses, rtol=1e-5)
 
 
 def test_a_state_moves_to_another_plan_and_back() -> None:
