@@ -53,8 +53,10 @@ ROWS = [
 ]
 
 
-def expert_layouts(mesh: MeshShape) -> dict[str, dict[str, P]]:
+def expert_layouts(mesh: MeshShape, stacked: bool) -> dict[str, dict[str, P]]:
     """Layouts of the experts' matrices that people write, by rule, on a mesh.
+
+    Stacked matrices have the layers as their first dimension.
 
     One axis splits experts, and each axis of the mesh in turn is this axis. Over the
     others, Megatron-LM (Shoeybi et al., 2019) has copies of the experts, or splits
@@ -74,18 +76,25 @@ def expert_layouts(mesh: MeshShape) -> dict[str, dict[str, P]]:
                 P(axis, rest), P(axis, None, rest)
             ),
         }
-    return made
+    if not stacked:
+        return made
+    return {
+        rule: {pattern: P(None, *spec) for pattern, spec in pins.items()}
+        for rule, pins in made.items()
+    }
 
 
 def _experts(up: P, down: P) -> dict[str, P]:
     return {"*/gate": up, "*/up": up, "*/down": down}
 
 
-def by_hand(program: Analysis, cluster: Cluster, seconds: float) -> dict[str, Any]:
+def by_hand(
+    program: Analysis, cluster: Cluster, seconds: float, *, stacked: bool
+) -> dict[str, Any]:
     """The figures of the fastest plan of each rule that people write for experts."""
     found: dict[str, Any] = {}
     for mesh in candidate_meshes(cluster):
-        for rule, pins in expert_layouts(mesh).items():
+        for rule, pins in expert_layouts(mesh, stacked).items():
             name = f"{rule}, {mesh.label}"
             found[name] = planned(program, cluster, seconds, [mesh], pins)
     return found
@@ -164,7 +173,9 @@ def figures(
     found["blocks"] = planned(blocks, cluster, seconds)
     found["together"] = planned(programs[-1], cluster, seconds)
     if slots is not None:
-        found["experts_by_hand"] = by_hand(slots, cluster, seconds)
+        found["experts_by_hand"] = by_hand(
+            slots, cluster, seconds, stacked=large.LANGUAGE[name].scanned
+        )
     in_blocks = {
         f"{expert.name} on {expert.mesh}": expert.candidate.step_s
         for expert in expert_plans(analysis, cluster, seconds=seconds)

@@ -36,6 +36,7 @@ from autopar_passes.graph.slot_rows import (
     SlotError,
     Sorted,
     num_rounds,
+    one_row,
     round_of,
     sort_rows,
 )
@@ -381,12 +382,15 @@ class _Writer:
                 if isinstance(a, int) and not self.run.is_moved(a)
             )
         )
-        count = len(exits)
+        count, alone = len(exits), self.read_in_one_row(bodies)
 
         def function(*given: Any) -> list[Any]:
             first, rounds = given[:count], given[count]
             found = Sorted(*given[count + 1 : count + 6])
-            env = dict(zip(entries, given[count + 6 :], strict=True))
+            env = {
+                value: one_row(array, alone.get(value))
+                for value, array in zip(entries, given[count + 6 :], strict=True)
+            }
 
             def more(state: tuple[Any, Any]) -> tuple[Any, Any]:
                 number, before = state
@@ -407,6 +411,20 @@ class _Writer:
             results,
             self.key_of_rounds(bodies, shape),
         )
+
+    def read_in_one_row(self, bodies: Sequence[Equation]) -> dict[int, int]:
+        """Values of which all equations read only one row -> the dimension of rows.
+
+        Only this row enters the loop. In the loop, a whole array would be in one layout
+        on all devices.
+        """
+        found: dict[int, set[int | None]] = {}
+        for eqn in bodies:
+            for atom, dim in zip(eqn.inputs, self.run.equal_rows(eqn), strict=True):
+                if isinstance(atom, int):
+                    found.setdefault(atom, set()).add(dim)
+        dims = {value: dims.pop() for value, dims in found.items() if len(dims) == 1}
+        return {value: dim for value, dim in dims.items() if dim is not None}
 
     def key_of_rounds(self, bodies: Sequence[Equation], shape: Shape) -> Hashable:
         """A key that is equal only for equal equations of further rounds.

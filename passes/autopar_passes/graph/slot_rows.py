@@ -274,6 +274,40 @@ class SlotEquations:
         rows = None if found is None else (found.dim, found.numbered)
         return of.shape, of.dtype, rows, atom in self.orders.placed
 
+    def equal_rows(self, eqn: Equation) -> list[int | None]:
+        """The dimension of the rows of each operand of which `run` reads one row.
+
+        All rows of such an operand are equal. So `run` gives the same results for its
+        first row alone. None: `run` reads the whole operand.
+        """
+        kind, move = self.kind(eqn), self.orders.moves.get(eqn.index)
+        dims: list[int | None] = [None] * len(eqn.inputs)
+        if kind is Kind.PLACE and move is not None:
+            dims[0] = move.operand
+        elif kind is Kind.SCATTER and move is not None:
+            dims[2] = move.moved
+        elif kind is Kind.ENTRIES:
+            dims[2] = self._place_of_updates(eqn)
+        elif kind is Kind.ALIKE:
+            factor = self._factor(eqn)
+            for k, own in enumerate(self.rules[eqn.index].operands):
+                dims[k] = next((d for d, f in enumerate(own) if factor in f), None)
+        return [
+            None if self.dim(atom) is not None else dim
+            for atom, dim in zip(eqn.inputs, dims, strict=True)
+        ]
+
+    def _place_of_updates(self, eqn: Equation) -> int:
+        """The dimension of an `ENTRIES` scatter's updates that has the rows."""
+        dim, updates = self.dim(eqn.inputs[1]), eqn.inputs[2]
+        assert dim is not None
+        if isinstance(updates, int):
+            rank = len(self.values[updates].shape)
+        else:
+            rank = np.ndim(updates.value)
+        window = eqn.params["dimension_numbers"].update_window_dims
+        return [d for d in range(rank) if d not in window][dim]
+
     # -- runs ------------------------------------------------------------------------
 
     def run(self, eqn: Equation, given: Sequence[Any], of: Round) -> list[Any]:
@@ -286,6 +320,7 @@ class SlotEquations:
           of: the rows of the round.
         """
         kind, shape = self.kind(eqn), self.shapes[self.order_of(eqn)]
+        given = list(map(one_row, given, self.equal_rows(eqn)))
         match kind:
             case Kind.SORT:
                 return self._sort(eqn, given, of, shape)
@@ -401,8 +436,7 @@ class SlotEquations:
         array, _, updates = given
         sizes = list(array.shape)
         sizes[move.operand] = shape.groups * shape.slots
-        first = jax.lax.slice_in_dim(array, 0, 1, axis=move.operand)
-        wide = jnp.broadcast_to(first, sizes)
+        wide = jnp.broadcast_to(array, sizes)
         made = jax.vmap(
             lambda i, u: eqn.source.primitive.bind(wide, i, u, **eqn.params | _DROP),
             (0, move.moved),
@@ -416,11 +450,10 @@ class SlotEquations:
         updates = given[2]
         if self.dim(eqn.inputs[2]) is not None:
             return updates
-        one = jax.lax.slice_in_dim(updates, 0, 1, axis=place)
         groups, blocks, slots = of.rows.shape
-        sizes = list(one.shape)
+        sizes = list(updates.shape)
         sizes[place] = slots
-        return jnp.broadcast_to(one, (groups, blocks, *sizes))
+        return jnp.broadcast_to(updates, (groups, blocks, *sizes))
 
     def _scatter(
         self, eqn: Equation, given: Sequence[Any], of: Round, shape: Shape
@@ -450,16 +483,9 @@ class SlotEquations:
         self, eqn: Equation, given: Sequence[Any], of: Round, shape: Shape
     ) -> Any:
         del shape
-        numbers = eqn.params["dimension_numbers"]
         array, indices = given[:2]
-        dim = self.dim(eqn.inputs[1])
+        dim, place = self.dim(eqn.inputs[1]), self._place_of_updates(eqn)
         assert dim is not None
-        updates = eqn.inputs[2]
-        rank = given[2].ndim
-        if isinstance(updates, int):
-            rank = len(self.values[updates].shape)
-        batch = [d for d in range(rank) if d not in numbers.update_window_dims]
-        place = batch[dim]
         largest = max(array.shape)
         unused = self._unused(of, indices, dim)
         indices = jnp.where(unused, indices.dtype.type(largest), indices)
@@ -486,10 +512,9 @@ class SlotEquations:
                 continue
             at = [d for d, own in enumerate(dims) if factor in own]
             if at:
-                one = jax.lax.slice_in_dim(array, 0, 1, axis=at[0])
-                sizes = list(one.shape)
+                sizes = list(array.shape)
                 sizes[at[0]] = shape.slots
-                array = jnp.broadcast_to(one, sizes)
+                array = jnp.broadcast_to(array, sizes)
             arrays.append(array)
             axes.append(None)
 
@@ -534,6 +559,11 @@ class SlotEquations:
         array = self._masked(array, dim, of, _identity(eqn.primitive, array.dtype))
         axes = (0, 1, *(2 + d for d in eqn.params["axes"]))
         return eqn.source.primitive.bind(array, **eqn.params | {"axes": axes})
+
+
+def one_row(array: Any, dim: int | None) -> Any:
+    """The first row of an array along a dimension; the array if there is none."""
+    return array if dim is None else jax.lax.slice_in_dim(array, 0, 1, axis=dim)
 
 
 def _identity(primitive: str, dtype: Any) -> Any:

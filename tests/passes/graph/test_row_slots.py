@@ -101,6 +101,29 @@ def test_layers_that_differ_are_not_taken_for_equal() -> None:
     assert_equal(plain, made, args)
 
 
+def test_one_row_of_equal_rows_enters_the_loop() -> None:
+    def step(p: jax.Array, router: jax.Array, scale: jax.Array, x: jax.Array) -> Any:
+        keys = jnp.argmax(x @ router, -1)
+        order = jnp.argsort(keys)
+        sizes = jnp.bincount(keys, length=4)
+        y = jax.lax.ragged_dot(x[order], p, sizes)
+        y = y * jnp.broadcast_to(scale, y.shape)
+        return y[jnp.argsort(order)]
+
+    rng = np.random.default_rng(0)
+    shapes = (4, 8, 6), (8, 4), (16, 8)
+    p, router, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
+    args = p, router, jnp.arange(6, dtype=jnp.int32), x
+    plain, made, found = rewritten(step, args, 2, 0.5)
+
+    assert found.slots, found.refused
+    (loop,) = (eqn for eqn in walk(made.body) if eqn.primitive == "while")
+    shapes_read = [made.values[a].shape for a in loop.inputs if isinstance(a, int)]
+    assert shapes_read.count((16, 6)) == 1, "only the results of the first round"
+    assert (1, 6) in shapes_read
+    assert_equal(plain, made, args)
+
+
 def test_further_rounds_belong_to_the_pass_of_their_rows() -> None:
     """Loops of the backward pass are no part of the update that reads their sums."""
     step, *args = expert_steps.training(layers=1, again=True)
