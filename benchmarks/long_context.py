@@ -8,11 +8,15 @@ decides everything else. For each row there is also one with
 sequences of 8,192 tokens and as many tokens on the same cluster, for comparison:
 "ratio" is MFU, with causal attention at half, divided by that of this row. The table
 also has the plans that people write for long sequences (`autopar
-compare`). Writes the figures to ``docs/data/long_context.json`` and prints a table.
+compare`). Two layers of the models with longer sequences are also planned and compiled
+without devices, and the memory and the bytes of the compiled program are compared with
+the prediction. Writes the figures to ``docs/data/long_context.json`` and prints a
+table.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 import time
@@ -61,9 +65,10 @@ ROWS = (
 )
 
 
-@functools.lru_cache(maxsize=1)
-def analysed(sequence: int, batch: int, remat: str, attention: str) -> Analysis:
-    """A step with its analysis."""
+def step_of(
+    sequence: int, batch: int, remat: str, attention: str, **changes: int
+) -> tuple[Any, Any]:
+    """A step of Llama 8B with changed fields, and its arguments."""
     run = decoder.Run(
         sequence=sequence,
         batch=batch,
@@ -71,7 +76,33 @@ def analysed(sequence: int, batch: int, remat: str, attention: str) -> Analysis:
         remat=remat,
         attention=attention,
     )
-    return analyse(*decoder.train_step(large.LANGUAGE["llama-8b"].model, run))
+    model = dataclasses.replace(large.LANGUAGE["llama-8b"].model, **changes)
+    return decoder.train_step(model, run)
+
+
+@functools.lru_cache(maxsize=1)
+def analysed(sequence: int, batch: int, remat: str, attention: str) -> Analysis:
+    """A step with its analysis."""
+    return analyse(*step_of(sequence, batch, remat, attention))
+
+
+def compiled(*row: Any, cluster: str, seconds: float) -> dict[str, Any]:
+    """Memory and bytes of two layers, predicted and compiled without devices."""
+    step, args = step_of(*row, layers=2)
+    plan = autopar.plan(
+        step, *args, cluster=cluster, seconds=seconds, stages=1, compile_check=False
+    )
+    device = autopar.Cluster.parse(cluster).device.name
+    stage = autopar.audit(step, *args, plan=plan, target=device).stages[0]
+    if stage.target is None:
+        return {"refused": f"the compiler for {device} is not installed"}
+    return {
+        "microbatches": plan.microbatches,
+        "memory_bytes": stage.target.predicted_memory_bytes,
+        "compiled_memory_bytes": stage.target.memory.peak_bytes,
+        "bytes": sum(stage.predicted.values()),
+        "compiled_bytes": sum(stage.target.bytes_by_kind.values()),
+    }
 
 
 def figures(
@@ -107,6 +138,9 @@ def figures(
         "decided": list(plan.decided),
         "kept": plan.remat.level if plan.remat != AS_WRITTEN else "",
     }
+    if sequence > SHORT:
+        row = sequence, batch, remat, attention
+        found["two_layers"] = compiled(*row, cluster=cluster, seconds=seconds)
     by_hand = {
         f"{expert.name} on {expert.mesh}": expert.candidate.step_s
         for expert in expert_plans(analysis, where, seconds=3)

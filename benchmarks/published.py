@@ -1,15 +1,16 @@
 """Compares published step times with the cost model, for each run's own strategy.
 
-    python benchmarks/published.py --rows FILE [--only TEXT]
+    python benchmarks/published.py --rows FILE [--only TEXT] [--ours] [--json FILE]
 
 FILE is a JSON list of measured configurations. Each has ``id``, ``source``,
 ``software``, ``cluster`` with ``device_overrides``, ``model``, ``sequence``,
 ``global_batch``, ``remat``, ``dtype``, ``fused_attention``, ``strategy`` and ``mesh``
 of the run, and ``step_s``. The layouts of a row are the best layouts within the run's
 strategy on its mesh. The command prints one JSON line for each row (``fits``: whether a
-plan is predicted to fit the device's memory, as the run did). A row without a plan of
-its strategy has ``refused``, the reason, and counts in no figure. The last line has the
-fractions of rows within 15 % and 35 %, and the order of MFU.
+plan is predicted to fit the device's memory, as the run did). With ``--ours``, it also
+has the predicted step of the plan that the planner chooses for these devices. A row
+without a plan of its strategy has ``refused``, the reason, and counts in no figure. The
+last line has the fractions of rows within 15 % and 35 %, and the order of MFU.
 
 One constant of each kind of GPU was chosen on such rows: the fraction of a product's
 rate that remains within a training step (``DeviceSpec.sustained``). The last line also
@@ -36,18 +37,20 @@ import os
 import pathlib
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import decoder
 
 import autopar
-from autopar.cluster import DeviceSpec
+from autopar.cluster import DeviceSpec, MeshShape
 from autopar.cluster.presets import preset
 from autopar.cost.breakdown import interval_s
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
 from autopar.planner.candidate import Candidate
+from autopar.planner.options import PlanOptions
+from autopar.planner.plan import plan_analysis
 from autopar.planner.recipes import has_context, recipes, restriction_of
 from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import TimeOutError, solve_mesh
@@ -77,6 +80,27 @@ def device_of(row: dict[str, Any]) -> DeviceSpec:
     return dataclasses.replace(device, **changed)
 
 
+def analysis_of(row: dict[str, Any], fused: bool) -> Analysis:
+    """The analysis of a row's step."""
+    kind = FUSED[device_of(row).kind] if fused and row["fused_attention"] else "plain"
+    run = decoder.Run(
+        sequence=row["sequence"],
+        batch=row["global_batch"],
+        dtype=row["dtype"],
+        remat="whole" if row["remat"] == "full" and reentrant(row) else row["remat"],
+        attention=kind,
+    )
+    return analyse(*decoder.train_step(decoder.Decoder(**row["model"]), run))
+
+
+def ours_s(row: dict[str, Any], fused: bool, seconds: float) -> float:
+    """Predicted seconds of a step under our own plan for a row's devices."""
+    cluster = autopar.Cluster.parse(row["cluster"])
+    cluster = dataclasses.replace(cluster, device=device_of(row))
+    options = PlanOptions(seconds=seconds, compile_check=False)
+    return plan_analysis(analysis_of(row, fused), cluster, options).predicted.step_s
+
+
 def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
     """The best plan within a row's strategy, on its mesh.
 
@@ -87,17 +111,7 @@ def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
       InfeasibleError: no plan was found within the row's strategy.
     """
     cluster = autopar.Cluster.parse(row["cluster"])
-    device = device_of(row)
-    kind = FUSED[device.kind] if fused and row["fused_attention"] else "plain"
-    run = decoder.Run(
-        sequence=row["sequence"],
-        batch=row["global_batch"],
-        dtype=row["dtype"],
-        remat="whole" if row["remat"] == "full" and reentrant(row) else row["remat"],
-        attention=kind,
-    )
-    step, args = decoder.train_step(decoder.Decoder(**row["model"]), run)
-    analysis = analyse(step, args)
+    device, analysis = device_of(row), analysis_of(row, fused)
     makes_room = dataclasses.replace(device.corrections, makes_room=True)
     roomy = (
         device,
@@ -112,6 +126,14 @@ def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
     raise InfeasibleError(f"no plan of {row['strategy']} on mesh {row['mesh']}")
 
 
+def ordered_meshes(cluster: autopar.Cluster) -> Iterator[MeshShape]:
+    """The meshes of a cluster; two axes of one level in both orders."""
+    for mesh in candidate_meshes(cluster):
+        yield mesh
+        if len({axis.level for axis in mesh.axes}) == 1 and len(mesh.axes) > 1:
+            yield MeshShape(axes=mesh.axes[::-1])
+
+
 def within(
     analysis: Analysis, cluster: autopar.Cluster, row: dict[str, Any], seconds: float
 ) -> Candidate:
@@ -121,7 +143,7 @@ def within(
       InfeasibleError: no plan fits the memory of a device.
     """
     found: list[Candidate] = []
-    for mesh in candidate_meshes(cluster):
+    for mesh in ordered_meshes(cluster):
         if [size for size in mesh.sizes if size > 1] != row["mesh"]:
             continue
         pricer = Pricer(cluster, mesh)
@@ -147,10 +169,13 @@ def flops(row: dict[str, Any]) -> float:
     return 6.0 * tokens * (weights + mixing)
 
 
-def figures(row: dict[str, Any], fused: bool, seconds: float) -> dict[str, Any]:
+def figures(
+    row: dict[str, Any], fused: bool, seconds: float, *, ours: bool
+) -> dict[str, Any]:
     """The printed figures of a row, or the reason why it has none."""
     try:
-        return result(row, priced(row, fused, seconds))
+        own = {"ours_s": ours_s(row, fused, seconds)} if ours else {}
+        return result(row, priced(row, fused, seconds)) | own
     except (InfeasibleError, TimeOutError) as error:
         return {"id": row["id"], "refused": str(error).split("\n", 1)[0]}
 
@@ -286,6 +311,8 @@ def main() -> None:
     parser.add_argument("--rows", type=pathlib.Path, default=default)
     parser.add_argument("--only", default="", help="rows whose id holds this text")
     parser.add_argument("--plain", action="store_true", help="no fused attention")
+    parser.add_argument("--ours", action="store_true", help="plan each row, too")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     parser.add_argument("--done", type=pathlib.Path, help="lines printed before")
     parser.add_argument("--limit", type=float, default=20.0, help="solver seconds")
     chosen = parser.parse_args()
@@ -298,8 +325,13 @@ def main() -> None:
     for row in rows:
         if row["id"] in known:
             continue
-        done.append(figures(row, not chosen.plain, chosen.limit))
+        found = figures(row, not chosen.plain, chosen.limit, ours=chosen.ours)
+        done.append(found)
         print(json.dumps(done[-1]), flush=True)
+    if chosen.json is not None:
+        command = f"python benchmarks/published.py --rows {chosen.rows}"
+        data = {"command": command + (" --ours" if chosen.ours else ""), "rows": done}
+        chosen.json.write_text(json.dumps(data, indent=1) + "\n")
     done = [r for r in done if "refused" not in r]
     if done:
         print(json.dumps(summary(done)))

@@ -83,7 +83,8 @@ def measure_rows(
     """Runs a benchmark of plans: prints a table, and writes the figures as JSON.
 
     The command has options for the rows to run, the solver's time limit, and the file.
-    Rows of the file that are not run again stay in it.
+    Rows of the file that are not run again stay in it. The file is written after each
+    row.
 
     Args:
       doc: docstring of the benchmark.
@@ -102,18 +103,16 @@ def measure_rows(
     if asked.json.exists():
         for old in json.loads(asked.json.read_text())["rows"]:
             known[json.dumps(list(old.values())[: len(rows[0])])] = old
-    found: list[dict[str, Any]] = []
-    for given in rows:
-        if asked.only in " ".join(map(str, given)):
-            found.append(figures(*given, asked.seconds))
-        elif json.dumps(given) in known:
-            found.append(known[json.dumps(given)])
-    table(found)
     command = f"python benchmarks/{pathlib.Path(sys.argv[0]).name}"
     if asked.seconds != parser.get_default("seconds"):
         command += f" --seconds {asked.seconds:g}"
-    written = {"command": command, "rows": found}
-    asked.json.write_text(json.dumps(written, indent=1) + "\n")
+    for given in rows:
+        if asked.only in " ".join(map(str, given)):
+            known[json.dumps(given)] = figures(*given, asked.seconds)
+            found = [known[key] for key in map(json.dumps, rows) if key in known]
+            written = {"command": command, "rows": found}
+            asked.json.write_text(json.dumps(written, indent=1) + "\n")
+    table([known[key] for key in map(json.dumps, rows) if key in known])
 
 
 def nudged(state: Any, seed: int = 0) -> Any:
