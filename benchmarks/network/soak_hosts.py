@@ -101,8 +101,9 @@ class HostSoak(soak.Soak):
         words = ["-m", "autopar", "run", "--listen", at, "--secret", str(self.secret)]
         words += more
         words += ["--processes", self._processes, "--min", "1", "--max", str(HOSTS)]
-        words += ["--silence", os.environ["SOAK_SILENCE"]]
-        words += ["--grace", os.environ["SOAK_GRACE"]]
+        for name in ("silence", "grace"):
+            limit = os.environ.get(f"SOAK_{name.upper()}")
+            words += [f"--{name}", limit] if limit else []
         words += ["--restarts", "1000000", "--folder", str(self.run_folder)]
         words += ["--recovery", os.environ.get("SOAK_RECOVERY", "auto")]
         words += [str(SCRIPT), str(self.results / "losses"), str(10**7)]
