@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -456,6 +457,11 @@ class _Mesh:
             for recipe in recipes(axes, context=context)
         ]
         rules += expert_rules(self.analysis, axes)
+        if axes > 1:
+            rules += [
+                (f"axis {axis} idle", functools.partial(_leaves_idle, axis))
+                for axis in range(axes)
+            ]
         way = dataclasses.replace(self.way, messages=None)
         for name, inner in (("nothing split", _splits_nothing), *rules):
             if self.limit.over:
@@ -671,6 +677,11 @@ def _faster(one: Candidate | None, other: Candidate | None) -> Candidate | None:
 def _splits_nothing(node: Node, strategy: Strategy) -> bool:
     del node
     return not any(strategy)
+
+
+def _leaves_idle(axis: int, node: Node, strategy: Strategy) -> bool:
+    del node
+    return all(axis not in axes for axes in strategy)
 
 
 def _failure(
