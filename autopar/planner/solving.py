@@ -17,7 +17,8 @@ The problem is solved:
 - with messages as large as those of the fastest plan, where an array that has a
   fraction of a message's bytes costs this fraction of its latency; and with one message
   for each array;
-- with the rules of plans that people write (`autopar.planner.recipes`);
+- with the rules of plans that people write (`autopar.planner.recipes`), and with plans
+  that leave an axis of the mesh idle;
 - if the user requested codecs, with gradients that may be sent by codecs. The prices of
   a codec's error and of a second on the links, in seconds of the step, are those of the
   best choice of codecs so far. Each plan is then priced with its codecs.
