@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.row_orders import RowOrders
@@ -47,6 +48,7 @@ from autopar_passes.program.equations import (
     Region,
     Value,
     reads,
+    walk,
 )
 from autopar_passes.program.flatten import Builder, next_index
 from autopar_passes.rules.factor_rule import FactorRule
@@ -201,6 +203,15 @@ class _Writer:
     def __init__(self, program: Program, run: SlotEquations) -> None:
         self.run = run
         self.orders = run.orders
+        # Values all of whose elements are one number, with this number.
+        self.filled: dict[int, Any] = {
+            eqn.outputs[0]: eqn.inputs[0].value
+            for eqn in walk(program.body)
+            if eqn.primitive == "broadcast_in_dim"
+            and not isinstance(eqn.inputs[0], int)
+        }
+        known = self.orders.uniform.items()
+        self.filled |= {value: only for value, only in known if only is not None}
         self.builder = Builder(program.values, next_index(program))
         self.frame = _Frame([])
 
@@ -371,18 +382,9 @@ class _Writer:
         firsts = [first for _, first in order.open]
         order.open = []
         results = [value for eqn in exits for value in eqn.outputs]
-        needed = self.closure(exits)
-        bodies = [*needed, *exits]
-        entries = list(
-            dict.fromkeys(
-                a
-                for eqn in bodies
-                if eqn.primitive != "optimization_barrier"
-                for a in eqn.inputs
-                if isinstance(a, int) and not self.run.is_moved(a)
-            )
-        )
-        count, alone = len(exits), self.read_in_one_row(bodies)
+        bodies = [*self.closure(exits), *exits]
+        count, (entries, alone) = len(exits), self.entries(bodies)
+        filled = [value for value in alone if value in self.filled]
 
         def function(*given: Any) -> list[Any]:
             first, rounds = given[:count], given[count]
@@ -394,8 +396,9 @@ class _Writer:
 
             def more(state: tuple[Any, Any]) -> tuple[Any, Any]:
                 number, before = state
+                made = {value: self.filled_row(value, alone[value]) for value in filled}
                 return number + 1, self.next_round(
-                    bodies, dict(env), round_of(found, number, shape), before
+                    bodies, env | made, round_of(found, number, shape), before
                 )
 
             with jax_compat.expecting_runs(EXPECTED_RUNS):
@@ -412,19 +415,36 @@ class _Writer:
             self.key_of_rounds(bodies, shape),
         )
 
-    def read_in_one_row(self, bodies: Sequence[Equation]) -> dict[int, int]:
-        """Values of which all equations read only one row -> the dimension of rows.
+    def entries(self, bodies: Sequence[Equation]) -> tuple[list[int], dict[int, int]]:
+        """The values that enter the loop over further rounds.
 
-        Only this row enters the loop. In the loop, a whole array would be in one layout
-        on all devices.
+        In the loop, a whole array would be in one layout on all devices. So if all
+        equations read only one row of an array, only this row enters, and nothing
+        enters if it is filled with one number.
+
+        Returns:
+          The values, and the dimension of the rows of those that are read in one row.
         """
-        found: dict[int, set[int | None]] = {}
+        dims: dict[int, set[int | None]] = {}
         for eqn in bodies:
+            if eqn.primitive == "optimization_barrier":
+                continue
             for atom, dim in zip(eqn.inputs, self.run.equal_rows(eqn), strict=True):
-                if isinstance(atom, int):
-                    found.setdefault(atom, set()).add(dim)
-        dims = {value: dims.pop() for value, dims in found.items() if len(dims) == 1}
-        return {value: dim for value, dim in dims.items() if dim is not None}
+                if isinstance(atom, int) and not self.run.is_moved(atom):
+                    dims.setdefault(atom, set()).add(dim)
+        alone = {
+            value: dim
+            for value, (dim, *others) in dims.items()
+            if dim is not None and not others
+        }
+        entries = [v for v in dims if v not in alone or v not in self.filled]
+        return entries, alone
+
+    def filled_row(self, value: int, dim: int) -> Any:
+        """One row of a value that is filled with one number."""
+        of = self.builder.values[value]
+        sizes = [1 if d == dim else size for d, size in enumerate(of.shape)]
+        return jnp.full(sizes, self.filled[value], of.dtype)
 
     def key_of_rounds(self, bodies: Sequence[Equation], shape: Shape) -> Hashable:
         """A key that is equal only for equal equations of further rounds.
@@ -435,6 +455,9 @@ class _Writer:
         made: list[Hashable] = [shape]
         for eqn in bodies:
             atoms = [a for a in (*eqn.inputs, *eqn.outputs) if isinstance(a, int)]
+            made += [
+                np.asarray(self.filled[a]).tobytes() for a in atoms if a in self.filled
+            ]
             own = tuple(numbers.setdefault(a, len(numbers)) for a in atoms)
             if self.run.kind(eqn) is Kind.BARRIER:
                 key: Hashable = tuple(a in self.frame.makers for a in atoms)
