@@ -11,7 +11,7 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import PlanError
 from autopar.planner.options import as_cluster
 from autopar.runtime.local.outer import Outer
-from autopar.runtime.local.rules import Overlap, RelativeChange
+from autopar.runtime.local.rules import Auto, Overlap, RelativeChange
 from autopar.runtime.local.steps import LocalSteps
 from autopar.runtime.world import World
 from autopar_errors import check_type
@@ -20,7 +20,7 @@ from autopar_errors import check_type
 def local_steps(
     step: Callable[..., Any],
     *,
-    every: int | RelativeChange,
+    every: int | str | Auto | RelativeChange,
     replicas: int | None = None,
     outer: Outer | None = None,
     codec: str = "dense",
@@ -40,7 +40,8 @@ def local_steps(
 
     Args:
       step: the train step, which takes its state first and returns it first.
-      every: number of steps of a replica between two outer steps, H; or a
+      every: number of steps of a replica between two outer steps, H; "auto"
+        or an `Auto`: the least with which outer steps cost few seconds; or a
         `RelativeChange`, which synchronises where gradients change (SelSync).
       replicas: number of replicas; None: the parts of the cluster's outermost level,
         such as its hosts.
@@ -66,23 +67,22 @@ def local_steps(
     """
     if not callable(step):
         raise PlanError(f"local_steps: expected a train step, got {step!r}.")
-    if not isinstance(every, RelativeChange):
-        _check_count("every", every)
+    rule = _as_rule(every)
     _check_count("fragments", fragments)
     if replicas is not None:
         _check_count("replicas", replicas)
-    if isinstance(every, RelativeChange) and fragments > 1:
+    if isinstance(rule, RelativeChange) and fragments > 1:
         raise PlanError(
             f"local_steps: fragments={fragments} needs a fixed number of steps; a "
             "RelativeChange synchronises all arrays at once."
         )
-    if not isinstance(every, RelativeChange) and fragments > every:
+    if not isinstance(rule, Auto | RelativeChange) and fragments > rule:
         raise PlanError(
-            f"local_steps: fragments={fragments} is more than every={every}: each "
+            f"local_steps: fragments={fragments} is more than every={rule}: each "
             "fragment needs a step of its own."
         )
     if overlap is not None:
-        _check_overlap(overlap, every)
+        _check_overlap(overlap, rule)
     if wrong := [name for name in ("plan", "devices", "layouts") if name in options]:
         raise PlanError(
             f"local_steps: {wrong[0]}= is of one step; each replica plans for its own "
@@ -93,7 +93,7 @@ def local_steps(
     parse_codec(codec)
     return LocalSteps(
         step,
-        every=every,
+        every=rule,
         replicas=replicas,
         outer=outer or Outer(),
         codec=codec,
@@ -105,17 +105,26 @@ def local_steps(
     )
 
 
-def _check_overlap(overlap: Any, every: int | RelativeChange) -> None:
+def _as_rule(every: Any) -> int | Auto | RelativeChange:
+    if every == "auto":
+        return Auto()
+    if isinstance(every, Auto | RelativeChange):
+        return every
+    _check_count("every", every)
+    return int(every)
+
+
+def _check_overlap(overlap: Any, rule: int | Auto | RelativeChange) -> None:
     check_type("local_steps: overlap=", overlap, Overlap, "an Overlap")
-    if isinstance(every, RelativeChange):
+    if isinstance(rule, RelativeChange):
         raise PlanError(
             "local_steps: overlap= needs a fixed number of steps; the differences of a "
             "RelativeChange are sent at once."
         )
-    if overlap.steps > every:
+    if not isinstance(rule, Auto) and overlap.steps > rule:
         raise PlanError(
             f"local_steps: an outer step runs beside {overlap.steps} steps, but the "
-            f"next one begins after every={every}; choose at most as many."
+            f"next one begins after every={rule}; choose at most as many."
         )
 
 

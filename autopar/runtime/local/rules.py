@@ -1,4 +1,4 @@
-"""When replicas synchronise: where their gradients change; beside how many steps."""
+"""When replicas synchronise, and beside how many steps."""
 
 from __future__ import annotations
 
@@ -100,3 +100,51 @@ class Overlap:
             raise PlanError(
                 f"Overlap: mixing must be at least 0 and below 1, got {self.mixing!r}."
             )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Auto:
+    """Chooses the number of steps between two outer steps by the predicted seconds.
+
+    It is the least number with which outer steps lengthen a step by at most ``share``
+    of its seconds. The predictions are those of `LocalSteps.step_s`, from the rates of
+    the cluster. Progress is no part of the rule. As a rule, fewer steps between outer
+    steps help it, so the number is not larger than the links need.
+
+    Attributes:
+      share: by which part of its seconds outer steps may lengthen a step.
+      most: the largest number of steps. DiLoCo's is 500 (arXiv 2311.08105).
+
+    Raises:
+      PlanError: a value is out of range.
+    """
+
+    share: float = 0.1
+    most: int = 500
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        if not (math.isfinite(self.share) and self.share > 0.0):
+            raise PlanError(f"Auto: share must be positive, got {self.share!r}.")
+        if self.most < 1:
+            raise PlanError(f"Auto: most must be at least 1, got {self.most!r}.")
+
+    def interval(self, least: int, own_s: float, step_s: Callable[[int], float]) -> int:
+        """The number of steps.
+
+        Args:
+          least: the least number that is possible.
+          own_s: seconds of a step without outer steps.
+          step_s: seconds of a step, with its part of the outer steps, by the number.
+
+        Raises:
+          PlanError: ``least`` is above ``most``.
+        """
+        if least > self.most:
+            raise PlanError(
+                f"Auto: fragments and overlap need at least {least} steps between "
+                f"outer steps, but most={self.most}."
+            )
+        limit = own_s * (1.0 + self.share)
+        fits = (n for n in range(least, self.most) if step_s(n) <= limit)
+        return next(fits, self.most)

@@ -34,7 +34,13 @@ from autopar.runtime.local.outer import (
     joined_mesh,
     leaf_of,
 )
-from autopar.runtime.local.rules import Overlap, RelativeChange
+from autopar.runtime.local.rows import (
+    join_results,
+    opened,
+    rows_of,
+    split_result,
+)
+from autopar.runtime.local.rules import Auto, Overlap, RelativeChange
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.parallelize import parallelize
 from autopar.runtime.recent import Recent
@@ -100,7 +106,7 @@ class LocalSteps:
         self,
         step: Callable[..., Any],
         *,
-        every: int | RelativeChange,
+        every: int | Auto | RelativeChange,
         replicas: int | None,
         outer: Outer,
         codec: str,
@@ -119,6 +125,7 @@ class LocalSteps:
         self._parameters = Parameters.of(step)
         self._rows: Recent[Any, dict[int, int]] = Recent(_CALLS)
         self._steps: tuple[ParallelStep[..., Any], ...] = ()
+        self._interval: int | None = None
         self._by_fragment: tuple[tuple[Group, ...], ...] = ()
         # Path -> the norms of the last outer step of all arrays, and the array's row.
         self._seen: dict[str, tuple[jax.Array, int]] = {}
@@ -390,14 +397,14 @@ class LocalSteps:
             several = type(own) is tuple
             given = own if several else (own,)
             out = step(*given, *part[0], **part[1])
-            new, others = _split_result(self.__name__, out, own)
+            new, others = split_result(self.__name__, out, own)
             states.append(new)
             results.append(others)
         made = dataclasses.replace(
             state, replicas=tuple(states), step=np.int64(int(state.step) + 1)
         )
         made = self._join(*self._due(made, results))
-        others = _join_results(results)
+        others = join_results(results)
         return made if others is None else (made, *others)
 
     def _check(self, state: Any) -> None:
@@ -421,9 +428,10 @@ class LocalSteps:
         """
         done, rule = int(state.step), self.every
         if not isinstance(rule, RelativeChange):
-            offsets = [k * rule // self.fragments for k in range(self.fragments)]
+            every = self.interval
+            offsets = [k * every // self.fragments for k in range(self.fragments)]
             due = [
-                k for k, o in enumerate(offsets) if done > o and not (done - o) % rule
+                k for k, o in enumerate(offsets) if done > o and not (done - o) % every
             ]
             return state, due
         seen = [
@@ -576,8 +584,8 @@ class LocalSteps:
         for replica in range(len(self.steps)):
             arrays = list(call.arrays)
             for k, dim in rows.items():
-                arrays[k] = _rows_of(arrays[k], dim, replica, self._count(arrays[k]))
-            args, words = _opened(call, arrays)
+                arrays[k] = rows_of(arrays[k], dim, replica, self._count(arrays[k]))
+            args, words = opened(call, arrays)
             found.append((args[len(given) :], words))
         return found
 
@@ -589,10 +597,10 @@ class LocalSteps:
         """
 
         def whole(arrays: Sequence[Any]) -> Any:
-            args, words = _opened(call, arrays)
+            args, words = opened(call, arrays)
             return self.function(*args, **words)
 
-        _split_result(self.__name__, jax.eval_shape(whole, call.arrays), state)
+        split_result(self.__name__, jax.eval_shape(whole, call.arrays), state)
 
     def _count(self, rows: Any) -> int:
         """The number of replicas that share the rows of an array, or of a struct.
@@ -631,16 +639,39 @@ class LocalSteps:
         Raises:
           PlanError: a rule decides when replicas synchronise.
         """
-        if isinstance(self.every, RelativeChange):
+        return self._step_s(self.interval)
+
+    def _step_s(self, every: int) -> float:
+        own = self.plan.predicted.step_s
+        hidden = 0.0 if self.overlap is None else self.overlap.steps * own
+        outer = [self._fragment_s(k) for k in range(self.fragments)]
+        waited = sum(max(0.0, s - hidden) for s in outer)
+        # Outer steps that run beside training share the links.
+        return max(own + waited / every, sum(outer) / every)
+
+    @property
+    def interval(self) -> int:
+        """Steps between two outer steps of a fragment, H.
+
+        Raises:
+          PlanError: a rule decides when replicas synchronise; or no state has been made
+            yet, so nothing is planned.
+        """
+        rule = self.every
+        if isinstance(rule, RelativeChange):
             raise PlanError(
                 f"{self.__name__}: how often a RelativeChange synchronises is known "
                 "only after training: read rounds of the state."
             )
-        _ = self.groups  # made
-        own = self.plan.predicted.step_s
-        hidden = 0.0 if self.overlap is None else self.overlap.steps * own
-        outer = map(self._fragment_s, range(self.fragments))
-        return own + sum(max(0.0, s - hidden) for s in outer) / self.every
+        if not isinstance(rule, Auto):
+            return rule
+        if self._interval is None:
+            _ = self.groups  # made
+            beside = 0 if self.overlap is None else self.overlap.steps
+            least = max(1, self.fragments, beside)
+            own = self.plan.predicted.step_s
+            self._interval = rule.interval(least, own, self._step_s)
+        return self._interval
 
     @property
     def sent_bytes(self) -> float:
@@ -666,7 +697,7 @@ class LocalSteps:
         plan, outer = self.plan, self.outer_s
         fixed = not isinstance(self.every, RelativeChange)
         each = f", {seconds_text(self.step_s)} a step" if fixed else ""
-        when = f"once in {self.every} steps" if fixed else "where gradients change"
+        when = f"once in {self.interval} steps" if fixed else "where gradients change"
         return "\n".join(
             (
                 f"{self.replicas} replicas of {self.part.num_devices} devices{each}",
@@ -695,70 +726,6 @@ class LocalSteps:
             f"<LocalSteps {self.__name__}, {self.replicas} replicas of {self.part}, "
             f"an outer step every {self.every}>"
         )
-
-
-def _opened(
-    call: StepCall, arrays: Sequence[Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, by position and by name, with other arrays."""
-    args = tuple(call.form.fixed.join(arrays))
-    split = len(args) - len(call.form.keywords)
-    return args[:split], dict(zip(call.form.keywords, args[split:], strict=True))
-
-
-def _rows_of(array: Any, dim: int, part: int, count: int) -> Any:
-    """One of ``count`` equal parts of an array's rows."""
-    size = array.shape[dim] // count
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return array.update(shape=(*array.shape[:dim], size, *array.shape[dim + 1 :]))
-    if count == 1:
-        return array
-    index = [slice(None)] * array.ndim
-    index[dim] = slice(part * size, (part + 1) * size)
-    return array[tuple(index)]
-
-
-def _split_result(
-    name: str, out: Any, state: Any
-) -> tuple[Any, tuple[Any, ...] | None]:
-    """The new state in a step's result, and the other results; None without others.
-
-    Raises:
-      PlanError: the result does not begin with the state.
-    """
-    wanted = jax.tree.structure(state)
-    if jax.tree.structure(out) == wanted:
-        return out, None
-    if isinstance(out, tuple):
-        if type(state) is tuple:
-            new, others = out[: len(state)], out[len(state) :]
-        else:
-            new, others = out[0], out[1:]
-        if jax.tree.structure(new) == wanted:
-            return new, others
-    raise PlanError(
-        f"{name}: local steps need a step that returns its new state first, as in "
-        "`return state, loss`."
-    )
-
-
-def _join_results(results: Sequence[tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
-    first = results[0]
-    if len(results) == 1 or first is None:
-        return first
-    return jax.tree.map(_join_values, *results)
-
-
-def _join_values(*values: Any) -> Any:
-    """The mean of floating-point scalars; other arrays get a leading dim."""
-    if not all(isinstance(x, jax.Array) for x in values):
-        return values[0]
-    near = [jax.device_put(x, next(iter(values[0].devices()))) for x in values]
-    stacked = jax.numpy.stack(near)
-    scalar = not values[0].shape
-    if scalar and jax.numpy.issubdtype(stacked.dtype, jax.numpy.floating):
-        return jax.numpy.mean(stacked)
-    return stacked
 
 
 def _with_arrays(state: LocalState, arrays: Sequence[Mapping[str, Any]]) -> LocalState:

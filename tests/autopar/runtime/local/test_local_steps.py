@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar.runtime.local.outer import MEAN, Outer
-from autopar.runtime.local.rules import Overlap, RelativeChange
+from autopar.runtime.local.rules import Auto, Overlap, RelativeChange
 from autopar_passes.audit.compiled import compiled_audit
 
 TX = optax.adam(1e-2)
@@ -298,6 +298,26 @@ def test_predictions_add_up() -> None:
     assert beside.step_s == pytest.approx(max(one, made.outer_s / 8))
 
 
+def test_auto_chooses_the_least_interval_that_costs_little() -> None:
+    made = autopar.local_steps(step, every="auto", cluster="2x2:cpu,network=1Mb/s")
+    with pytest.raises(autopar.PlanError, match="init"):
+        _ = made.interval
+    train(made, 1)
+    own, every = made.plan.predicted.step_s, made.interval
+    assert 1 < every < 500
+    assert own + made.outer_s / every <= 1.1 * own < own + made.outer_s / (every - 1)
+    # Beside training an outer step may take as long as the steps.
+    beside = autopar.local_steps(
+        step, every=Auto(0.5), overlap=Overlap(2), cluster="2x2:cpu,network=1Mb/s"
+    )
+    train(beside, 1)
+    assert 2 <= beside.interval < every
+    assert beside.step_s <= 1.5 * own
+    assert Auto(most=7).interval(1, 1.0, lambda n: 1.0 + 100.0 / n) == 7
+    with pytest.raises(autopar.PlanError, match="at least 9"):
+        Auto(most=7).interval(9, 1.0, lambda n: 1.0)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -308,6 +328,7 @@ def test_predictions_add_up() -> None:
         ({"every": 2, "replicas": 3}, "equal parts"),
         ({"every": 2, "codec": "int9"}, "int9"),
         ({"every": 2, "overlap": Overlap(3)}, "at most as many"),
+        ({"every": "often"}, "whole number"),
         ({"every": 2, "overlap": 1}, "an Overlap"),
     ],
 )

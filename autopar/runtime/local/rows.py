@@ -1,0 +1,74 @@
+"""How replicas divide the arguments of a step, and join its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autopar.errors import PlanError
+from autopar_passes.program.calls import StepCall
+
+
+def opened(
+    call: StepCall, arrays: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, by position and by name, with other arrays."""
+    args = tuple(call.form.fixed.join(arrays))
+    split = len(args) - len(call.form.keywords)
+    return args[:split], dict(zip(call.form.keywords, args[split:], strict=True))
+
+
+def rows_of(array: Any, dim: int, part: int, count: int) -> Any:
+    """One of ``count`` equal parts of an array's rows."""
+    size = array.shape[dim] // count
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array.update(shape=(*array.shape[:dim], size, *array.shape[dim + 1 :]))
+    if count == 1:
+        return array
+    index = [slice(None)] * array.ndim
+    index[dim] = slice(part * size, (part + 1) * size)
+    return array[tuple(index)]
+
+
+def split_result(name: str, out: Any, state: Any) -> tuple[Any, tuple[Any, ...] | None]:
+    """The new state in a step's result, and the other results; None without others.
+
+    Raises:
+      PlanError: the result does not begin with the state.
+    """
+    wanted = jax.tree.structure(state)
+    if jax.tree.structure(out) == wanted:
+        return out, None
+    if isinstance(out, tuple):
+        if type(state) is tuple:
+            new, others = out[: len(state)], out[len(state) :]
+        else:
+            new, others = out[0], out[1:]
+        if jax.tree.structure(new) == wanted:
+            return new, others
+    raise PlanError(
+        f"{name}: local steps need a step that returns its new state first, as in "
+        "`return state, loss`."
+    )
+
+
+def join_results(results: Sequence[tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
+    """The results of a step from those of each replica of this process."""
+    first = results[0]
+    if len(results) == 1 or first is None:
+        return first
+    return jax.tree.map(_join_values, *results)
+
+
+def _join_values(*values: Any) -> Any:
+    """The mean of floating-point scalars; other arrays get a leading dim."""
+    if not all(isinstance(x, jax.Array) for x in values):
+        return values[0]
+    near = [jax.device_put(x, next(iter(values[0].devices()))) for x in values]
+    stacked = jax.numpy.stack(near)
+    scalar = not values[0].shape
+    if scalar and jax.numpy.issubdtype(stacked.dtype, jax.numpy.floating):
+        return jax.numpy.mean(stacked)
+    return stacked
