@@ -26,17 +26,14 @@ from autopar.checkpoint.manifest import (
     NewerSchema,
     PlanEntry,
 )
+from autopar.checkpoint.states import TrainStep, saved
 from autopar.checkpoint.store import Digest, copy_arrays, digest_of, num_bytes
 from autopar.errors import CheckpointError
 from autopar.plans import Plan
 from autopar.runtime import agreement, creation
-from autopar.runtime.local.steps import LocalState, LocalSteps
-from autopar.runtime.local.whole import WholeState
 from autopar.runtime.parallel_step import ParallelStep
-from autopar.runtime.planned import PlannedStep
-from autopar.runtime.state_mover import name_arrays
 from autopar.version import __version__
-from autopar_errors import check_path, check_type
+from autopar_errors import check_path
 from autopar_passes import jax_compat
 
 # Writes a checkpoint in the background, by all processes together.
@@ -333,7 +330,7 @@ class Checkpoints:
 
     def save(
         self,
-        train_step: ParallelStep[..., Any] | LocalSteps,
+        train_step: TrainStep,
         state: Any,
         *,
         step: int,
@@ -466,7 +463,7 @@ class Checkpoints:
 
     def restore(
         self,
-        train_step: ParallelStep[..., Any] | LocalSteps,
+        train_step: TrainStep,
         create_state: Callable[..., Any],
         *args: Any,
         batch: Any = None,
@@ -496,23 +493,12 @@ class Checkpoints:
           PlanError: the step has not been planned.
         """
         creation.check_creation(train_step.__name__, create_state, batch, others)
-        if isinstance(train_step, LocalSteps):
-            if others is not None:
-                raise CheckpointError("restore: local steps take batch=, not others=.")
-            like = train_step.describe(create_state, *args, batch=batch)
-            return self.restore_into(train_step, like, step=step)
-        shapes = creation.state_shapes(create_state, args)
-        rest = others if batch is None else (batch,)
-        if rest is not None:
-            by_name = dict(rest) if isinstance(rest, Mapping) else {}
-            in_order = () if by_name else tuple(rest)
-            train_step.prepare(*shapes.arguments(), *in_order, **by_name)
-        wanted = _structs(train_step.running.planned, shapes.structs)
-        return self._restore_first(train_step, wanted, shapes.state, step)
+        wanted = saved(train_step).created(create_state, args, batch, others)
+        return self._restore_first(train_step, *wanted, step)
 
     def restore_into(
         self,
-        train_step: ParallelStep[..., Any] | LocalSteps,
+        train_step: TrainStep,
         state: Any,
         *,
         step: int | None = None,
@@ -525,24 +511,11 @@ class Checkpoints:
             objects are updated in place.
           step: step of the checkpoint, as for `restore`.
         """
-        if isinstance(train_step, LocalSteps):
-            check_type("restore_into", state, LocalState, "a LocalState")
-            whole = WholeState(train_step, state)
-            structs = whole.structs()
-
-            def made(new: list[Any]) -> LocalState:
-                return whole.state(dict(zip(structs, new, strict=True)))
-
-            return self._restore_first(train_step, structs, made, step)
-        leaves, _ = creation.flat_state(state)
-        wanted = _structs(train_step.running.planned, leaves)
-        return self._restore_first(
-            train_step, wanted, lambda new: creation.replace_leaves(state, new), step
-        )
+        return self._restore_first(train_step, *saved(train_step).like(state), step)
 
     def _restore_first(
         self,
-        train_step: ParallelStep[..., Any] | LocalSteps,
+        train_step: TrainStep,
         wanted: dict[str, Any],
         made: Callable[[list[Any]], Any],
         step: int | None,
@@ -561,10 +534,7 @@ class Checkpoints:
                     raise CheckpointError(self._advice(str(error), folder)) from error
                 damaged.append(str(error))
                 continue
-            if not isinstance(train_step, LocalSteps):
-                train_step.hold_compression_state(codecs)
-                if noise is not None:
-                    train_step.noise_state = noise
+            saved(train_step).hold(codecs, noise)
             for text in damaged:
                 warnings.warn(f"{text} Restored {folder} instead.", stacklevel=3)
             return Restored(
@@ -605,35 +575,16 @@ class _Damaged(Exception):
     """A checkpoint cannot be read, but an earlier one may be readable."""
 
 
-def _structs(running: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:
-    """Path -> `jax.ShapeDtypeStruct` of each array of a state, with the plan's
-    sharding.
-    """
-    graph = running.analysis.graph
-    paths = [given.path for given in graph.inputs[: len(leaves)]]
-    return {
-        path: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.typeof(x).dtype, sharding=s)
-        for path, x, s in zip(paths, leaves, running.in_shardings, strict=False)
-    }
-
-
 def _arrays_to_save(
-    train_step: ParallelStep[..., Any] | LocalSteps,
+    train_step: TrainStep,
     state: Any,
     step: int,
     position: int,
     notes: Any,
 ) -> tuple[dict[str, Any], Manifest]:
     """The arrays to save, and the manifest to which checksums will be added."""
-    arrays: dict[str, Any]
-    beside: tuple[Any, Any]
-    if isinstance(train_step, LocalSteps):
-        check_type("save", state, LocalState, "a LocalState")
-        arrays, beside = WholeState(train_step, state).arrays(state), (None, None)
-    else:
-        analysis = train_step.running.planned.analysis
-        arrays = name_arrays(train_step.__name__, analysis, state)
-        beside = train_step.compression_state, train_step.noise_state
+    own = saved(train_step)
+    arrays, beside = own.arrays(state), own.beside()
     if train_step.world.process_count > 1:
         beside = jax.tree.map(_without_own_device, beside)
     codecs, tree = beside[0], None
@@ -695,7 +646,7 @@ def _entry(array: Any, file: str) -> ArrayEntry:
 
 def _read(
     folder: pathlib.Path,
-    train_step: ParallelStep[..., Any] | LocalSteps,
+    train_step: TrainStep,
     wanted: dict[str, Any],
 ) -> tuple[Manifest, list[Any], Any, Any]:
     """Reads from a checkpoint the manifest, the arrays of the state, the codecs' state
@@ -716,11 +667,7 @@ def _read(
     shardings = {path: struct.sharding for path, struct in wanted.items()}
     dtypes = {path: struct.dtype for path, struct in wanted.items()}
     entries = {path: held.state[path] for path in wanted}
-    mesh = None
-    if not isinstance(train_step, LocalSteps):
-        mesh, *others = train_step.running.planned.meshes
-        if others and world.process_count > 1:
-            mesh = None  # the devices of one stage may all be of other processes
+    mesh = saved(train_step).mesh()
     try:
         arrays = restoring.read_arrays(folder, entries, shardings, dtypes, world)
         codecs = restoring.codec_state(folder, held, mesh, world)
