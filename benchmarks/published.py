@@ -93,12 +93,16 @@ def analysis_of(row: dict[str, Any], fused: bool) -> Analysis:
     return analyse(*decoder.train_step(decoder.Decoder(**row["model"]), run))
 
 
-def ours_s(row: dict[str, Any], fused: bool, seconds: float) -> float:
-    """Predicted seconds of a step under our own plan for a row's devices."""
+def ours(row: dict[str, Any], fused: bool, seconds: float) -> dict[str, Any]:
+    """The predicted step under our own plan for a row's devices."""
     cluster = autopar.Cluster.parse(row["cluster"])
     cluster = dataclasses.replace(cluster, device=device_of(row))
     options = PlanOptions(seconds=seconds, compile_check=False)
-    return plan_analysis(analysis_of(row, fused), cluster, options).predicted.step_s
+    try:
+        plan = plan_analysis(analysis_of(row, fused), cluster, options)
+    except InfeasibleError as error:
+        return {"ours_refused": str(error).split("\n", 1)[0]}
+    return {"ours_s": plan.predicted.step_s}
 
 
 def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
@@ -170,14 +174,14 @@ def flops(row: dict[str, Any]) -> float:
 
 
 def figures(
-    row: dict[str, Any], fused: bool, seconds: float, *, ours: bool
+    row: dict[str, Any], fused: bool, seconds: float, *, plans: bool
 ) -> dict[str, Any]:
     """The printed figures of a row, or the reason why it has none."""
     try:
-        own = {"ours_s": ours_s(row, fused, seconds)} if ours else {}
-        return result(row, priced(row, fused, seconds)) | own
+        found = result(row, priced(row, fused, seconds))
     except (InfeasibleError, TimeOutError) as error:
         return {"id": row["id"], "refused": str(error).split("\n", 1)[0]}
+    return found | (ours(row, fused, seconds) if plans else {})
 
 
 def result(row: dict[str, Any], found: Candidate) -> dict[str, Any]:
@@ -325,7 +329,7 @@ def main() -> None:
     for row in rows:
         if row["id"] in known:
             continue
-        found = figures(row, not chosen.plain, chosen.limit, ours=chosen.ours)
+        found = figures(row, not chosen.plain, chosen.limit, plans=chosen.ours)
         done.append(found)
         print(json.dumps(done[-1]), flush=True)
     if chosen.json is not None:
