@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import ssl
 import sys
 import threading
 import time
@@ -345,13 +346,22 @@ class Link:
         )
 
     def _connect_first(self) -> Connection:
-        """Connects to the first supervisor that answers."""
-        for _ in self.address.supervisors[1:]:
+        """Connects to the first supervisor that answers.
+
+        A worker may start while its supervisor does, or while another one takes over.
+        So each address is called until the worker would give up the run.
+        """
+        end = time.monotonic() + self.address.grace_s
+        while True:
             try:
                 return self._connect()
+            except ssl.SSLError:  # it is not the supervisor of this run
+                raise
             except OSError:
+                if time.monotonic() > end:
+                    raise
                 self._turn()
-        return self._connect()
+                time.sleep(_RETRY_S)
 
     def _turn(self) -> None:
         """Chooses the next address to call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,10 +25,10 @@ NETWORK = Network()
 class Supervisor:
     """Records who connects, and the first message."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self._made: list[Connection] = []
         self.calls: queue.SimpleQueue[tuple[Connection, Message]] = queue.SimpleQueue()
-        self._listener = NETWORK.listen(self._receive)
+        self._listener = NETWORK.listen(self._receive, port)
         self.address = NETWORK.address(self._listener.port)
 
     def _receive(self, end: Any) -> None:
@@ -70,6 +71,32 @@ def wait_for(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def test_a_worker_may_start_before_its_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "_RETRY_S", 0.01)
+    before = Supervisor()
+    before.close()
+    made: list[Link] = []
+    joining = threading.Thread(target=lambda: made.append(make(before)), daemon=True)
+    joining.start()
+    time.sleep(0.1)
+    assert joining.is_alive()
+    supervisor = Supervisor(int(before.address.rsplit(":", 1)[1]))
+    supervisor.next_call().send("welcome")
+    joining.join(20)
+    assert made[0].supervisor == before.address
+    supervisor.close()
+
+
+def test_a_worker_gives_up_if_no_supervisor_starts() -> None:
+    gone = Supervisor()
+    gone.close()
+    told = Address(gone.address, "token", 0, 0.0)
+    with pytest.raises(ConnectionRefusedError):
+        Link(told, NETWORK, lambda: None, lambda _: None, lambda: None)
 
 
 def test_a_standby_is_called_once_the_supervisor_is_gone(
