@@ -3,7 +3,10 @@
 Forward equations are cut where the parts start. The backward pass goes through the
 parts in reverse. A backward equation may run in no later part than the gradients that
 it reads; of these parts it runs in the latest one that holds the forward values that it
-reads. An update runs in the part that holds its state. Scalars of several parts, such
+reads. If its result is larger than the gradients that it reads, and no equation of that
+part reads the result, it runs in the earliest part possible: so the gradients are sent,
+and not a copy of them for each row or position. An update runs in the part that holds
+its state. Scalars of several parts, such
 as the norm of all gradients, are summed in the first part.
 
 The module also moves sums of gradients over stages out of the microbatches. If layers
@@ -392,12 +395,20 @@ class _Placer:
                 [v for v in reads(eqn) if flow.maker.get(v) not in backward], bound
             )
             named = choice & modules.get(flow.modules.get(index, ""), set())
-            if not before:
+            if not before or self.expands(index, backward):
                 choices[index] = choice
             self.part[index] = max(named or choice)
         self.late(equations, choices)
         for index in equations:
             self.place_equation(index, self.part[index])
+
+    def expands(self, index: int, backward: Collection[int]) -> bool:
+        """Whether the results of an equation are larger than the gradients it reads."""
+        flow = self.flow
+        eqn = flow.equations[index]
+        given = {v for v in reads(eqn) if flow.maker.get(v) in backward}
+        sent = sum(flow.value(v).nbytes for v in given)
+        return sum(flow.value(v).nbytes for v in eqn.outputs) > sent
 
     def makers(self, index: int) -> list[int]:
         """Returns the equations whose results an equation reads."""
@@ -424,7 +435,9 @@ class _Placer:
         return left
 
     def late(self, equations: Sequence[int], choices: dict[int, set[int]]) -> None:
-        """Moves recomputed equations to the part of their first backward reader."""
+        """Moves recomputed and expanding equations to the part of their first backward
+        reader.
+        """
         flow = self.flow
         for index in reversed(equations):
             if index not in choices or len(choices[index]) < 2:

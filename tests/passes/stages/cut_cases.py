@@ -71,6 +71,14 @@ def remat_loss(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((x - batch["y"]) ** 2)
 
 
+def narrow_loss(params: Any, batch: Any) -> jax.Array:
+    """A loss in which layers read two columns of the results of the layers before."""
+    x = batch["x"]
+    for p in params:
+        x = jnp.tanh(x[:, :2] @ p["w"][:2] + p["b"])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
 def skip_loss(params: Any, batch: Any) -> jax.Array:
     """A loss in which the last layers read results of the first ones, as in a U-Net."""
     x, kept = batch["x"], list[Any]()
@@ -160,6 +168,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "chain": lambda: of_loss(chain_loss, layers_of(4)),
     "norm of all gradients": lambda: of_loss(chain_loss, layers_of(4), clip=True),
     "computed again by the step": lambda: of_loss(remat_loss, layers_of(4)),
+    "two columns": lambda: of_loss(narrow_loss, layers_of(4)),
     "skip connections": lambda: of_loss(skip_loss, layers_of(4)),
     "tied weights": lambda: of_loss(tied_loss, layers_of(4)),
     "regularised": lambda: of_loss(regularised_loss, layers_of(4)),

@@ -59,6 +59,15 @@ def test_neither_weights_nor_their_casts_are_sent(traced):
             assert not shapes & {s for s in weights if len(s) > 1}
 
 
+def test_gradients_are_sent_before_they_expand(traced):
+    """The gradient of a slice is a larger array, mostly zeros."""
+    found = traced("two columns").cut(4, 4)
+    for stage in range(3):
+        task = found.tasks[TaskKey(Phase.BACKWARD, stage, stage)]
+        sent = [v for v, m in task.inputs if m and m.stage > stage]
+        assert [found.program.values[v].shape[1:] for v in sent] == [(2,)]
+
+
 def test_state_lives_where_its_layer_runs(traced):
     found = traced("chain").cut(4, 4)
     for value, next_one in found.parts.flow.carried_values.items():
