@@ -139,13 +139,35 @@ def _expert_factors(analysis: Analysis) -> dict[int, int]:
             home = None if value is None else contraction.homes.get(value)
             if home is None:
                 continue
-            root = graph.operators[contraction.nodes[home.node].root]
-            if root.kind == "input" and root.outputs[0] in parameters:
-                pairs = zip(dims, home.dims, strict=True)
-                own = [f for d, f in pairs if not everywhere.isdisjoint(d)]
-                if len(own) == 1 and len(own[0]) == 1:
-                    found[home.node] = own[0][0]
+            pairs = zip(dims, home.dims, strict=True)
+            own = [f for d, f in pairs if not everywhere.isdisjoint(d)]
+            if len(own) != 1 or len(own[0]) != 1:
+                continue
+            stored = _stored(analysis, home.node, own[0][0])
+            if stored is not None and stored[0] in parameters:
+                found[stored[1]] = stored[2]
     return found
+
+
+def _stored(analysis: Analysis, node: int, factor: int) -> tuple[int, int, int] | None:
+    """The input of which a node's array is a layer or the whole, its node and factor.
+
+    A loop over layers takes a layer out of stacked parameters. None: the array is
+    computed.
+    """
+    graph, contraction = analysis.graph, analysis.contraction
+    root = graph.operators[contraction.nodes[node].root]
+    if root.kind == "input":
+        return root.outputs[0], node, factor
+    if root.kind != "slice_step" or root.inputs[0] is None:
+        return None
+    home = contraction.homes.get(root.inputs[0])
+    if home is None:
+        return None
+    for dims, own in zip(root.rule.operands[0], home.dims, strict=True):
+        if dims == (factor,) and len(own) == 1:
+            return _stored(analysis, home.node, own[0])
+    return None
 
 
 def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restriction:

@@ -453,11 +453,14 @@ class _Mesh:
     def ask_experts(self) -> None:
         """Finds the best plan for each rule of plans that people write."""
         axes, context = len(self.pricer.mesh.axes), has_context(self.analysis)
+        # The most specific rules come first, because the time may not suffice for all.
         rules = [
-            (recipe.name, restriction_of(self.analysis, recipe, self.pricer))
-            for recipe in recipes(axes, context=context)
+            *expert_rules(self.analysis, axes),
+            *(
+                (recipe.name, restriction_of(self.analysis, recipe, self.pricer))
+                for recipe in recipes(axes, context=context)
+            ),
         ]
-        rules += expert_rules(self.analysis, axes)
         if axes > 1:
             rules += [
                 (f"axis {axis} idle", functools.partial(_leaves_idle, axis))

@@ -147,15 +147,20 @@ def test_data_parallel_sums_gradients_only() -> None:
     assert gradients <= summed <= times * (gradients + 1024)
 
 
-def test_each_axis_in_turn_splits_experts() -> None:
+@pytest.mark.parametrize("layers", [(), (3,)], ids=["alone", "scanned"])
+def test_each_axis_in_turn_splits_experts(layers: tuple[int, ...]) -> None:
+    def layer(x: Any, params: Any) -> Any:
+        x = jnp.tanh(jnp.einsum("ebd,edf->ebf", x, params["up"]))
+        return jnp.einsum("ebf,efd->ebd", x, params["down"]), None
+
     def loss(params: Any, batch: Any) -> Any:
-        x = jnp.tanh(jnp.einsum("ebd,edf->ebf", batch["x"], params["up"]))
-        return jnp.mean(jnp.einsum("ebf,efd->ebd", x, params["down"]) ** 2)
+        run = layer if not layers else lambda x, p: jax.lax.scan(layer, x, p)
+        return jnp.mean(run(batch["x"], params)[0] ** 2)
 
     shape = jax.ShapeDtypeStruct
     params = {
-        "up": shape((8, 32, 64), "float32"),
-        "down": shape((8, 64, 32), "float32"),
+        "up": shape((*layers, 8, 32, 64), "float32"),
+        "down": shape((*layers, 8, 64, 32), "float32"),
     }
     batch = {"x": shape((8, 128, 32), "float32")}
     step = analyse(*training(loss, params, batch, optax.sgd(1e-2)))
@@ -167,7 +172,7 @@ def test_each_axis_in_turn_splits_experts() -> None:
         for given in step.graph.inputs:
             if given.role is InputRole.PARAMETER:
                 layout = found.home_layout(given.value)
-                assert axis in layout[0]
+                assert axis in layout[len(layers)]
                 assert {a for own in layout for a in own} == {0, 1}
     assert not list(expert_rules(analysis(), 2))
 
