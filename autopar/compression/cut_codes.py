@@ -199,6 +199,32 @@ def _of_blocks(codec: Codec, text: str, what: str, offered: str) -> Blockwise:
     return codec
 
 
+def array_codecs(text: str) -> tuple[str, ...]:
+    """The codecs of the arrays that leave a stage at a cut, the largest array first.
+
+    The last codec is also that of all smaller arrays.
+
+    >>> array_codecs("topk:ratio=0.03+int8")
+    ('topk:ratio=0.03', 'int8')
+    """
+    return tuple(part.strip() for part in text.split("+"))
+
+
+def by_size(text: str, sizes: Mapping[int, float]) -> dict[int, str]:
+    """The codec of each array of a cut in one direction.
+
+    Args:
+      text: the codecs (`array_codecs`).
+      sizes: array -> its bytes.
+
+    >>> by_size("topk:ratio=0.03+int8", {7: 400.0, 5: 900.0, 6: 100.0})
+    {5: 'topk:ratio=0.03', 7: 'int8', 6: 'int8'}
+    """
+    codecs = array_codecs(text)
+    order = sorted(sizes, key=lambda value: -sizes[value])
+    return {v: codecs[min(k, len(codecs) - 1)] for k, v in enumerate(order)}
+
+
 def keeps_some(text: str) -> bool:
     """Whether a codec keeps some elements of a row, and can have a mask."""
     return isinstance(cut_codec(text), TopRows)
@@ -232,7 +258,9 @@ def cut_codecs_text(given: str | Mapping[str, str]) -> str:
 def parse_cut_codecs(text: str) -> tuple[str, str]:
     """The codecs of activations and of cotangents that a text names.
 
-    The text is one codec for both, or the two codecs with a slash between them.
+    The text is one codec for both, or the two codecs with a slash between them. In
+    place of a codec, several may be given for arrays of different sizes, joined by
+    ``+`` (`array_codecs`).
 
     >>> parse_cut_codecs("int8")
     ('int8', 'int8')
@@ -249,9 +277,19 @@ def parse_cut_codecs(text: str) -> tuple[str, str]:
             "activations and one for cotangents, such as 'int4/int8'."
         )
     for part in parts:
-        if part != EXACT:
-            cut_codec(part)
+        check_array_codecs(part)
     return parts[0], parts[-1]
+
+
+def check_array_codecs(text: str) -> None:
+    """Checks the codecs of one direction of a cut, as a text.
+
+    Raises:
+      InputError: a codec is unknown, or cannot encode what crosses stage cuts.
+    """
+    for codec in array_codecs(text):
+        if codec != EXACT:
+            cut_codec(codec)
 
 
 @functools.lru_cache(maxsize=1 << 12)

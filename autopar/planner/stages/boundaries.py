@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.cut_codes import EXACT, CutCode, keeps_some
+from autopar.compression.cut_codes import EXACT, CutCode, by_size, keeps_some
 from autopar.cost.codecs import local_s
 from autopar.layouts.layout import shards
 from autopar.planner.stages.cut_codecs import LEAST
@@ -111,9 +111,9 @@ class SearchCodecs:
         return self.cotangents if backward else self.activations
 
     def masked(self, *, backward: bool) -> bool:
-        """Whether one direction is sent at the positions of the other."""
+        """Whether one direction may be sent at the positions of the other."""
         same = self.activations == self.cotangents != EXACT
-        return backward and same and keeps_some(self.cotangents)
+        return backward and same
 
 
 # All values are sent exactly.
@@ -139,8 +139,8 @@ def encoded(
       values: by boundary, the values.
       submesh: the devices and layouts.
       scales: rows of a microbatch divided by rows of the program.
-      codec: the codec, as text.
-      masked: whether codes have masks (`autopar.compression.cut_codes.CutCode`).
+      codec: the codecs, as text (`autopar.compression.cut_codes.array_codecs`).
+      masked: whether codes of codecs that can have masks have them.
 
     Returns:
       The bytes, and the seconds of encoding and decoding, float64 ``[boundaries,
@@ -151,19 +151,27 @@ def encoded(
     device = submesh.pricer.cluster.device
     nbytes, seconds = (np.zeros((len(values), len(scales))) for _ in range(2))
     for row, found in enumerate(values):
-        for value in found:
-            known = assignment.graph.values[value]
+        known_of = {v: assignment.graph.values[v] for v in found}
+        floats = {
+            v: known.nbytes
+            for v, known in known_of.items()
+            if jnp.issubdtype(known.dtype, jnp.floating)
+            and labels.degree(v)
+            and known.size >= LEAST
+        }
+        codecs = by_size(codec, floats)
+        for value, known in known_of.items():
+            own = codecs.get(value, EXACT)
             size, degree = float(known.nbytes), labels.degree(value)
             coding_s, split = 0.0, 1
             if value in assignment.contraction.homes:
                 split = shards(assignment.home_layout(value), assignment.sizes)
-            floating = jnp.issubdtype(known.dtype, jnp.floating)
-            if codec != EXACT and floating and degree and known.size >= LEAST:
-                shape = tuple(known.shape)
-                code = CutCode(codec, shape, jnp.dtype(known.dtype).name, masked)
+            if own != EXACT:
+                shape, dtype = tuple(known.shape), jnp.dtype(known.dtype).name
+                code = CutCode(own, shape, dtype, masked and keeps_some(own))
                 if code.nbytes < code.dense_bytes:
                     size = float(code.nbytes)
-                    coding_s = 1.5 * local_s(parse_codec(codec), shape, device)
+                    coding_s = 1.5 * local_s(parse_codec(own), shape, device)
             nbytes[row] += size / split * scales**degree
             seconds[row] += coding_s / split * scales**degree
     return nbytes, seconds

@@ -16,6 +16,9 @@ cotangents that leave the part behind the cut. A value is encoded if all of this
   encoded; they have codecs of their own (`autopar.planner.stages.codecs`).
 - The code has fewer bytes than the value.
 
+A cut may have several codecs for one direction: the first is that of the largest value,
+and the last that of all further values.
+
 If both directions of a cut have the same codec ``topk``, a cotangent is sent at the
 positions of its activation, without positions. The cotangent of an activation is the
 only value of its shape and dtype that is sent back between the same stages; if there
@@ -38,7 +41,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.compression.cut_codes import EXACT, CutCode, cut_codec, keeps_some
+from autopar.compression.cut_codes import (
+    EXACT,
+    CutCode,
+    by_size,
+    check_array_codecs,
+    keeps_some,
+)
 from autopar.errors import PlanError
 from autopar.planner.stages.stage_costs import stage_messages
 from autopar.plans import PipelineData
@@ -112,9 +121,7 @@ def with_codes(
         return exact
     out: dict[int, CutCode] = {}
     places = cut_parts(exact)
-    for value, (forward, number) in places.items():
-        texts = activations if forward else cotangents
-        text = texts[number] if texts else EXACT
+    for value, text in _texts(exact, places, activations, cotangents).items():
         if text == EXACT:
             continue
         known = cut.analysis.graph.values[value]
@@ -129,6 +136,26 @@ def with_codes(
     return dataclasses.replace(
         exact, cut=_with_masks(tasks, masks), codes=out, masks=masks, unmasked=tasks
     )
+
+
+def _texts(
+    cut: CutStep,
+    places: Mapping[int, tuple[bool, int]],
+    activations: Sequence[str],
+    cotangents: Sequence[str],
+) -> dict[int, str]:
+    """Value -> its codec. The largest value of a cut has the first codec there."""
+    same: dict[tuple[bool, int], list[int]] = {}
+    for value, place in places.items():
+        same.setdefault(place, []).append(value)
+    out: dict[int, str] = {}
+    for (forward, number), values in same.items():
+        texts = activations if forward else cotangents
+        if not texts:
+            continue
+        sizes = {v: cut.analysis.graph.values[v].nbytes for v in values}
+        out |= by_size(texts[number], sizes)
+    return {v: out[v] for v in places if v in out}
 
 
 def _masks(
@@ -180,9 +207,7 @@ def check_cut_codec(text: str, what: str) -> None:
     Raises:
       PlanError: it does not.
     """
-    if text == EXACT:
-        return
     try:
-        cut_codec(text)
+        check_array_codecs(text)
     except InputError as error:
         raise PlanError(f"{what}: {error}") from error

@@ -193,6 +193,7 @@ def test_texts_name_one_codec_or_two() -> None:
     assert parse_cut_codecs("int4:block=64 / int8") == ("int4:block=64", "int8")
     assert cut_codecs_text({"activations": "fp8"}) == "fp8/dense"
     assert cut_codecs_text("none") == "none"
+    assert parse_cut_codecs("topk:ratio=0.1+int8/dense")[0] == "topk:ratio=0.1+int8"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +204,7 @@ def test_texts_name_one_codec_or_two() -> None:
         ("int8:rounding=stochastic", "leave rounding= out"),
         ("int8/int8/int8", "names 3 codecs"),
         ("int9", "unknown codec 'int9'"),
+        ("int8+int9", "unknown codec 'int9'"),
         ({"weights": "int8"}, "unknown key 'weights'"),
         ({"activations": 8}, "8 is not the text of a codec"),
     ],

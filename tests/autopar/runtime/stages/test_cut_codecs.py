@@ -248,6 +248,30 @@ def test_a_skip_connection_is_encoded_where_it_leaves_its_stage() -> None:
     np.testing.assert_allclose(losses, exact, rtol=0.1)
 
 
+def two_values_loss(params: Any, batch: Any) -> Any:
+    """The last layer also reads a few columns of the first one's results."""
+    x = jnp.tanh(batch["x"] @ params[0])
+    few = jnp.sin(x[:, :NARROW])
+    x = jnp.tanh(x @ params[1])
+    x = jnp.tanh(x @ params[2])
+    x = jnp.tanh(x @ params[3] + few @ params[3][:NARROW])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+NARROW = WIDTH // 2
+
+
+def test_arrays_of_a_cut_may_have_codecs_of_their_own() -> None:
+    codecs = "topk:ratio=0.125+int8:block=16"
+    step = staged(two_values_loss, cut_codecs=codecs)
+    step.prepare(weights(), batch())
+    assert step.plan.pipeline.activation_codecs == (codecs,)
+    cut = cut_as(analyse(descended(two_values_loss), (weights(), batch())), step.plan)
+    found = sorted((c.shape[-1], c.codec, c.masked) for c in cut.codes.values())
+    narrow, wide = (NARROW, "int8:block=16", False), (WIDTH, "topk:ratio=0.125")
+    assert found == [narrow, narrow, (*wide, False), (*wide, True)]
+
+
 def _readers(cut: Any) -> dict[int, set[int]]:
     """Value of rows that a task sends -> the stages that read it."""
     out: dict[int, set[int]] = {}
