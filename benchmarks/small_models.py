@@ -88,8 +88,9 @@ class Model(NamedTuple):
       batches: seed -> the batches of all steps.
       held_out: data that no training sees.
       rows: rows of a batch.
-      learning_rate: the largest learning rate.
+      learning_rate: the largest learning rate; unused with ``optimizer``.
       places: name of a place -> the cuts that it stands for.
+      optimizer: number of steps -> the optimizer; None: Adam.
     """
 
     init: Callable[[int], Params]
@@ -100,6 +101,7 @@ class Model(NamedTuple):
     rows: int
     learning_rate: float
     places: dict[str, tuple[str, ...]]
+    optimizer: Callable[[int], optax.GradientTransformation] | None = None
 
 
 def normal(random: np.random.Generator, *shape: int) -> np.ndarray:
@@ -244,11 +246,12 @@ class Trainer:
         """
         self.model, self.family, self.cuts, self.steps = model, family, cuts, steps
         self._gather = gather
-        self.optimizer = optax.adam(
-            optax.warmup_cosine_decay_schedule(
-                0.0, model.learning_rate, 20, max(steps, 400), model.learning_rate / 10
-            )
+        rate = model.learning_rate
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, rate, 20, max(steps, 400), rate / 10
         )
+        make = model.optimizer
+        self.optimizer = make(steps) if make else optax.adam(schedule)
         self._run = jax.jit(
             functools.partial(jax.lax.scan, self._step), donate_argnums=0
         )
