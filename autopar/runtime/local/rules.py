@@ -129,13 +129,16 @@ class Auto:
         if self.most < 1:
             raise PlanError(f"Auto: most must be at least 1, got {self.most!r}.")
 
-    def interval(self, least: int, own_s: float, step_s: Callable[[int], float]) -> int:
+    def interval(
+        self, least: int, own_s: float, waited_s: float, outer_s: float
+    ) -> int:
         """The number of steps.
 
         Args:
           least: the least number that is possible.
           own_s: seconds of a step without outer steps.
-          step_s: seconds of a step, with its part of the outer steps, by the number.
+          waited_s: seconds for which replicas wait in the outer steps of all fragments.
+          outer_s: seconds for which these use the links.
 
         Raises:
           PlanError: ``least`` is above ``most``.
@@ -145,6 +148,8 @@ class Auto:
                 f"Auto: fragments and overlap need at least {least} steps between "
                 f"outer steps, but most={self.most}."
             )
-        limit = own_s * (1.0 + self.share)
-        fits = (n for n in range(least, self.most) if step_s(n) <= limit)
-        return next(fits, self.most)
+        # A step takes max(own_s + waited_s / n, outer_s / n) seconds.
+        needed = max(
+            waited_s / (self.share * own_s), outer_s / ((1 + self.share) * own_s)
+        )
+        return math.ceil(min(max(least, needed), self.most))

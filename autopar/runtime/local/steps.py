@@ -617,8 +617,7 @@ class LocalSteps:
         Raises:
           PlanError: no state has been made yet, so nothing is planned.
         """
-        _ = self.groups  # made
-        return sum(map(self._fragment_s, range(self.fragments)))
+        return self._outer_s()[1]
 
     def _fragment_s(self, number: int) -> float:
         """Predicted seconds of the outer step of a fragment."""
@@ -639,15 +638,17 @@ class LocalSteps:
         Raises:
           PlanError: a rule decides when replicas synchronise.
         """
-        return self._step_s(self.interval)
-
-    def _step_s(self, every: int) -> float:
-        own = self.plan.predicted.step_s
-        hidden = 0.0 if self.overlap is None else self.overlap.steps * own
-        outer = [self._fragment_s(k) for k in range(self.fragments)]
-        waited = sum(max(0.0, s - hidden) for s in outer)
+        own, (waited, outer) = self.plan.predicted.step_s, self._outer_s()
         # Outer steps that run beside training share the links.
-        return max(own + waited / every, sum(outer) / every)
+        return max(own + waited / self.interval, outer / self.interval)
+
+    def _outer_s(self) -> tuple[float, float]:
+        """Seconds that replicas wait for the outer steps of all fragments, and all."""
+        _ = self.groups  # made
+        beside = 0 if self.overlap is None else self.overlap.steps
+        hidden = beside * self.plan.predicted.step_s
+        outer = [self._fragment_s(k) for k in range(self.fragments)]
+        return sum(max(0.0, s - hidden) for s in outer), sum(outer)
 
     @property
     def interval(self) -> int:
@@ -666,11 +667,10 @@ class LocalSteps:
         if not isinstance(rule, Auto):
             return rule
         if self._interval is None:
-            _ = self.groups  # made
             beside = 0 if self.overlap is None else self.overlap.steps
             least = max(1, self.fragments, beside)
             own = self.plan.predicted.step_s
-            self._interval = rule.interval(least, own, self._step_s)
+            self._interval = rule.interval(least, own, *self._outer_s())
         return self._interval
 
     @property

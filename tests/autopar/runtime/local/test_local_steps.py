@@ -299,23 +299,27 @@ def test_predictions_add_up() -> None:
 
 
 def test_auto_chooses_the_least_interval_that_costs_little() -> None:
-    made = autopar.local_steps(step, every="auto", cluster="2x2:cpu,network=1Mb/s")
+    many, cluster = 10**9, "2x2:cpu,network=1Mb/s"
+    made = autopar.local_steps(step, every=Auto(most=many), cluster=cluster)
     with pytest.raises(autopar.PlanError, match="init"):
         _ = made.interval
     train(made, 1)
     own, every = made.plan.predicted.step_s, made.interval
-    assert 1 < every < 500
+    assert 1 < every < many
     assert own + made.outer_s / every <= 1.1 * own < own + made.outer_s / (every - 1)
     # Beside training an outer step may take as long as the steps.
     beside = autopar.local_steps(
-        step, every=Auto(0.5), overlap=Overlap(2), cluster="2x2:cpu,network=1Mb/s"
+        step, every=Auto(0.5, most=many), overlap=Overlap(2), cluster=cluster
     )
     train(beside, 1)
     assert 2 <= beside.interval < every
-    assert beside.step_s <= 1.5 * own
-    assert Auto(most=7).interval(1, 1.0, lambda n: 1.0 + 100.0 / n) == 7
+    assert beside.step_s <= 1.5 * own * (1 + 1e-9)
+    capped = autopar.local_steps(step, every="auto", cluster=cluster)
+    train(capped, 1)
+    assert capped.interval == 500
+    assert Auto(0.5).interval(1, 1.0, 0.0, 3.0) == 2
     with pytest.raises(autopar.PlanError, match="at least 9"):
-        Auto(most=7).interval(9, 1.0, lambda n: 1.0)
+        Auto(most=7).interval(9, 1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
