@@ -66,7 +66,7 @@ def keep_kernels(program: Program) -> Program:
 
     Returns:
       The same object if the program repeats no attention kernel. A kernel that is
-      repeated in a loop within a loop, or in a branch, stays.
+      repeated in a branch stays.
     """
     found = _Numbering(program)
     pairs = [
@@ -79,17 +79,50 @@ def keep_kernels(program: Program) -> Program:
         homes = found.home[known.index], found.home[eqn.index]
         by_homes.setdefault(homes, {})[eqn.index] = known
     builder = Builder(program.values, next_index(program))
-    body = program.body
-    for (source, target), kernels in by_homes.items():
-        if source is None and target is None:
-            body = _in_line(program, builder, body, kernels)
-        elif source in found.loops and target in found.loops and source != target:
-            body = _in_loops(program, builder, body, (source, target), kernels)
+    body = _keep(program, builder, program.body, None, by_homes)
     if body is program.body:
         return program
-    live = needed_equations(body.equations, body.outputs, effects=True)
-    body = dataclasses.replace(body, equations=live)
     return dataclasses.replace(program, values=tuple(builder.values), body=body)
+
+
+def _keep(
+    program: Program,
+    builder: Builder,
+    body: Region,
+    home: int | None,
+    by_homes: dict[tuple[int | None, int | None], dict[int, Equation]],
+) -> Region:
+    """Removes repeated kernels of a region, and of the loops in it.
+
+    Args:
+      program: the program.
+      builder: gives new values and equations their numbers.
+      body: the region.
+      home: index of the loop whose body it is; None for the whole program.
+      by_homes: the loops of a kernel and of its repetition -> index of the repeated
+        kernel -> the kernel.
+    """
+    before = body
+    loops = [eqn.index for eqn in body.equations if eqn.primitive == "scan"]
+    for (source, target), kernels in by_homes.items():
+        if source == target == home:
+            body = _in_line(program, builder, body, kernels)
+        elif source in loops and target in loops and source != target:
+            body = _in_loops(program, builder, body, (source, target), kernels)
+    changed: dict[int, Equation] = {}
+    for eqn in body.equations:
+        if eqn.index in loops:
+            (inner,) = eqn.regions
+            made = _keep(program, builder, inner, eqn.index, by_homes)
+            if made is not inner:
+                changed[eqn.index] = dataclasses.replace(eqn, regions=(made,))
+    if changed:
+        equations = tuple(changed.get(eqn.index, eqn) for eqn in body.equations)
+        body = dataclasses.replace(body, equations=equations)
+    if body is before:
+        return body
+    live = needed_equations(body.equations, body.outputs, effects=True)
+    return dataclasses.replace(body, equations=live)
 
 
 class _Numbering:
@@ -97,18 +130,14 @@ class _Numbering:
 
     Attributes:
       twins: pairs of an equation and an earlier equation with equal results.
-      home: index of an equation -> index of the loop that contains it; None for
-        equations outside of loops.
-      loops: the indices of loops that no other loop contains.
+      home: index of an equation -> index of the innermost loop that contains it; None
+        for equations outside of loops.
     """
 
     def __init__(self, program: Program) -> None:
         self.values = program.values
         self.twins: list[tuple[Equation, Equation]] = []
         self.home: dict[int, int | None] = {}
-        self.loops = frozenset(
-            eqn.index for eqn in program.body.equations if eqn.primitive == "scan"
-        )
         self._same: dict[int, int] = {}
         self._first: dict[object, Equation] = {}
         # Stacked operand -> the value that stands for its slices.
@@ -235,7 +264,7 @@ def _is_smaller(eqn: Equation, values: Sequence[Value]) -> bool:
 def _in_line(
     program: Program, builder: Builder, body: Region, kernels: dict[int, Equation]
 ) -> Region:
-    """Removes repeated kernels that are in no loop."""
+    """Removes kernels that a region repeats, outside of loops in it."""
     kept = _Kept(program, builder, body.equations, kernels)
 
     def read(value: int) -> int:
