@@ -233,7 +233,7 @@ def pace(options: argparse.Namespace, rate_mbit: float) -> None:
             continue
         way = Way(name, sizes, 0, rate_mbit, options.hosts)
         way.begin()
-        way.advance(way.period + 2)
+        way.advance(2 * way.period + 2)
         worker.set_rate(rate_mbit or None)
         least = LEAST_LOCAL_STEPS if way.local else LEAST_STEPS
         steps = -(-least // way.period) * way.period
@@ -262,7 +262,7 @@ def train_whole(options: argparse.Namespace, rate_mbit: float) -> None:
     for name in options.ways:
         way = Way(name, sizes, 0, rate_mbit, options.hosts)
         way.begin()
-        way.advance(way.period + 2)  # compiled
+        way.advance(2 * way.period + 2)  # compiled
         way.begin()
         points: list[tuple[int, float]] = []
         seconds: list[float] = []
