@@ -127,6 +127,9 @@ class LocalSteps:
         self._steps: tuple[ParallelStep[..., Any], ...] = ()
         self._interval: int | None = None
         self._by_fragment: tuple[tuple[Group, ...], ...] = ()
+        # The programs of outer steps stay compiled when a training starts again, or
+        # when a state is saved or restored.
+        self._exchanges: dict[tuple[Any, tuple[Leaf, ...]], Exchange] = {}
         # Path -> the norms of the last outer step of all arrays, and the array's row.
         self._seen: dict[str, tuple[jax.Array, int]] = {}
         # JAX runs the programs that one thread starts in their order on the CPU. So
@@ -364,9 +367,13 @@ class LocalSteps:
         return tuple(found)
 
     def _exchange(self, mesh: Any, leaves: list[Leaf]) -> Exchange:
-        joined = self.mesh_of_all(mesh)
-        axis = joined.axis_names[0]
-        return Exchange(leaves, joined, axis, self.outer, self.codec)
+        key = mesh, tuple(leaves)
+        if key not in self._exchanges:
+            joined = self.mesh_of_all(mesh)
+            axis = joined.axis_names[0]
+            made = Exchange(leaves, joined, axis, self.outer, self.codec)
+            self._exchanges[key] = made
+        return self._exchanges[key]
 
     # Running.
 

@@ -298,6 +298,19 @@ def test_predictions_add_up() -> None:
     assert beside.step_s == pytest.approx(max(one, made.outer_s / 8))
 
 
+def test_programs_of_outer_steps_stay_compiled_in_the_next_training() -> None:
+    made = autopar.local_steps(step, every=2, fragments=2, cluster="2x2:cpu")
+    found = []
+    for _ in range(2):
+        losses, state = train(made, 4)
+        fragments = made.find_fragments(state.state)
+        found.append((losses, [g.exchange for groups in fragments for g in groups]))
+    (first, exchanges), (second, again) = found
+    assert first == second
+    assert len(exchanges) == 2
+    assert all(a is b for a, b in zip(exchanges, again, strict=True))
+
+
 def test_auto_chooses_the_least_interval_that_costs_little() -> None:
     many, cluster = 10**9, "2x2:cpu,network=1Mb/s"
     made = autopar.local_steps(step, every=Auto(most=many), cluster=cluster)
