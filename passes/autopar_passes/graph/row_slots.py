@@ -446,6 +446,11 @@ class _Writer:
         sizes = [1 if d == dim else size for d, size in enumerate(of.shape)]
         return jnp.full(sizes, self.filled[value], of.dtype)
 
+    def number_of(self, value: int) -> bytes | None:
+        """The number that fills a value, as bytes; None if none does."""
+        known = self.filled.get(value)
+        return None if known is None else np.asarray(known).tobytes()
+
     def key_of_rounds(self, bodies: Sequence[Equation], shape: Shape) -> Hashable:
         """A key that is equal only for equal equations of further rounds.
 
@@ -455,9 +460,7 @@ class _Writer:
         made: list[Hashable] = [shape]
         for eqn in bodies:
             atoms = [a for a in (*eqn.inputs, *eqn.outputs) if isinstance(a, int)]
-            made += [
-                np.asarray(self.filled[a]).tobytes() for a in atoms if a in self.filled
-            ]
+            made.append(tuple(map(self.number_of, atoms)))
             own = tuple(numbers.setdefault(a, len(numbers)) for a in atoms)
             if self.run.kind(eqn) is Kind.BARRIER:
                 key: Hashable = tuple(a in self.frame.makers for a in atoms)

@@ -101,6 +101,30 @@ def test_layers_that_differ_are_not_taken_for_equal() -> None:
     assert_equal(plain, made, args)
 
 
+def test_layers_that_fill_other_operands_are_not_taken_for_equal() -> None:
+    """Both layers select between a number and equal rows, the other way around."""
+
+    def step(p: list[jax.Array], router: jax.Array, w: jax.Array, x: jax.Array) -> Any:
+        for k, matrices in enumerate(p):
+            keys = jnp.argmax(x @ router, -1)
+            order = jnp.argsort(keys)
+            sizes = jnp.bincount(keys, length=4)
+            y = jax.lax.ragged_dot(x[order], matrices, sizes)
+            pair = jnp.full_like(y, 2.0), jnp.broadcast_to(w, y.shape)
+            y = y * jnp.where(y > 0, pair[k], pair[1 - k])
+            x = x + y[jnp.argsort(order)]
+        return x
+
+    rng = np.random.default_rng(0)
+    shapes = (4, 8, 8), (4, 8, 8), (8, 4), (8,), (16, 8)
+    *p, router, w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
+    args = p, router, w, x
+    plain, made, found = rewritten(step, args, 4, 0.5)
+
+    assert found.slots, found.refused
+    assert_equal(plain, made, args)
+
+
 def test_one_row_of_equal_rows_enters_the_loop() -> None:
     def step(p: jax.Array, router: jax.Array, scale: jax.Array, x: jax.Array) -> Any:
         keys = jnp.argmax(x @ router, -1)
