@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.cost.combining import SUMS
 from autopar.cost.local import Buffer, local_bytes
-from autopar.cost.traffic import exchanges_of
+from autopar.cost.traffic import exchanges_of, is_moved
 from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import Layout, shards
 from autopar.steps.lifetimes import Lifetimes
@@ -296,6 +296,7 @@ class _Homes:
       kept: all results of the step.
       known: a cache of `_sizes`. Its key contains everything on which a result's bytes
         depend.
+      spans: a cache of `_span`.
     """
 
     assignment: Assignment
@@ -307,6 +308,7 @@ class _Homes:
     known: dict[tuple[object, ...], tuple[float, float | None]] = dataclasses.field(
         default_factory=dict[tuple[object, ...], tuple[float, float | None]]
     )
+    spans: dict[int, _Span] = dataclasses.field(default_factory=dict[int, _Span])
 
     def __post_init__(self) -> None:
         """Finds the results of the step, and which of them reuse buffers of inputs."""
@@ -337,6 +339,25 @@ class _Homes:
         yield Buffer(value, nbytes, start, end, self._kind(op, value, end))
         if before is not None:
             yield Buffer(value, before, start, start, "collective buffers")
+            if self.life.moves_sums:
+                yield from self._carried(op, value, before)
+
+    def _carried(self, op: Operator, value: int, nbytes: float) -> Iterator[Buffer]:
+        """Yields the buffer of a summand that the next iteration of a loop sums."""
+        known = self.assignment.independent
+        end = known.computations[op.index]
+        summing = op.class_index in known.summing
+        if summing and is_moved(self.assignment, value, end):
+            first, last = self._span(end)
+            yield Buffer(value, nbytes, first, last, "collective buffers")
+
+    def _span(self, computation: int) -> _Span:
+        """The first and the last time of a computation, without loops inside it."""
+        if computation not in self.spans:
+            inside = np.array(self.assignment.independent.computations) == computation
+            times = np.array(self.life.time)[inside]
+            self.spans[computation] = int(times.min()), int(times.max())
+        return self.spans[computation]
 
     def _exchange_buffers(self, op: Operator) -> Iterator[Buffer]:
         """Yields the buffer that an operator's shards need while they run.

@@ -28,9 +28,14 @@ from autopar.cost.collectives import collective_s_at
 from autopar.cost.combining import SUMS
 from autopar.cost.compute import roofline_s, shard_s
 from autopar.cost.live import Live, each_held_bytes, live
-from autopar.cost.overlap import Key, Part, PartCut, Timeline
+from autopar.cost.overlap import Key, Part, Timeline
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import Collective, compiled_traffic, join_messages
+from autopar.cost.traffic import (
+    Collective,
+    compiled_traffic,
+    is_moved,
+    join_messages,
+)
 from autopar.cost.work import beside_ring_s
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes, ReshardStep, shards
@@ -59,16 +64,14 @@ class Slot:
       position: for sums, the rank (`Analysis.ranks`) of the operator that completes the
         last array of the message; for gathers, the index of the first operator that
         reads an array of the message.
+      last: if the compiler moves the sums of a loop into the next iteration, the part
+        of them that runs after the loop: 1 / iterations. Otherwise 0.
     """
 
     key: Key
     sums: bool
     position: int
-
-    def within(self, cut: PartCut) -> bool:
-        """Whether the message lies in a stretch (`PartCut`) of its part."""
-        first, last = cut.moved
-        return self.sums is not cut.gathers and first <= self.position < last
+    last: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,12 +86,14 @@ class MessagePlaces:
       needs: for each operator of the update, the largest rank of a message of sums that
         the operator needs, or -1 if it needs none. For an operator outside of the
         update, the entry is the number of operators.
+      around: the last operator of a loop -> that of the computation around it.
     """
 
     assignment: Assignment
     slots: tuple[Slot | None, ...]
     inside: Mapping[Key, np.ndarray]
     needs: np.ndarray
+    around: Mapping[int, int]
 
     def parts(self, work: np.ndarray, seconds: Sequence[float]) -> list[Part]:
         """The parts of the step that communicate, with their seconds.
@@ -99,12 +104,21 @@ class MessagePlaces:
         """
         count = len(work)
         moved = {key: (np.zeros(count), np.zeros(count)) for key in self.inside}
+        ranks = self.assignment.analysis.ranks
+        later = dict.fromkeys(self.inside, 0.0)
         for slot, own in zip(self.slots, seconds, strict=True):
-            if slot is not None:
+            if slot is None:
+                continue
+            if slot.last:
+                later[slot.key] += (1.0 - slot.last) * own
+                end = slot.key[1]
+                outer = slot.key[0], self.around[end]
+                moved[outer][True][ranks[end]] += slot.last * own
+            else:
                 moved[slot.key][slot.sums][slot.position] += own
         places = self.assignment.analysis.positions
         after = np.where(places.update, work, 0.0)
-        order = np.argsort(self.assignment.analysis.ranks)
+        order = np.argsort(ranks)
         return [
             Part(
                 key=key,
@@ -114,20 +128,10 @@ class MessagePlaces:
                 sums=moved[key][1],
                 update=after if self.follows(key) else np.zeros(count),
                 needs=self.needs,
+                pipelined_s=later[key],
             )
             for key, inside in self.inside.items()
         ]
-
-    def covering(self, key: Key, cut: PartCut) -> np.ndarray:
-        """For each operator, 1 if its work may hide messages of a stretch, else 0."""
-        analysis = self.assignment.analysis
-        count = len(self.needs)
-        at = np.arange(count) if cut.gathers else analysis.ranks
-        first, last = cut.work
-        own = self.inside[key] & (at >= first) & (at < last)
-        if self.follows(key):
-            own = own | (analysis.positions.update & (self.needs < cut.needs))
-        return own.astype(float)
 
     def follows(self, key: Key) -> bool:
         """Whether the update runs directly after the part, so that its work can hide
@@ -143,23 +147,28 @@ def placing(assignment: Assignment, collectives: Sequence[Collective]) -> Messag
       assignment: the layouts of all arrays.
       collectives: the collectives of one step, with their messages.
     """
-    slots = tuple(_slots(assignment, collectives))
+    known = assignment.independent
+    around = dict(zip(known.computations, known.outside, strict=True))
+    slots = tuple(_slots(assignment, collectives, around))
     return MessagePlaces(
         assignment,
         slots,
-        _inside(assignment, collectives, slots),
+        _inside(assignment, collectives, slots, around),
         _needs(assignment, collectives, slots),
+        around,
     )
 
 
 def _slots(
-    assignment: Assignment, collectives: Sequence[Collective]
+    assignment: Assignment,
+    collectives: Sequence[Collective],
+    around: Mapping[int, int],
 ) -> list[Slot | None]:
     """The slot of each collective.
 
     Collectives of one message in one part have the same slot.
     """
-    found = [_own_slot(assignment, c) for c in collectives]
+    found = [_own_slot(assignment, c, around) for c in collectives]
     decides: dict[tuple[int, Key, bool], int] = {}
     for c, slot in zip(collectives, found, strict=True):
         if slot is not None and c.message >= 0:
@@ -170,12 +179,14 @@ def _slots(
     return [
         slot
         if slot is None or c.message < 0
-        else Slot(slot.key, slot.sums, decides[c.message, slot.key, slot.sums])
+        else dataclasses.replace(slot, position=decides[c.message, slot.key, slot.sums])
         for c, slot in zip(collectives, found, strict=True)
     ]
 
 
-def _own_slot(assignment: Assignment, c: Collective) -> Slot | None:
+def _own_slot(
+    assignment: Assignment, c: Collective, around: Mapping[int, int]
+) -> Slot | None:
     """The slot that a collective would have in a separate message."""
     if c.place is None:
         return None
@@ -185,14 +196,29 @@ def _own_slot(assignment: Assignment, c: Collective) -> Slot | None:
     role = next((r for r in PASSES if within[r][c.ready]), None)
     if role is None:
         return None
-    ready = int(assignment.analysis.ranks[c.ready]) if sums else c.ready
-    return Slot((role, c.place[0]), sums, ready)
+    if not sums:
+        return Slot((role, c.place[0]), False, c.ready)
+    last = _last_part(assignment, c, c.place[0], around)
+    ready = int(assignment.analysis.ranks[c.ready])
+    return Slot((role, c.place[0]), True, ready, last)
+
+
+def _last_part(
+    assignment: Assignment, c: Collective, end: int, around: Mapping[int, int]
+) -> float:
+    """`Slot.last` of a sum in the computation with the last operator ``end``."""
+    if not is_moved(assignment, c.value, end):
+        return 0.0
+    operators, outer = assignment.graph.operators, around[end]
+    outside = operators[outer].trips if outer < len(operators) else 1.0
+    return min(1.0, outside / operators[end].trips)
 
 
 def _inside(
     assignment: Assignment,
     collectives: Sequence[Collective],
     slots: Sequence[Slot | None],
+    around: Mapping[int, int],
 ) -> dict[Key, np.ndarray]:
     """The operators of each part that has a message."""
     known = assignment.independent
@@ -201,7 +227,6 @@ def _inside(
     busy = {whole}
     for c in collectives:
         busy.add(c.place[0] if c.place else known.computations[c.operator])
-    around = dict(zip(known.computations, known.outside, strict=True))
 
     def part_of(computation: int) -> int:
         while computation not in busy:
@@ -210,7 +235,9 @@ def _inside(
 
     parts = {computation: part_of(computation) for computation in around}
     own = np.array([parts[computation] for computation in known.computations])
-    keys = dict.fromkeys(slot.key for slot in slots if slot is not None)
+    used = [slot for slot in slots if slot is not None]
+    keys = dict.fromkeys(slot.key for slot in used)
+    keys |= {(s.key[0], around[s.key[1]]): None for s in used if s.last}
     return {key: places.roles[key[0]] & (own == key[1]) for key in keys}
 
 
@@ -220,12 +247,13 @@ def _needs(
     slots: Sequence[Slot | None],
 ) -> np.ndarray:
     """For each operator of the update, the rank of the last sums that it needs."""
-    count = len(assignment.graph.operators)
+    count, ranks = len(assignment.graph.operators), assignment.analysis.ranks
     needs = [count] * count
     last: dict[int, int] = {}
     for c, slot in zip(collectives, slots, strict=True):
         if slot is not None and slot.sums:
-            last[c.value] = max(last.get(c.value, -1), slot.position)
+            sent = int(ranks[slot.key[1]]) if slot.last else slot.position
+            last[c.value] = max(last.get(c.value, -1), sent)
     for op in assignment.analysis.followers:
         latest = max([last[v] for v in op.inputs if v in last], default=-1)
         if latest >= 0:

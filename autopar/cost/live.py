@@ -80,6 +80,7 @@ _GPU = Habits(
     # converts from the usable memory of a preset to the whole memory.
     room=(0.8 / USABLE_MEMORY, 0.95),
     placed=True,
+    moves_sums=True,
     masks_rows=masks_rows("gpu"),
 )
 # Read from optimised programs and buffer assignments (jaxlib 0.10.2).

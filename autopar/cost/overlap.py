@@ -40,6 +40,11 @@ messages of sums may end within the update, at the first operator that needs one
 these messages:
 
     exposed = max over stretches (sums within - share x work within, 0)
+
+XLA's GPU compiler moves sums that the program writes as collectives from an iteration
+of a loop into the next one (openxla/xla, ``xla/service/collective_pipeliner.cc``). The
+sums of the last iteration run after the loop. Work of a whole iteration hides the other
+sums, except the work that hides gathers or other sums of the loop.
 """
 
 from __future__ import annotations
@@ -89,6 +94,7 @@ class Part:
       needs: for each operator of the update, the last rank of a message that the
         operator needs, or -1 if it needs none. For an operator outside of the update,
         the entry is the number of operators.
+      pipelined_s: seconds of sums that run in the next iteration of the loop.
     """
 
     key: Key
@@ -98,12 +104,18 @@ class Part:
     sums: np.ndarray
     update: np.ndarray
     needs: np.ndarray
+    pipelined_s: float = 0.0
 
     def exposed_s(self, share: float) -> float:
         """Seconds of the part in which only communication runs."""
         last = self.last_sums(share)
         cuts = [*self.waits(), *([last] if last else [])]
-        return sum(max(0.0, self.excess_s(cut, share)) for cut in cuts)
+        exposed_s = sum(max(0.0, self.excess_s(cut, share)) for cut in cuts)
+        if not self.pipelined_s:
+            return exposed_s
+        hidden_s = float(self.gathers.sum() + self.sums.sum()) - exposed_s
+        free_s = share * float(self.work.sum()) - hidden_s
+        return exposed_s + max(0.0, self.pipelined_s - max(0.0, free_s))
 
     def excess_s(self, cut: PartCut, share: float) -> float:
         """Seconds of messages in a stretch, minus ``share`` of the work there."""

@@ -429,6 +429,7 @@ class Analysis:
                 tiled=habits.tiled,
                 joined_sums=habits.joined_sums,
                 placed=habits.placed,
+                moves_sums=habits.moves_sums,
                 ragged=ragged_copies(self.graph, known.time) if masked else {},
                 widens=habits.widens,
                 widened=find_widened(self.graph) if habits.widens else known.widened,

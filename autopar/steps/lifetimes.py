@@ -215,6 +215,7 @@ class Lifetimes:
         needs more memory than the device has.
       room: see `Habits`.
       placed: see `Habits`.
+      moves_sums: see `Habits`.
       factor: factor on the predicted peak memory of the buffers, in addition to the
         correction factor of the device.
       replacing: the gradients that updates wait for, if the compiler copies parameters
@@ -242,6 +243,7 @@ class Lifetimes:
     gaps: Mapping[int, tuple[Gap, ...]] = dataclasses.field(default_factory=dict)
     room: tuple[float, float] = (0.0, 0.0)
     placed: bool = False
+    moves_sums: bool = False
     factor: float = 1.0
     ragged: Mapping[tuple[int, int], Sequence[RaggedCopy]] = dataclasses.field(
         default_factory=dict
@@ -306,6 +308,9 @@ class Habits:
         results for some time (`gaps`). With a second fraction of 0, it never does.
       placed: whether the memory model counts unused memory between buffers
         (`autopar.cost.live.lost_bytes`).
+      moves_sums: whether the compiler moves sums that a loop's body writes as
+        collectives into the next iteration (`autopar.cost.traffic.is_moved`). Their
+        operands are then in memory during the whole loop.
       masks_rows: whether the compiler masks the rows of ragged products
         (`autopar.steps.ragged`).
     """
@@ -324,6 +329,7 @@ class Habits:
     workspace_bytes: int = 0
     room: tuple[float, float] = (0.0, 0.0)
     placed: bool = False
+    moves_sums: bool = False
     masks_rows: bool = False
 
 

@@ -1,5 +1,6 @@
 """Tests exposed messages of a part against a simulation."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -86,3 +87,16 @@ def test_the_update_covers_a_sum_of_the_first_operator() -> None:
     found = part([1.0, *rest], sums=[3.0, *rest], update=[2.0, *rest], needs=needs)
 
     assert found.exposed_s(1.0) == 1.0
+
+
+@given(seconds, seconds, st.integers(0, 40))
+def test_sums_of_the_iteration_before_run_beside_the_whole_iteration(
+    work: list[int], gathers: list[int], moved: int
+) -> None:
+    """They have the time of the work that hides no gather."""
+    plain = part(work, gathers=gathers)
+    exposed_s = plain.exposed_s(1.0)
+    free_s = sum(work) - (sum(gathers) - exposed_s)
+
+    found = dataclasses.replace(plain, pipelined_s=float(moved)).exposed_s(1.0)
+    assert found == pytest.approx(exposed_s + max(0.0, moved - free_s))

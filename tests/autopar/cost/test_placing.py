@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.cost.buffers import buffers
 from autopar.cost.combining import SUMS
 from autopar.cost.estimate import MessagePlaces, placing
+from autopar.cost.live import habits_of
 from autopar.cost.pricer import Pricer
 from autopar.planner.candidate import Candidate
 from autopar.planner.recipes import recipes, restriction_of
@@ -40,7 +42,7 @@ def scanned(state: jax.Array, batch: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def fsdp(scan: bool) -> Candidate:
+def fsdp(scan: bool, machine: str = "8:h100") -> Candidate:
     """Parameters split over 8 devices: each is gathered, and its gradient scattered."""
     loss = scanned if scan else written_out
 
@@ -52,9 +54,10 @@ def fsdp(scan: bool) -> Candidate:
     stacked = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
     rows = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
     found = analyse(step, (stacked if scan else (one,) * LAYERS, rows))
-    cluster = Cluster.parse("8:h100")
-    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
-    recipe = next(r for r in recipes(1) if r.name == "FSDP (ZeRO-3)")
+    cluster = Cluster.parse(machine)
+    mesh = candidate_meshes(cluster)[0]
+    pricer = Pricer(cluster, mesh)
+    recipe = next(r for r in recipes(len(mesh.axes)) if r.name == "FSDP (ZeRO-3)")
     return solve_mesh(found, pricer, restriction_of(found, recipe, pricer))
 
 
@@ -128,6 +131,50 @@ def test_a_loop_that_communicates_is_a_part_of_its_own() -> None:
         own = {known.computations[k] for k in np.flatnonzero(inside)}
         assert computation == whole or own == {computation}
         assert computation != whole or own.isdisjoint(loops)
+
+
+def test_sums_that_the_program_writes_are_moved_out_of_a_loop() -> None:
+    """Sums over two mesh axes are written as collectives, and those over one are not.
+
+    XLA takes the sums of the last of ``LAYERS`` iterations out of the loop.
+    """
+    assert {s.last for s in placed(fsdp(True)).slots if s is not None} == {0}
+    two = fsdp(True, "2x4:h100")
+    found = placed(two)
+    whole = len(two.assignment.graph.operators)
+    moved = [s for s in found.slots if s is not None and s.last]
+    assert moved
+    assert {s.last for s in moved} == {1 / LAYERS}
+    assert all(s.sums and s.key[1] < whole for s in moved)
+
+    seconds = [0.0 if s is None else float(s.sums) for s in found.slots]
+    parts = {p.key: p for p in found.parts(np.zeros(whole), seconds)}
+    inside, after = (parts[Role.BACKWARD, k] for k in (moved[0].key[1], whole))
+    assert inside.pipelined_s == pytest.approx(len(moved) * (1 - 1 / LAYERS))
+    assert inside.sums.sum() == 0
+    rank = two.assignment.analysis.ranks[moved[0].key[1]]
+    assert after.sums[rank] == pytest.approx(len(moved) / LAYERS)
+
+
+def test_operands_of_moved_sums_are_in_memory_during_the_loop() -> None:
+    layouts = fsdp(True, "2x4:h100").assignment
+    device = Cluster.parse("2x4:h100").device
+    life = layouts.analysis.life(habits_of(device))
+    known = np.array(layouts.independent.computations)
+    (end,) = {
+        s.key[1]
+        for s in placed(fsdp(True, "2x4:h100")).slots
+        if s is not None and s.last
+    }
+    times = np.array(life.time)[known == end]
+    span = int(times.min()), int(times.max())
+    moved, stays = (
+        buffers(layouts, dataclasses.replace(life, moves_sums=moves))
+        for moves in (True, False)
+    )
+    more = [b for b in moved if b not in stays]
+    assert [b.nbytes for b in more] == [4 * WIDTH * WIDTH]
+    assert [(b.start, b.end) for b in more] == [span]
 
 
 @pytest.mark.parametrize("scan", [False, True])
