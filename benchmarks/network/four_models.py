@@ -1,0 +1,549 @@
+"""Time to the dense loss for four models on four hosts, and against one host.
+
+    python benchmarks/network/four_models.py time --rates 20 100 1000 10000
+    python benchmarks/network/four_models.py train --seeds 0 1 2
+    python benchmarks/network/four_models.py whole --rates 100 --models clip
+
+``time`` measures steps over links of each rate, in turns: `dense` is data parallelism,
+`codecs` has the same layouts with ``compression="auto"``, `joint` also has layouts of
+the planner, and `one host` computes the whole batch alone. Every host, also the one,
+may use `CORES` of a core. Devices and links are measured first, as ``autopar profile
+--distributed`` does. Rates above `MOST_MBIT` are not run: their seconds are those of
+the plans. ``train`` counts the steps until the smoothed loss is that of the last dense
+step, on simulated devices, under the plans that ``time`` made. The time to the loss is
+the product. ``whole`` trains from end to end over shaped links.
+
+Nothing of this benchmark was used to choose a constant of the planner. The rules of
+compression were found with the GPT at 100 to 10,000 Mbit/s, and the recommendation
+model; the CLIP-like model, the ResNet and 20 Mbit/s are new to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
+
+import bed
+import clusters
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import summaries
+import worker
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar.profiling import profile
+
+example_data: Any = importlib.import_module("example_data")
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "data" / "four_models.json"
+HOSTS = 4
+CORES = 0.4
+"""Of a core: what a host may use. The four hosts share two cores."""
+MOST_MBIT = 2000.0
+WARM_STEPS = 2
+DENSE, CODECS, JOINT, ONE = ARMS = ("dense", "codecs", "joint", "one host")
+BARS = {20.0: 8.0, 100.0: 4.5, 1000.0: 1.5, 10000.0: 1.0}
+"""Mbit/s -> how many times sooner than dense."""
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model and its training.
+
+    Attributes:
+      make: ``make(optimizer)`` returns the step and ``create_state(key)``.
+      optimizer: the optimizer.
+      data: ``data(rows, seed)`` yields batches.
+      rows: of a batch over all hosts.
+      steps: of the dense training.
+    """
+
+    make: Callable[[Any], tuple[Callable[..., Any], Callable[..., Any]]]
+    optimizer: Callable[[], Any]
+    data: Callable[..., Iterator[Batch]]
+    rows: int
+    steps: int
+
+    def built(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The step and the function that creates its state."""
+        return self.make(self.optimizer())
+
+    def batch(self, seed: int, step: int, part: int = 0, parts: int = 1) -> Batch:
+        """A part of the rows of the batch of a step."""
+        whole = next(self.data(self.rows, (seed, step)))
+        rows = self.rows // parts
+        return {k: v[part * rows : (part + 1) * rows] for k, v in whole.items()}
+
+
+def _example(name: str, **options: Any) -> Callable[[Any], Any]:
+    """Makes a model of the examples."""
+
+    def make(optimizer: Any) -> Any:
+        module: Any = importlib.import_module(name)
+        made = module.training(**options)
+        return made.step, functools.partial(made.create_state, optimizer=optimizer)
+
+    return make
+
+
+# A model like CLIP: two towers, and a loss over all pairs of a batch.
+
+
+WIDTH, WORDS, LETTERS = 192, 16, 128
+
+
+class _Towers(nn.Module):
+    """Embeddings of images and captions, each of length 1."""
+
+    @nn.compact
+    def __call__(self, images: jax.Array, captions: jax.Array) -> tuple[jax.Array, ...]:
+        """Embeds the pairs of a batch."""
+        x = nn.Conv(WIDTH, (4, 4), (4, 4), name="patches")(images)
+        x = x.reshape(len(x), -1, WIDTH)
+        x += self.param("places", nn.initializers.normal(0.02), x.shape[1:])
+        y = nn.Embed(LETTERS, WIDTH, name="letters")(captions)
+        y += self.param("order", nn.initializers.normal(0.02), y.shape[1:])
+        for layer in range(2):
+            x, y = (
+                _block(tower, f"{name}{layer}")
+                for tower, name in ((x, "image"), (y, "text"))
+            )
+        scale = self.param("scale", lambda _: jnp.asarray(2.0))
+        a, b = (
+            nn.Dense(WIDTH, name=name)(nn.LayerNorm(name=f"{name}_norm")(z).mean(1))
+            for z, name in ((x, "image_head"), (y, "text_head"))
+        )
+        a, b = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in (a, b))
+        return a, b, scale
+
+
+def _block(x: jax.Array, name: str) -> jax.Array:
+    own = nn.LayerNorm(name=f"{name}_ln1")(x)
+    x += nn.MultiHeadDotProductAttention(4, name=f"{name}_attention")(own, own)
+    own = nn.Dense(4 * WIDTH, name=f"{name}_up")(nn.LayerNorm(name=f"{name}_ln2")(x))
+    return x + nn.Dense(WIDTH, name=f"{name}_down")(nn.gelu(own))
+
+
+def _clip(optimizer: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    model = _Towers()
+
+    def loss_of(params: Any, batch: Any) -> jax.Array:
+        a, b, scale = cast(Any, model.apply({"params": params}, **batch))
+        scores = jnp.exp(scale) * a @ b.T
+        own = jnp.arange(len(scores))
+        cross = optax.softmax_cross_entropy_with_integer_labels
+        return (cross(scores, own).mean() + cross(scores.T, own).mean()) / 2
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    def create_state(key: jax.Array) -> TrainState:
+        sample = jax.tree.map(lambda x: x[:1], next(pair_batches(1, 0)))
+        params = model.init(key, **sample)["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+    return step, create_state
+
+
+def pair_batches(rows: int, seed: Any) -> Iterator[Batch]:
+    """Gratings of 64 orientations, with captions that spell the orientation.
+
+    The caption has the number of the orientation in two digits at a random place
+    between random letters.
+    """
+    random = np.random.default_rng((7, *np.atleast_1d(seed)))
+    images = example_data.image_batches(rows, 16, 64, (8, *np.atleast_1d(seed)))
+    while True:
+        made = next(images)
+        captions = random.integers(97, 123, (rows, WORDS))
+        places = random.integers(0, WORDS - 1, rows)
+        for k, (place, label) in enumerate(zip(places, made["labels"], strict=True)):
+            captions[k, place : place + 2] = [48 + label // 10, 48 + label % 10]
+        yield {"images": made["images"], "captions": captions.astype(np.int32)}
+
+
+_TABLES = tuple(max(32768 >> t, 64) for t in range(6))
+MODELS = {
+    "gpt": Model(
+        _example("gpt", layers=2, d_model=384, heads=6, seq=32, vocab=128),
+        lambda: optax.adamw(5e-4, b2=0.98, weight_decay=0.01),
+        lambda rows, seed: example_data.text_batches(rows, 32, seed), 8, 300,
+    ),
+    "clip": Model(_clip, lambda: optax.adam(3e-4), pair_batches, 16, 300),
+    "recommendation": Model(
+        _example("recommendation", tables=6, rows=32768, width=16, hidden=512),
+        lambda: optax.adam(1e-3),
+        lambda rows, seed: example_data.click_batches(rows, _TABLES, 13, seed), 128,
+        300,
+    ),
+    "resnet": Model(
+        _example("resnet", stages=3, blocks=1, width=32, size=16, classes=8),
+        lambda: optax.sgd(0.02, momentum=0.9),
+        lambda rows, seed: example_data.image_batches(rows, 16, 8, seed), 32, 120,
+    ),
+}  # fmt: skip
+
+
+# Plans of the arms.
+
+
+def plan_of(model: Model, arm: str, cluster: autopar.Cluster) -> autopar.Plan:
+    """The plan of an arm on a cluster."""
+    step, create_state = model.built()
+    state = jax.eval_shape(create_state, jax.random.key(0))
+    batch = jax.eval_shape(lambda: model.batch(0, 0))
+    make = functools.partial(autopar.plan, step, state, batch)
+    shared: dict[str, Any] = {"stages": 1, "microbatches": 1, "remat": 0}
+    if arm == JOINT:
+        return make(cluster=cluster, compression="auto", **shared)
+    if arm == ONE:
+        one = dataclasses.replace(cluster, levels=())
+        return make(cluster=one, **shared)
+    # Without pins, the planner may leave hosts idle on slow links.
+    fast = autopar.Cluster.parse(f"{HOSTS}x1:cpu,network=1000Gb/s,network_latency=1us")
+    pins = {"state/*": PartitionSpec(), "batch/*": PartitionSpec("data")}
+    layouts = make(cluster=fast, pins=pins, seconds=None, **shared)
+    mode = "none" if arm == DENSE else "auto"
+    return make(cluster=cluster, compression=mode, layouts=layouts)
+
+
+def codecs_of(plan: autopar.Plan) -> dict[str, int]:
+    """How many gradients have each codec."""
+    return dict(collections.Counter(g.codec for g in plan.gradients if g.codec))
+
+
+# Seconds of a step.
+
+
+def time_inside(given: argparse.Namespace) -> None:
+    """Times all arms of all models, in every process."""
+    worker.start()
+    worker.limit_cpu(CORES)
+    for rate in given.rates:
+        cluster = _measured(rate)
+        for name in given.models:
+            _time_model(given, name, rate, cluster)
+
+
+def _measured(rate: float) -> autopar.Cluster:
+    """Hosts and links as profiled; links faster than `MOST_MBIT` by their rate."""
+    run = rate <= MOST_MBIT
+    worker.set_rate(rate if run else None)
+    settings = dataclasses.replace(profile.CPU_SETTINGS, dtypes=("float32",), rounds=3)
+    found = profile.run(settings=settings).cluster
+    if run:
+        return found
+    return dataclasses.replace(found, levels=clusters.described(rate, HOSTS).levels)
+
+
+def _time_model(
+    given: argparse.Namespace, name: str, rate: float, cluster: autopar.Cluster
+) -> None:
+    model = MODELS[name]
+    worker.set_rate(None)  # nothing that is not timed waits for the links
+    runs: dict[str, Callable[[int], Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for arm in ARMS:
+        plan = plan_of(model, arm, cluster)
+        file = f"{name}-{rate:g}-{arm.replace(' ', '-')}.json"
+        if worker.rank() == 0:
+            plan.save(given.folder / file)
+        rows[arm] = {
+            "model": name, "rate_mbit": rate, "arm": arm, "plan": file,
+            "codecs": codecs_of(plan), "predicted_s": plan.predicted.step_s,
+            "predicted_bytes": plan.predicted.communication_bytes,
+            "scheme": plan.worth.scheme if plan.worth else "", "step_s": [],
+        }  # fmt: skip
+        if rate <= MOST_MBIT:
+            runs[arm] = _prepared(model, arm, plan)
+    for turn in range(given.turns if runs else 0):
+        worker.set_rate(rate)
+        order = ARMS[turn % len(ARMS) :] + ARMS[: turn % len(ARMS)]
+        for arm in order:
+            for k in range(given.steps):
+                worker.barrier()
+                before_s = time.perf_counter()
+                runs[arm](turn * given.steps + k)
+                rows[arm]["step_s"].append(time.perf_counter() - before_s)
+        worker.set_rate(None)
+    for row in rows.values():
+        worker.report(row)
+    worker.say(f"{name} at {rate:g} Mbit/s: " + ", ".join(
+        f"{arm} {1e3 * statistics.median(row['step_s'] or [row['predicted_s']]):.0f} ms"
+        for arm, row in rows.items()
+    ))  # fmt: skip
+
+
+def _prepared(model: Model, arm: str, plan: autopar.Plan) -> Callable[[int], Any]:
+    """Compiles an arm; the result takes the step of a number, and waits for it."""
+    step, create_state = model.built()
+    batch = jax.eval_shape(lambda: model.batch(0, 0))
+    part, parts = worker.rank(), worker.count()
+    if arm == ONE:
+        if part:
+            return lambda _: None
+        run: Any = jax.jit(step, donate_argnums=0)
+        state, parts = jax.jit(create_state)(jax.random.key(0)), 1
+    else:
+        run = autopar.parallelize(step, plan=plan)
+        state = run.init(create_state, jax.random.key(0), batch=batch)
+    held = [state]
+
+    def take(number: int) -> None:
+        held[0], loss = run(held[0], model.batch(0, number, part, parts))
+        jax.block_until_ready((held[0], loss))
+
+    for k in range(WARM_STEPS):
+        take(k)
+    return take
+
+
+def slowest(results: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows, with the seconds of the slowest process in each step."""
+    found: list[dict[str, Any]] = []
+    for same in zip(*results, strict=True):
+        times = [max(t) for t in zip(*(row["step_s"] for row in same), strict=True)]
+        found.append({**same[0], "step_s": times})
+    return found
+
+
+# Steps to the loss of the dense training.
+
+
+def trained(
+    name: str, plan: autopar.Plan | None, seed: int, target: float | None
+) -> tuple[float | None, float]:
+    """Trains under a plan, or on one device for None.
+
+    Returns:
+      The number of steps until the smoothed loss is ``target`` (None: not within twice
+      the model's steps), and the last smoothed loss. Without a target, all of the
+      model's steps are taken.
+    """
+    model = MODELS[name]
+    step, create_state = model.built()
+    key = jax.random.key(seed)
+    if plan is None:
+        run: Any = jax.jit(step, donate_argnums=0)
+        state = jax.jit(create_state)(key)
+    else:
+        run = autopar.parallelize(step, plan=plan)
+        batch = jax.eval_shape(lambda: model.batch(0, 0))
+        state = run.init(create_state, key, batch=batch)
+    window, losses = summaries.SMOOTH_STEPS, list[float]()
+    for k in range(model.steps * (1 if target is None else 2)):
+        state, loss = run(state, model.batch(seed, k))
+        losses.append(float(loss))
+        mean = statistics.fmean(losses[-window:])
+        if target is not None and k >= window and mean <= target:
+            return k + 1.0, mean
+    return None, statistics.fmean(losses[-window:])
+
+
+def train(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Counts the steps of each distinct choice of codecs."""
+    found = [r for r in _held(given.out, "trained") if r["model"] not in given.models]
+    rows = _held(given.out, "timed")
+    for name in given.models:
+        plans = {
+            json.dumps(r["codecs"], sort_keys=True): r["plan"]
+            for r in rows if r["model"] == name and r["codecs"]
+        }  # fmt: skip
+        for seed in given.seeds:
+            _, target = trained(name, None, seed, None)
+            for codecs, file in plans.items():
+                plan = autopar.Plan.load(given.folder / file)
+                steps, _ = trained(name, plan, seed, target)
+                found.append({
+                    "model": name, "seed": seed, "codecs": json.loads(codecs),
+                    "dense_steps": MODELS[name].steps, "steps": steps, "loss": target,
+                })  # fmt: skip
+                print(f"{name}, seed {seed}: {steps} steps of {codecs}", flush=True)
+            _keep(given.out, trained=found)
+    return found
+
+
+# From end to end.
+
+
+def whole_inside(given: argparse.Namespace) -> None:
+    """Trains dense and as planned over shaped links, until the dense loss."""
+    worker.start()
+    worker.limit_cpu(CORES)
+    for rate in given.rates:
+        cluster = _measured(rate)
+        for name in given.models:
+            target = None
+            for arm in (DENSE, JOINT):
+                worker.set_rate(None)
+                plan = plan_of(MODELS[name], arm, cluster)
+                row = _whole(name, plan, rate, target)
+                target = row["loss"] if target is None else target
+                worker.report({"model": name, "rate_mbit": rate, "arm": arm, **row})
+                worker.say(f"{name} at {rate:g} Mbit/s, {arm}: {row}")
+
+
+def _whole(
+    name: str, plan: autopar.Plan, rate: float, target: float | None
+) -> dict[str, Any]:
+    model = MODELS[name]
+    step, create_state = model.built()
+    run = autopar.parallelize(step, plan=plan)
+    batch = jax.eval_shape(lambda: model.batch(0, 0))
+    state = run.init(create_state, jax.random.key(0), batch=batch)
+    part = functools.partial(model.batch, 0, part=worker.rank(), parts=worker.count())
+    jax.block_until_ready(run(state, part(0)))
+    state = run.init(create_state, jax.random.key(0), batch=batch)
+    window, losses = summaries.SMOOTH_STEPS, list[float]()
+    worker.set_rate(rate)
+    before_s = time.perf_counter()
+    for k in range(model.steps * (1 if target is None else 2)):
+        state, loss = run(state, part(k))
+        losses.append(float(loss))
+        mean = statistics.fmean(losses[-window:])
+        if target is not None and k >= window and mean <= target:
+            break
+    seconds = time.perf_counter() - before_s
+    mean = statistics.fmean(losses[-window:])
+    reached = target is None or mean <= target
+    return {"steps": len(losses), "s": seconds, "loss": mean, "reached": reached}
+
+
+# Files and tables.
+
+
+def _held(path: pathlib.Path, part: str) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return json.loads(path.read_text(encoding="utf-8")).get(part, [])
+
+
+def _keep(path: pathlib.Path, **parts: list[dict[str, Any]]) -> None:
+    """Replaces parts of the file; the others stay."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    command = f"python benchmarks/network/four_models.py {sys.argv[1]}"
+    commands = {**known.get("commands", {}), **dict.fromkeys(parts, command)}
+    data = {**known, "commands": commands, "cores": CORES, **parts}
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def steps_of(
+    row: Mapping[str, Any], trainings: Sequence[Mapping[str, Any]]
+) -> float | None:
+    """The median over seeds of the steps to the dense loss; None: not reached."""
+    if not row["codecs"]:
+        return float(MODELS[row["model"]].steps)
+    own = [
+        t["steps"] for t in trainings
+        if t["model"] == row["model"] and t["codecs"] == row["codecs"]
+    ]  # fmt: skip
+    if not own or None in own:
+        return None
+    return statistics.median(own)
+
+
+def report(
+    timed: Sequence[Mapping[str, Any]], trainings: Sequence[Mapping[str, Any]]
+) -> None:
+    """Prints how much sooner each arm reaches the loss than dense and one host."""
+
+    def cell(value: float | None, digits: int = 2) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    head = ("model", "Mbit/s", "arm", "codecs", "layouts", "step ms", "predicted ms",
+            "steps", "s to the loss", "times dense", "bar",
+            "times one host")  # fmt: skip
+    print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|")
+    for (name, rate), rows in _grouped(timed).items():
+        total: dict[str, float | None] = {}
+        for row in rows:
+            step_s = statistics.median(row["step_s"] or [row["predicted_s"]])
+            steps = steps_of(row, trainings)
+            total[row["arm"]] = None if steps is None else steps * step_s
+        for row in rows:
+            own = total[row["arm"]]
+            over = {a: t / own if own and t else None for a, t in total.items()}
+            steps = steps_of(row, trainings)
+            measured = 1e3 * statistics.median(row["step_s"]) if row["step_s"] else None
+            print("| " + " | ".join((
+                name, f"{rate:g}", row["arm"],
+                ", ".join(f"{n} {c}" for c, n in row["codecs"].items()), row["scheme"],
+                cell(measured, 0), cell(1e3 * row["predicted_s"], 0), cell(steps, 0),
+                cell(own, 1), cell(over.get(DENSE)),
+                cell(BARS.get(rate)) if row["arm"] == JOINT else "",
+                cell(over.get(ONE)),
+            )) + " |")  # fmt: skip
+
+
+def _grouped(rows: Sequence[Mapping[str, Any]]) -> dict[Any, list[Mapping[str, Any]]]:
+    found: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["rate_mbit"]), []).append(row)
+    return found
+
+
+def parse() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("time", "train", "whole", "table"))
+    parser.add_argument("--rates", type=float, nargs="+", default=list(BARS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=5, help="of an arm in a turn")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=7200.0, help="seconds")
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("plans"))
+    parser.add_argument("--out", type=pathlib.Path, default=DATA)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the command; see the module."""
+    given = parse()
+    if given.inside:
+        (whole_inside if given.what == "whole" else time_inside)(given)
+        return 0
+    code = 0
+    given.folder.mkdir(parents=True, exist_ok=True)
+    if given.what in ("time", "whole"):
+        results, code = bed.run_inside(__file__, HOSTS, given.timeout)
+        part = {"time": "timed", "whole": "whole"}[given.what]
+        merged = slowest(results) if part == "timed" else list(results[0])
+        new = {(r["model"], r["rate_mbit"]) for r in merged}
+        kept = [
+            r for r in _held(given.out, part)
+            if (r["model"], r["rate_mbit"]) not in new
+        ]  # fmt: skip
+        _keep(given.out, **{part: kept + merged})
+    elif given.what == "train":
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={HOSTS}"
+        train(given)
+    report(_held(given.out, "timed"), _held(given.out, "trained"))
+    return code
+
+
+if __name__ == "__main__":
+    bed.exit_with(main)
