@@ -11,7 +11,7 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import PlanError
 from autopar.planner.options import as_cluster
 from autopar.runtime.local.outer import Outer
-from autopar.runtime.local.rules import Auto, Overlap, RelativeChange
+from autopar.runtime.local.rules import Auto, Overlap, RelativeChange, StepAhead
 from autopar.runtime.local.steps import LocalSteps
 from autopar.runtime.world import World
 from autopar_errors import check_type
@@ -26,6 +26,7 @@ def local_steps(
     codec: str = "dense",
     fragments: int = 1,
     overlap: Overlap | None = None,
+    feedback: StepAhead | None = None,
     cluster: Cluster | str | None = None,
     world: World | None = None,
     **options: Any,
@@ -55,6 +56,9 @@ def local_steps(
         synchronised once in ``every`` steps.
       overlap: beside how many steps outer steps run, and how they are merged then;
         None: replicas wait for outer steps.
+      feedback: a `StepAhead`, with which replicas go on from where the codec's residual
+        is applied already (SAEF, arXiv 2008.05823); None: the residual is added to the
+        next difference.
       cluster: the devices of all replicas, or their text; None: those of the world.
       world: the processes and devices; None: all of JAX's. Each replica lies in one
         process.
@@ -90,7 +94,20 @@ def local_steps(
         )
     if outer is not None:
         check_type("local_steps: outer=", outer, Outer, "an Outer")
-    parse_codec(codec)
+    made = parse_codec(codec)
+    if feedback is not None:
+        check_type("local_steps: feedback=", feedback, StepAhead, "a StepAhead")
+        if not made.feedback:
+            raise PlanError(
+                f"local_steps: codec={codec!r} has no residual that feedback= could "
+                "apply ahead. Leave feedback= out, or choose a codec with error "
+                "feedback, such as 'int4' or 'topk:ratio=0.01'."
+            )
+        if overlap is not None:
+            raise PlanError(
+                "local_steps: feedback= is for outer steps that replicas wait for; "
+                "leave overlap= out."
+            )
     return LocalSteps(
         step,
         every=rule,
@@ -99,6 +116,7 @@ def local_steps(
         codec=codec,
         fragments=int(fragments),
         overlap=overlap,
+        feedback=feedback,
         cluster=None if cluster is None else as_cluster(cluster),
         world=world,
         options=options,

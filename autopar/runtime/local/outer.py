@@ -10,6 +10,8 @@ The differences are sent by a codec, with its error feedback, over the links bet
 replicas. If devices of a replica hold copies of a parameter, each of them sends another
 part, and the new anchor is gathered over the links inside the replica.
 
+With `StepAhead`, replicas continue from the anchor minus a part of their residual.
+
 An outer step is one program (`Exchange.run`), or three, so that replicas may train
 while differences are sent: `Exchange.take` copies the differences, `Exchange.send`
 sends them and moves the anchors, and `Exchange.merge` brings the result into the
@@ -40,6 +42,7 @@ from autopar.cost.codecs import local_s
 from autopar.cost.collectives import collective_s
 from autopar.errors import PlanError
 from autopar.planner.replicas import axis_name
+from autopar.runtime.local.rules import StepAhead
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,7 +179,13 @@ class Exchange:
     """The outer step of arrays that lie on one mesh in every replica."""
 
     def __init__(
-        self, leaves: Sequence[Leaf], mesh: Mesh, axis: str, outer: Outer, codec: str
+        self,
+        leaves: Sequence[Leaf],
+        mesh: Mesh,
+        axis: str,
+        outer: Outer,
+        codec: str,
+        ahead: StepAhead | None = None,
     ) -> None:
         """Describes the outer step.
 
@@ -186,11 +195,13 @@ class Exchange:
           axis: the name of that axis.
           outer: the outer optimizer.
           codec: the codec of the differences, as text.
+          ahead: how replicas apply their residuals ahead; None: they do not.
 
         Raises:
           InputError: there is no such codec, or it cannot send an array.
         """
         self.leaves, self.mesh, self.axis, self.outer = leaves, mesh, axis, outer
+        self.ahead = ahead
         self.replicas = mesh.shape[axis]
         sizes = dict(mesh.shape)
         made = parse_codec(codec)
@@ -211,7 +222,10 @@ class Exchange:
         if codec.check(shape, scatter=False):
             # A codec of matrices, say, sends biases as they are.
             codec, kind = parse_codec("dense"), "none"
-        return Gradient(leaf.path, shape, codec, Feedback(kind=kind), seed=number)
+        averages = self.ahead is not None and kind == "residual"
+        every = self.ahead.average if self.ahead and averages else 0
+        feedback = Feedback(kind=kind, average_every=every)
+        return Gradient(leaf.path, shape, codec, feedback, seed=number)
 
     @property
     def messages(self) -> dict[tuple[int, str], tuple[float, float]]:
@@ -232,6 +246,12 @@ class Exchange:
                     size + message.nbytes,
                     sent + message.sent,
                 )
+            if every := gradient.feedback.average_every:
+                # Of the sum of residuals, the part of one outer step.
+                size, sent = found.get((-1, "all_reduce"), (0.0, 0.0))
+                nbytes = 4.0 * gradient.size / every
+                moved = 2.0 * nbytes * (self.replicas - 1) / self.replicas
+                found[-1, "all_reduce"] = size + nbytes, sent + moved
         return found
 
     def seconds(self, between: MeshAxis, device: DeviceSpec) -> float:
@@ -426,12 +446,34 @@ class Exchange:
     ) -> Any:
         """The outer step on the arrays of one device."""
         differences = self._differences(arrays, anchors)
-        anchors, *rest = self._moved(number, differences, anchors, momenta, states)
+        anchors, momenta, held, seen = self._moved(
+            number, differences, anchors, momenta, states
+        )
+        starts, held = self._starts(anchors, held)
         wholes = [
-            self._whole(leaf, anchor).astype(leaf.dtype).reshape(old.shape)
-            for leaf, anchor, old in zip(self.leaves, anchors, arrays, strict=True)
+            self._whole(leaf, start).astype(leaf.dtype).reshape(old.shape)
+            for leaf, start, old in zip(self.leaves, starts, arrays, strict=True)
         ]
-        return wholes, anchors, *rest
+        return wholes, anchors, momenta, held, seen
+
+    def _starts(
+        self, anchors: Sequence[jax.Array], held: Sequence[Any]
+    ) -> tuple[list[jax.Array], list[Any]]:
+        """Where a replica goes on, and the states of its codecs then (`StepAhead`)."""
+        if self.ahead is None:
+            return list(anchors), list(held)
+        starts, states = [], []
+        for leaf, gradient, anchor, state in zip(
+            self.leaves, self.gradients, anchors, held, strict=True
+        ):
+            start = anchor
+            if leaf.outer and gradient.feedback.active:
+                residual, part = state["residual"], self.ahead.part
+                start = anchor - part * residual.reshape(anchor.shape)
+                state = {**state, "residual": (1.0 - part) * residual}
+            starts.append(start)
+            states.append(state)
+        return starts, states
 
     def _take(self, arrays: Any, anchors: Any) -> Any:
         sent = [leaf.sent_spec for leaf in self.leaves]

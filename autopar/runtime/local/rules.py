@@ -1,4 +1,4 @@
-"""When replicas synchronise, and beside how many steps."""
+"""When replicas synchronise, beside how many steps, and where they go on."""
 
 from __future__ import annotations
 
@@ -99,6 +99,42 @@ class Overlap:
         if self.mixing is not None and not 0.0 <= self.mixing < 1.0:
             raise PlanError(
                 f"Overlap: mixing must be at least 0 and below 1, got {self.mixing!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepAhead:
+    """Step-ahead error feedback (SAEF, arXiv 2008.05823; in part: arXiv 2601.20738).
+
+    Let ``a`` be the new anchor and ``e`` the residual of a replica: what its codec has
+    not sent yet. Instead of the anchor, the replica continues from ``a - part * e``,
+    so that it takes its gradients where all that it learnt is applied. Its next
+    difference then contains ``part * e``, and ``(1 - part) * e`` stays in the residual.
+    With ``every=1``, ``MEAN`` and ``part=1``, this is SAEF. Replicas that differ after
+    an outer step have the parameters ``train_step.agreed(state)`` in common.
+
+    Attributes:
+      part: the part of the residual that is applied ahead, above 0 and at most 1.
+      average: after this many outer steps, a dense sum averages the residuals over the
+        replicas; 0: never. SAEF's is 20.
+
+    Raises:
+      PlanError: a value is out of range.
+    """
+
+    part: float = 1.0
+    average: int = 20
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        if not 0.0 < self.part <= 1.0:
+            raise PlanError(
+                f"StepAhead: part must be above 0 and at most 1, got {self.part!r}."
+            )
+        if self.average < 0:
+            raise PlanError(
+                f"StepAhead: average must be 0 (never) or a number of outer steps, "
+                f"got {self.average!r}."
             )
 
 

@@ -40,7 +40,7 @@ from autopar.runtime.local.rows import (
     rows_of,
     split_result,
 )
-from autopar.runtime.local.rules import Auto, Overlap, RelativeChange
+from autopar.runtime.local.rules import Auto, Overlap, RelativeChange, StepAhead
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.parallelize import parallelize
 from autopar.runtime.recent import Recent
@@ -91,7 +91,8 @@ class LocalState:
     def state(self) -> Any:
         """The state of this process's first replica.
 
-        Its parameters are those of all replicas right after an outer step.
+        Its parameters are those of all replicas right after an outer step, except with
+        `StepAhead` (`LocalSteps.agreed`).
         """
         return self.replicas[0]
 
@@ -112,6 +113,7 @@ class LocalSteps:
         codec: str,
         fragments: int,
         overlap: Overlap | None,
+        feedback: StepAhead | None,
         cluster: Cluster | None,
         world: World | None,
         options: Mapping[str, Any],
@@ -119,6 +121,7 @@ class LocalSteps:
         """See `autopar.local_steps`."""
         self.function, self.every, self.outer = step, every, outer
         self.codec, self.fragments, self.overlap = codec, fragments, overlap
+        self.feedback = feedback
         self.__name__ = getattr(step, "__name__", "step")
         self._replicas, self._cluster, self._world = replicas, cluster, world
         self._options = dict(options)
@@ -371,7 +374,7 @@ class LocalSteps:
         if key not in self._exchanges:
             joined = self.mesh_of_all(mesh)
             axis = joined.axis_names[0]
-            made = Exchange(leaves, joined, axis, self.outer, self.codec)
+            made = Exchange(leaves, joined, axis, self.outer, self.codec, self.feedback)
             self._exchanges[key] = made
         return self._exchanges[key]
 
@@ -477,6 +480,21 @@ class LocalSteps:
         for k in range(self.fragments):
             state = self._synchronise(state, k)
         return state
+
+    def agreed(self, state: LocalState) -> Any:
+        """The state of this process's first replica, with the arrays at the last outer
+        step, which all replicas have in common.
+
+        Nothing is consumed. Use it to evaluate while replicas differ.
+        """
+        self._check(state)
+        arrays = self._named(state)
+        for number, anchors in enumerate(state.anchors):
+            for group, members in self._members(number):
+                joined = [jax.numpy.copy(x) for x in group.join(arrays)]
+                made = group.exchange.merge(joined, anchors[members], 0.0)
+                group.part(made, arrays)
+        return _with_arrays(state, arrays).state
 
     def _named(self, state: LocalState) -> list[dict[str, Any]]:
         return [self.arrays(k, own) for k, own in enumerate(state.replicas)]

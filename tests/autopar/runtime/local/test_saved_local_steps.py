@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.runtime.local.rules import Overlap
+from autopar.runtime.local.rules import Overlap, StepAhead
 from autopar.runtime.local.whole import WholeState, move_state
 
 ROWS = 8
@@ -69,8 +69,11 @@ def bits(made: Any, state: Any) -> dict[str, bytes]:
     return {path: np.asarray(x).tobytes() for path, x in arrays.items()}
 
 
-def test_a_restored_state_trains_as_the_saved_one(tmp_path: pathlib.Path) -> None:
-    made = steps_of()
+@pytest.mark.parametrize("feedback", [None, StepAhead(part=0.5, average=2)])
+def test_a_restored_state_trains_as_the_saved_one(
+    feedback: StepAhead | None, tmp_path: pathlib.Path
+) -> None:
+    made = steps_of(feedback=feedback)
     state = made.init(create, KEY, batch=batch(1))
     state, _ = run(made, state, 1, 4)  # one outer step, and one local step after it
     saved = bits(made, state)
@@ -83,7 +86,7 @@ def test_a_restored_state_trains_as_the_saved_one(tmp_path: pathlib.Path) -> Non
         checkpoints.wait()
         state, losses = run(made, state, 5, 7)
 
-        again = steps_of()
+        again = steps_of(feedback=feedback)
         found = checkpoints.restore(again, create, KEY, batch=batch(1))
         assert (found.step, found.position) == (4, 32)
         assert bits(again, found.state) == saved
@@ -91,7 +94,7 @@ def test_a_restored_state_trains_as_the_saved_one(tmp_path: pathlib.Path) -> Non
         assert same == losses
         assert bits(again, restored) == bits(made, state)
 
-        other = steps_of(split=True)
+        other = steps_of(split=True, feedback=feedback)
         moved = checkpoints.restore(other, create, KEY, batch=batch(1)).state
         spec = other.steps[0].plan.inputs["state/params/w"]
         assert any(spec), "the other plan should split the matrix"
