@@ -123,6 +123,20 @@ class Pricer:
             axis.level < innermost and axis.size > 1 for axis in self._axes(step.axes)
         )
 
+    @property
+    def packed(self) -> Pricer:
+        """Prices of arrays that are packed into one before they are sent.
+
+        autopar packs small gradients in this way if gradients are sent by codecs.
+        """
+        device = self.cluster.device
+        if not device.corrections.arrays_apart:
+            return self
+        known = dataclasses.replace(device.corrections, arrays_apart=False)
+        device = dataclasses.replace(device, calibration=known)
+        cluster = dataclasses.replace(self.cluster, device=device)
+        return dataclasses.replace(self, cluster=cluster)
+
     def whole(self, step: ReshardStep, size: float, message_bytes: float) -> float:
         """Bytes that share one latency with an array, including the array's own bytes.
 

@@ -58,7 +58,12 @@ def share_of(analysis: Analysis, pricer: Pricer, class_index: int) -> float:
 
 
 def node_seconds(
-    analysis: Analysis, node: Node, space: Space, pricer: Pricer
+    analysis: Analysis,
+    node: Node,
+    space: Space,
+    pricer: Pricer,
+    *,
+    packed: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns seconds of a node under each of its strategies.
 
@@ -70,6 +75,7 @@ def node_seconds(
       node: the node.
       space: the node's strategies.
       pricer: the mesh and cluster.
+      packed: whether sums that no operator waits for are packed (`Pricer.packed`).
 
     Returns:
       Three float64 arrays. Seconds of work in each segment of both passes and in the
@@ -105,7 +111,8 @@ def node_seconds(
             own = analysis.sums[op.class_index]
             final = op.class_index in analysis.independent.summing
             together = SUMS if final else ALONE
-            summed_s = _reduction_s(op, node, space, pricer, own, together)
+            judge = pricer.packed if packed and final else pricer
+            summed_s = _reduction_s(op, node, space, judge, own, together)
             summed_s = share_of(analysis, pricer, op.class_index) * summed_s
             if final:
                 free += np.outer(places.sum_parts[op.class_index], summed_s)

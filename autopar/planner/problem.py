@@ -283,7 +283,10 @@ def formulate(
         from it.
     """
     judge, pricer = pricer, with_joined_bytes(analysis, pricer)
-    spaces, own = _node_costs(analysis, pricer, restriction, small, known)
+    packed = prices is not None
+    spaces, own = _node_costs(
+        analysis, pricer, restriction, small, known, packed=packed
+    )
     edges: list[tuple[int, int]] = []
     matrices: list[np.ndarray] = []
     parts: list[np.ndarray] = []
@@ -363,6 +366,8 @@ def _node_costs(
     restriction: Restriction | None,
     small: frozenset[int],
     known: Formulation | None,
+    *,
+    packed: bool,
 ) -> tuple[list[Space], list[np.ndarray]]:
     """Returns the strategies of each node, and their seconds (`Formulation.own`)."""
     spaces: list[Space] = []
@@ -379,7 +384,7 @@ def _node_costs(
         )
         space = Space(kept)
         spaces.append(space)
-        work, sums, rest = node_seconds(analysis, node, space, pricer)
+        work, sums, rest = node_seconds(analysis, node, space, pricer, packed=packed)
         weighed = in_kinds(work, np.zeros((1, len(rest))), sums)
         costs.append(np.vstack([weighed, rest]))
     return spaces, costs
@@ -455,10 +460,11 @@ def _result_matrix(
     final = op.class_index in analysis.independent.summing
     together = SUMS if final else ALONE
     share = share_of(analysis, pricer, op.class_index)
+    judge = pricer.packed if final and prices is not None else pricer
     matrix = np.sum(
         [
             weight
-            * pricer.reshard_matrix(
+            * judge.reshard_matrix(
                 starts, targets, op.rule.reduction, nbytes, together, share
             )
             for nbytes, weight in sums
