@@ -7,7 +7,7 @@
 ``time`` measures steps over links of each rate, in turns: `dense` is data parallelism,
 `codecs` has the same layouts with ``compression="auto"``, `joint` also has layouts of
 the planner, and `one host` computes the whole batch alone. Every host, also the one,
-may use `CORES` of a core. Devices and links are measured first, as ``autopar profile
+may use `CORES` of a core. Hosts and links are measured first, as ``autopar profile
 --distributed`` does. Rates above `MOST_MBIT` are not run: their seconds are those of
 the plans. ``train`` counts the steps until the smoothed loss is that of the last dense
 step, on simulated devices, under the plans that ``time`` made. The time to the loss is
@@ -75,7 +75,7 @@ class Model:
       make: ``make(optimizer)`` returns the step and ``create_state(key)``.
       optimizer: the optimizer.
       data: ``data(rows, seed)`` yields batches.
-      rows: of a batch over all hosts.
+      rows: of a small batch over all hosts.
       steps: of the dense training.
     """
 
@@ -219,14 +219,19 @@ def plan_of(model: Model, arm: str, cluster: autopar.Cluster) -> autopar.Plan:
     if arm == JOINT:
         return make(cluster=cluster, compression="auto", **shared)
     if arm == ONE:
-        one = dataclasses.replace(cluster, levels=())
-        return make(cluster=one, **shared)
+        own = autopar.Cluster.parse("1:cpu")
+        return make(cluster=dataclasses.replace(own, device=cluster.device), **shared)
     # Without pins, the planner may leave hosts idle on slow links.
     fast = autopar.Cluster.parse(f"{HOSTS}x1:cpu,network=1000Gb/s,network_latency=1us")
     pins = {"state/*": PartitionSpec(), "batch/*": PartitionSpec("data")}
-    layouts = make(cluster=fast, pins=pins, seconds=None, **shared)
+    layouts = make(cluster=fast, pins=pins, **shared)
     mode = "none" if arm == DENSE else "auto"
     return make(cluster=cluster, compression=mode, layouts=layouts)
+
+
+def model_of(name: str, times: int) -> Model:
+    """A model whose batch is some times the small one."""
+    return dataclasses.replace(MODELS[name], rows=times * MODELS[name].rows)
 
 
 def codecs_of(plan: autopar.Plan) -> dict[str, int]:
@@ -240,38 +245,48 @@ def codecs_of(plan: autopar.Plan) -> dict[str, int]:
 def time_inside(given: argparse.Namespace) -> None:
     """Times all arms of all models, in every process."""
     worker.start()
-    worker.limit_cpu(CORES)
     for rate in given.rates:
-        cluster = _measured(rate)
+        cluster = _profiled(rate, given.folder)
         for name in given.models:
             _time_model(given, name, rate, cluster)
 
 
-def _measured(rate: float) -> autopar.Cluster:
-    """Hosts and links as profiled; links faster than `MOST_MBIT` by their rate."""
+def _profiled(rate: float, folder: pathlib.Path) -> autopar.Cluster:
+    """Hosts and links as measured; links faster than `MOST_MBIT` by their rate."""
     run = rate <= MOST_MBIT
-    worker.set_rate(rate if run else None)
-    settings = dataclasses.replace(profile.CPU_SETTINGS, dtypes=("float32",), rounds=3)
-    found = profile.run(settings=settings).cluster
-    if run:
-        return found
-    return dataclasses.replace(found, levels=clusters.described(rate, HOSTS).levels)
+    kept = folder / f"cluster-{rate:g}.toml"
+    if not kept.exists():
+        worker.set_rate(rate if run else None)
+        worker.set_cores(CORES)
+        found = profile.run(
+            settings=dataclasses.replace(
+                profile.CPU_SETTINGS, dtypes=("float32",), rounds=3
+            )
+        ).cluster
+        worker.set_cores(None)
+        if not run:
+            levels = clusters.described(rate, HOSTS).levels
+            found = dataclasses.replace(found, levels=levels)
+        if worker.rank() == 0:
+            kept.write_text(found.to_toml(), encoding="utf-8")
+        worker.say(f"profiled at {rate:g} Mbit/s")
+        worker.barrier()
+    return autopar.Cluster.from_toml(kept)
 
 
 def _time_model(
     given: argparse.Namespace, name: str, rate: float, cluster: autopar.Cluster
 ) -> None:
-    model = MODELS[name]
+    model = model_of(name, given.times)
     worker.set_rate(None)  # nothing that is not timed waits for the links
     runs: dict[str, Callable[[int], Any]] = {}
     rows: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
-        plan = plan_of(model, arm, cluster)
-        file = f"{name}-{rate:g}-{arm.replace(' ', '-')}.json"
-        if worker.rank() == 0:
-            plan.save(given.folder / file)
+        file = f"{name}-{given.times}-{rate:g}-{arm.replace(' ', '-')}.json"
+        plan = _shared_plan(model, arm, cluster, given.folder / file)
         rows[arm] = {
-            "model": name, "rate_mbit": rate, "arm": arm, "plan": file,
+            "model": name, "times": given.times, "rate_mbit": rate, "arm": arm,
+            "plan": file,
             "codecs": codecs_of(plan), "predicted_s": plan.predicted.step_s,
             "predicted_bytes": plan.predicted.communication_bytes,
             "scheme": plan.worth.scheme if plan.worth else "", "step_s": [],
@@ -280,6 +295,7 @@ def _time_model(
             runs[arm] = _prepared(model, arm, plan)
     for turn in range(given.turns if runs else 0):
         worker.set_rate(rate)
+        worker.set_cores(CORES)
         order = ARMS[turn % len(ARMS) :] + ARMS[: turn % len(ARMS)]
         for arm in order:
             for k in range(given.steps):
@@ -287,6 +303,7 @@ def _time_model(
                 before_s = time.perf_counter()
                 runs[arm](turn * given.steps + k)
                 rows[arm]["step_s"].append(time.perf_counter() - before_s)
+        worker.set_cores(None)
         worker.set_rate(None)
     for row in rows.values():
         worker.report(row)
@@ -294,6 +311,16 @@ def _time_model(
         f"{arm} {1e3 * statistics.median(row['step_s'] or [row['predicted_s']]):.0f} ms"
         for arm, row in rows.items()
     ))  # fmt: skip
+
+
+def _shared_plan(
+    model: Model, arm: str, cluster: autopar.Cluster, path: pathlib.Path
+) -> autopar.Plan:
+    """The plan that process 0 makes: time limits could make those of others differ."""
+    if worker.rank() == 0:
+        plan_of(model, arm, cluster).save(path)
+    worker.barrier()
+    return autopar.Plan.load(path)
 
 
 def _prepared(model: Model, arm: str, plan: autopar.Plan) -> Callable[[int], Any]:
@@ -333,7 +360,7 @@ def slowest(results: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
 
 
 def trained(
-    name: str, plan: autopar.Plan | None, seed: int, target: float | None
+    model: Model, plan: autopar.Plan | None, seed: int, target: float | None
 ) -> tuple[float | None, float]:
     """Trains under a plan, or on one device for None.
 
@@ -342,7 +369,6 @@ def trained(
       the model's steps), and the last smoothed loss. Without a target, all of the
       model's steps are taken.
     """
-    model = MODELS[name]
     step, create_state = model.built()
     key = jax.random.key(seed)
     if plan is None:
@@ -364,21 +390,26 @@ def trained(
 
 def train(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Counts the steps of each distinct choice of codecs."""
-    found = [r for r in _held(given.out, "trained") if r["model"] not in given.models]
-    rows = _held(given.out, "timed")
+    found = [
+        r for r in _held(given.out, "trained")
+        if r["model"] not in given.models or r["times"] != given.times
+    ]  # fmt: skip
+    rows = [r for r in _held(given.out, "timed") if r["times"] == given.times]
     for name in given.models:
+        model = model_of(name, given.times)
         plans = {
             json.dumps(r["codecs"], sort_keys=True): r["plan"]
             for r in rows if r["model"] == name and r["codecs"]
         }  # fmt: skip
         for seed in given.seeds:
-            _, target = trained(name, None, seed, None)
+            _, target = trained(model, None, seed, None)
             for codecs, file in plans.items():
                 plan = autopar.Plan.load(given.folder / file)
-                steps, _ = trained(name, plan, seed, target)
+                steps, _ = trained(model, plan, seed, target)
                 found.append({
-                    "model": name, "seed": seed, "codecs": json.loads(codecs),
-                    "dense_steps": MODELS[name].steps, "steps": steps, "loss": target,
+                    "model": name, "times": given.times, "seed": seed,
+                    "codecs": json.loads(codecs), "dense_steps": model.steps,
+                    "steps": steps, "loss": target,
                 })  # fmt: skip
                 print(f"{name}, seed {seed}: {steps} steps of {codecs}", flush=True)
             _keep(given.out, trained=found)
@@ -391,24 +422,25 @@ def train(given: argparse.Namespace) -> list[dict[str, Any]]:
 def whole_inside(given: argparse.Namespace) -> None:
     """Trains dense and as planned over shaped links, until the dense loss."""
     worker.start()
-    worker.limit_cpu(CORES)
     for rate in given.rates:
-        cluster = _measured(rate)
+        cluster = _profiled(rate, given.folder)
         for name in given.models:
             target = None
             for arm in (DENSE, JOINT):
                 worker.set_rate(None)
-                plan = plan_of(MODELS[name], arm, cluster)
-                row = _whole(name, plan, rate, target)
+                path = given.folder / f"whole-{name}-{rate:g}-{arm}.json"
+                model = model_of(name, given.times)
+                plan = _shared_plan(model, arm, cluster, path)
+                row = _whole(model, plan, rate, target)
                 target = row["loss"] if target is None else target
-                worker.report({"model": name, "rate_mbit": rate, "arm": arm, **row})
+                own = {"model": name, "times": given.times, "rate_mbit": rate}
+                worker.report({**own, "arm": arm, **row})
                 worker.say(f"{name} at {rate:g} Mbit/s, {arm}: {row}")
 
 
 def _whole(
-    name: str, plan: autopar.Plan, rate: float, target: float | None
+    model: Model, plan: autopar.Plan, rate: float, target: float | None
 ) -> dict[str, Any]:
-    model = MODELS[name]
     step, create_state = model.built()
     run = autopar.parallelize(step, plan=plan)
     batch = jax.eval_shape(lambda: model.batch(0, 0))
@@ -418,6 +450,7 @@ def _whole(
     state = run.init(create_state, jax.random.key(0), batch=batch)
     window, losses = summaries.SMOOTH_STEPS, list[float]()
     worker.set_rate(rate)
+    worker.set_cores(CORES)
     before_s = time.perf_counter()
     for k in range(model.steps * (1 if target is None else 2)):
         state, loss = run(state, part(k))
@@ -426,6 +459,7 @@ def _whole(
         if target is not None and k >= window and mean <= target:
             break
     seconds = time.perf_counter() - before_s
+    worker.set_cores(None)
     mean = statistics.fmean(losses[-window:])
     reached = target is None or mean <= target
     return {"steps": len(losses), "s": seconds, "loss": mean, "reached": reached}
@@ -457,7 +491,8 @@ def steps_of(
         return float(MODELS[row["model"]].steps)
     own = [
         t["steps"] for t in trainings
-        if t["model"] == row["model"] and t["codecs"] == row["codecs"]
+        if (t["model"], t["times"]) == (row["model"], row["times"])
+        and t["codecs"] == row["codecs"]
     ]  # fmt: skip
     if not own or None in own:
         return None
@@ -472,11 +507,11 @@ def report(
     def cell(value: float | None, digits: int = 2) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 
-    head = ("model", "Mbit/s", "arm", "codecs", "layouts", "step ms", "predicted ms",
-            "steps", "s to the loss", "times dense", "bar",
+    head = ("model", "rows", "Mbit/s", "arm", "codecs", "layouts", "step ms",
+            "predicted ms", "steps", "s to the loss", "times dense", "bar",
             "times one host")  # fmt: skip
     print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|")
-    for (name, rate), rows in _grouped(timed).items():
+    for (name, times, rate), rows in _grouped(timed).items():
         total: dict[str, float | None] = {}
         for row in rows:
             step_s = statistics.median(row["step_s"] or [row["predicted_s"]])
@@ -488,7 +523,7 @@ def report(
             steps = steps_of(row, trainings)
             measured = 1e3 * statistics.median(row["step_s"]) if row["step_s"] else None
             print("| " + " | ".join((
-                name, f"{rate:g}", row["arm"],
+                name, str(model_of(name, times).rows), f"{rate:g}", row["arm"],
                 ", ".join(f"{n} {c}" for c, n in row["codecs"].items()), row["scheme"],
                 cell(measured, 0), cell(1e3 * row["predicted_s"], 0), cell(steps, 0),
                 cell(own, 1), cell(over.get(DENSE)),
@@ -500,7 +535,8 @@ def report(
 def _grouped(rows: Sequence[Mapping[str, Any]]) -> dict[Any, list[Mapping[str, Any]]]:
     found: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["model"], row["rate_mbit"]), []).append(row)
+        key = row["model"], row["times"], row["rate_mbit"]
+        found.setdefault(key, []).append(row)
     return found
 
 
@@ -510,6 +546,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("what", choices=("time", "train", "whole", "table"))
     parser.add_argument("--rates", type=float, nargs="+", default=list(BARS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--times", type=int, default=4, help="the rows of small batches"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=5, help="of an arm in a turn")
     parser.add_argument("--turns", type=int, default=2)
@@ -532,10 +571,10 @@ def main() -> int:
         results, code = bed.run_inside(__file__, HOSTS, given.timeout)
         part = {"time": "timed", "whole": "whole"}[given.what]
         merged = slowest(results) if part == "timed" else list(results[0])
-        new = {(r["model"], r["rate_mbit"]) for r in merged}
+        new = _grouped(merged)
         kept = [
             r for r in _held(given.out, part)
-            if (r["model"], r["rate_mbit"]) not in new
+            if (r["model"], r["times"], r["rate_mbit"]) not in new
         ]  # fmt: skip
         _keep(given.out, **{part: kept + merged})
     elif given.what == "train":

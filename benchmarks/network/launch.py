@@ -2,8 +2,9 @@
 
 A worker writes lines to its standard output. A line that starts with ``@bed`` is
 followed by JSON: ``{"result": ...}`` is stored. ``{"rate_mbit": ...}`` changes the rate
-of all links, and is answered by one line on the worker's standard input. All other
-lines are the worker's log.
+of all links, and ``{"cores": ...}`` how much of a core each process may use; both are
+answered by one line on the worker's standard input. All other lines are the worker's
+log.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ KEEP_MEMORY = {
 _LOG_LINES = 400
 _POLL_S = 0.02
 _GRACE_S = 2.0
+_PERIOD_US = 10_000
+"""A process that has used up its time waits for at most this long."""
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -95,6 +98,41 @@ def environment(
     }
 
 
+class CoreLimit:
+    """A control group of one process, which limits its processor time."""
+
+    def __init__(self, pid: int) -> None:
+        """Makes the group, without a limit.
+
+        Raises:
+          OSError: this machine lets no one make control groups.
+        """
+        lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
+        parts = {name: path for _, name, path in (x.split(":", 2) for x in lines)}
+        first = next((n for n in parts if "cpu" in n.split(",")), None)
+        self._first, root = bool(first), pathlib.Path("/sys/fs/cgroup")
+        folder = root / "cpu" / parts[first].strip("/") if first else root
+        self._group = folder / f"bed{pid}"
+        self._group.mkdir()
+        (self._group / "cgroup.procs").write_text(str(pid))
+
+    def set(self, cores: float | None) -> None:
+        """Sets how much of a core the process may use; None: no limit."""
+        limit_us = -1 if cores is None else round(cores * _PERIOD_US)
+        if self._first:
+            (self._group / "cpu.cfs_quota_us").write_text("-1")
+            (self._group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (self._group / "cpu.cfs_quota_us").write_text(str(limit_us))
+        else:
+            most = "max" if cores is None else str(limit_us)
+            (self._group / "cpu.max").write_text(f"{most} {_PERIOD_US}")
+
+    def remove(self) -> None:
+        """Removes the group after its process has ended."""
+        with contextlib.suppress(OSError):
+            self._group.rmdir()
+
+
 class Running:
     """The processes of a command, one in each namespace."""
 
@@ -122,6 +160,7 @@ class Running:
         ]
         self._written = [""] * len(hosts)  # to the files, once those are gone
         self._processes: list[subprocess.Popen[str]] = []
+        self._limits: list[CoreLimit] = []
         self._readers: list[threading.Thread] = []
         self._problem: str | None = None
         for host, errors in zip(hosts, self._errors, strict=True):
@@ -169,13 +208,23 @@ class Running:
             if "say" in message:
                 print(message["say"], file=sys.stderr, flush=True)
                 return
-            self._set_rate(message["rate_mbit"])
+            if "cores" in message:
+                self._limit_cores(message["cores"])
+            else:
+                self._set_rate(message["rate_mbit"])
             answer = self._processes[rank].stdin
             assert answer is not None
             answer.write("done\n")
             answer.flush()
         except Exception as error:  # of this thread, which nobody joins in time
             self._problem = f"process {rank} asked {line.strip()!r}: {error}"
+
+    def _limit_cores(self, cores: float | None) -> None:
+        """Limits the processor time of each process."""
+        if not self._limits:
+            self._limits = [CoreLimit(process.pid) for process in self._processes]
+        for limit in self._limits:
+            limit.set(cores)
 
     def wait(self, timeout_s: float) -> list[list[Any]]:
         """Waits for the end of all processes; returns the results that each reported.
@@ -238,6 +287,8 @@ class Running:
                 if stream is not None:
                     with contextlib.suppress(BrokenPipeError):
                         stream.close()
+        for limit in self._limits:
+            limit.remove()
         if self._errors and self._errors[0].exists():
             texts = [path.read_text(errors="replace") for path in self._errors]
             self._written = texts

@@ -28,30 +28,6 @@ SEGMENT_BYTES = 1448
 _STATISTICS = pathlib.Path("/sys/class/net")
 _PR_SET_PDEATHSIG = 1
 _SETTLE_S = 0.02
-_PERIOD_US = 10_000
-"""A host that has used up its time waits for at most this long."""
-
-
-def limit_cpu(cores: float) -> None:
-    """Limits the processor time of this process by a control group of its own.
-
-    Raises:
-      OSError: this machine lets no one make control groups.
-    """
-    lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
-    parts = {name: path for _, name, path in (x.split(":", 2) for x in lines)}
-    first = next((n for n in parts if "cpu" in n.split(",")), None)
-    root = pathlib.Path("/sys/fs/cgroup")
-    folder = root / "cpu" / parts[first].strip("/") if first else root
-    own = folder / f"bed{os.getpid()}"
-    own.mkdir(exist_ok=True)
-    limit_us = round(cores * _PERIOD_US)
-    if first:
-        (own / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
-        (own / "cpu.cfs_quota_us").write_text(str(limit_us))
-    else:
-        (own / "cpu.max").write_text(f"{limit_us} {_PERIOD_US}")
-    (own / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def rank() -> int:
@@ -106,9 +82,18 @@ def barrier() -> None:
 
 def set_rate(rate_mbit: float | None) -> None:
     """Changes the rate of all links; every process must call it."""
+    _ask({"rate_mbit": rate_mbit})
+
+
+def set_cores(cores: float | None) -> None:
+    """Limits each process to a part of a core (None: no limit), as `set_rate` does."""
+    _ask({"cores": cores})
+
+
+def _ask(message: dict[str, Any]) -> None:
     barrier()
     if rank() == 0:
-        _tell({"rate_mbit": rate_mbit})
+        _tell(message)
         sys.stdin.readline()
     barrier()
 
