@@ -31,8 +31,8 @@ from autopar.runtime.local.rules import StepAhead
 
 DATA = pathlib.Path(__file__).resolve().parents[2] / "docs/data/step_ahead.json"
 WORKERS, STEPS, ROWS = 4, 400, 16
-RATES = {"momentum": (0.3, 0.1, 0.03), "adam": (3e-3, 1e-3, 3e-4)}
-BEST = {"momentum": 0.3, "adam": 3e-3}
+RATES = {"momentum": (0.1, 0.03, 0.01, 0.003), "adam": (1e-2, 3e-3, 1e-3)}
+BEST = {"momentum": 0.01, "adam": 1e-3}
 SIZES = Sizes(layers=2, d_model=128, heads=4, seq=32, batch=ROWS)
 DENSE = "dense"
 FEEDBACKS: dict[str, StepAhead | None] = {
