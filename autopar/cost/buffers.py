@@ -45,6 +45,9 @@ class Brought:
       forms: resharded arrays, each with its bytes and its lifetime.
       spread: lifetimes of broadcast arrays, by value and layout (`Lifetimes.spread`).
       moved: buffers of copies whose dimensions are in another order.
+      sliced: for each loop, the arrays that are gathered whole before it, each with the
+        time of its gather. A compiler that hides gathers starts all of them before the
+        first copy.
     """
 
     assignment: Assignment
@@ -59,6 +62,9 @@ class Brought:
         default_factory=dict[tuple[int, Layout], _Span]
     )
     moved: list[Buffer] = dataclasses.field(default_factory=list[Buffer])
+    sliced: dict[int, list[tuple[int, _Form]]] = dataclasses.field(
+        default_factory=dict[int, list[tuple[int, _Form]]]
+    )
 
     def read_all(self, among: Sequence[Operator]) -> None:
         """Records what operators read.
@@ -121,6 +127,8 @@ class Brought:
             nbytes *= WIDER if wide else 1
             known, span = self.forms.get(key, (nbytes, (start, until)))
             self.forms[key] = max(known, nbytes), _join_spans(span, (start, until))
+            if op.kind == "slice_step" and self.life.placed:
+                self.sliced.setdefault(op.equation, []).append((start, key))
             return
         _extend(self.widened if wide else self.ends, source, until)
         if product and not wide and self._overtaken(op, source):
@@ -171,11 +179,18 @@ class Brought:
     def buffers(self) -> Iterator[Buffer]:
         """Yields the buffers of all recorded copies."""
         yield from self.moved
-        for (value, *_), (nbytes, (start, end)) in self.forms.items():
+        together: dict[_Form, _Span] = {}
+        for gathers in self.sliced.values():
+            times = [time for time, _ in gathers]
+            span = min(times), max(times)
+            together.update((key, span) for _, key in gathers)
+        for key, (nbytes, (start, end)) in self.forms.items():
+            value = key[0]
             yield Buffer(value, nbytes, start, end, "gathered copies")
             # The buffer into which the collective writes, before the result is copied
             # into a buffer of its own.
-            yield Buffer(value, nbytes, start, start, "collective buffers")
+            first, last = together.get(key, (start, start))
+            yield Buffer(value, nbytes, first, last, "collective buffers")
         for (value, layout), (start, end) in self.spread.items():
             nbytes = self.bytes_of(value, layout)
             for source in self.life.spread[value]:

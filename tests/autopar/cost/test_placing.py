@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.cost.buffers import buffers
+from autopar.cost.buffers import Brought, buffers
 from autopar.cost.combining import SUMS
 from autopar.cost.estimate import MessagePlaces, placing
 from autopar.cost.live import habits_of
@@ -198,3 +198,21 @@ def test_a_gpu_copies_no_pieces() -> None:
 
     assert plan.pricer.move_s(gather.step, gather.size) == 0
     assert math.isclose(copying.move_s(gather.step, gather.size), twice_s)
+
+
+def test_arrays_that_are_gathered_before_a_loop_are_received_together() -> None:
+    layouts = fsdp(True).assignment
+    life = layouts.analysis.life(habits_of(Cluster.parse("8:h100").device))
+    brought = Brought(layouts, life)
+    keys = [(value, False, ()) for value in range(3)]
+    spans = [(4, 30), (7, 30), (20, 25)]
+    brought.forms.update({k: (8.0, s) for k, s in zip(keys, spans, strict=True)})
+    brought.sliced[1] = [
+        (start, k) for (start, _), k in zip(spans[:2], keys, strict=False)
+    ]
+    found = {
+        b.value: (b.start, b.end)
+        for b in brought.buffers()
+        if b.kind == "collective buffers"
+    }
+    assert found == {0: (4, 7), 1: (4, 7), 2: (20, 20)}
