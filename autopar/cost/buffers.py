@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from autopar.cost.combining import SUMS
+from autopar.cost.combining import SUMS, is_moved
 from autopar.cost.local import Buffer, local_bytes
-from autopar.cost.traffic import exchanges_of, is_moved
+from autopar.cost.traffic import exchanges_of
 from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import Layout, shards
 from autopar.steps.lifetimes import Lifetimes

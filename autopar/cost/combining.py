@@ -16,6 +16,7 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from autopar.cluster.specs import Calibration
+from autopar.layouts.assignment import Assignment
 
 SUMS = frozenset({"all_reduce", "reduce_scatter"})
 GATHERS = frozenset({"all_gather"})
@@ -102,4 +103,20 @@ def combiner_of(calibration: Calibration) -> Combiner:
         frozenset(calibration.combined_kinds),
         calibration.combined_bytes,
         calibration.combined_arrays,
+    )
+
+
+def is_moved(assignment: Assignment, value: int, computation: int) -> bool:
+    """Whether XLA's GPU compiler moves a sum into the next iteration of its loop.
+
+    It moves only sums that the program writes as collectives: the compiler turns other
+    partial results into sums after it has moved sums (jax 0.10.2).
+
+    Args:
+      assignment: strategies as layouts.
+      value: the sum.
+      computation: the last operator of the computation that runs the sum.
+    """
+    return computation < len(assignment.graph.operators) and bool(
+        assignment.sums(value)
     )

@@ -25,17 +25,12 @@ import numpy as np
 from autopar.cluster import DeviceSpec
 from autopar.cost.breakdown import CostBreakdown
 from autopar.cost.collectives import collective_s_at
-from autopar.cost.combining import SUMS
+from autopar.cost.combining import SUMS, is_moved
 from autopar.cost.compute import roofline_s, shard_s
 from autopar.cost.live import Live, each_held_bytes, live
 from autopar.cost.overlap import Key, Part, Timeline
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import (
-    Collective,
-    compiled_traffic,
-    is_moved,
-    join_messages,
-)
+from autopar.cost.traffic import Collective, compiled_traffic, join_messages
 from autopar.cost.work import beside_ring_s
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes, ReshardStep, shards

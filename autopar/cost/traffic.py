@@ -346,22 +346,6 @@ def _sum_place(
     return where[at.index], behind, str(assignment.graph.values[value].dtype)
 
 
-def is_moved(assignment: Assignment, value: int, computation: int) -> bool:
-    """Whether XLA's GPU compiler moves a sum into the next iteration of its loop.
-
-    It moves only sums that the program writes as collectives: the compiler turns other
-    partial results into sums after it has moved sums (jax 0.10.2).
-
-    Args:
-      assignment: strategies as layouts.
-      value: the sum.
-      computation: the last operator of the computation that runs the sum.
-    """
-    return computation < len(assignment.graph.operators) and bool(
-        assignment.sums(value)
-    )
-
-
 def _reductions(
     assignment: Assignment, forms: _Forms, among: Sequence[Operator]
 ) -> list[Collective]:

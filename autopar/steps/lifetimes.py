@@ -309,7 +309,7 @@ class Habits:
       placed: whether the memory model counts unused memory between buffers
         (`autopar.cost.live.lost_bytes`).
       moves_sums: whether the compiler moves sums that a loop's body writes as
-        collectives into the next iteration (`autopar.cost.traffic.is_moved`). Their
+        collectives into the next iteration (`autopar.cost.combining.is_moved`). Their
         operands are then in memory during the whole loop.
       masks_rows: whether the compiler masks the rows of ragged products
         (`autopar.steps.ragged`).
