@@ -10,8 +10,8 @@ the planner, and `one host` computes the whole batch alone. Every host, also the
 may use `CORES` of a core. Hosts and links are measured first, as ``autopar profile
 --distributed`` does. Rates above `MOST_MBIT` are not run: their seconds are those of
 the plans. ``train`` counts the steps until the smoothed loss is that of the last dense
-step, on simulated devices, under the plans that ``time`` made. The time to the loss is
-the product. ``whole`` trains from end to end over shaped links.
+step, on simulated devices, under the plans of `joint` that ``time`` made. The time to
+the loss is the product. ``whole`` trains from end to end over shaped links.
 
 Nothing of this benchmark was used to choose a constant of the planner. The rules of
 compression were found with the GPT at 100 to 10,000 Mbit/s, and the recommendation
@@ -279,7 +279,7 @@ def _time_model(
 ) -> None:
     model = model_of(name, given.times)
     worker.set_rate(None)  # nothing that is not timed waits for the links
-    runs: dict[str, Callable[[int], Any]] = {}
+    runs: dict[str, Running] = {}
     rows: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
         file = f"{name}-{given.times}-{rate:g}-{arm.replace(' ', '-')}.json"
@@ -292,16 +292,18 @@ def _time_model(
             "scheme": plan.worth.scheme if plan.worth else "", "step_s": [],
         }  # fmt: skip
         if rate <= MOST_MBIT:
-            runs[arm] = _prepared(model, arm, plan)
+            runs[arm] = Running(model, arm, plan)
     for turn in range(given.turns if runs else 0):
         worker.set_rate(rate)
         worker.set_cores(CORES)
         order = ARMS[turn % len(ARMS) :] + ARMS[: turn % len(ARMS)]
         for arm in order:
             for k in range(given.steps):
+                # Batches are made before the clock runs.
+                data = runs[arm].batch(turn * given.steps + k)
                 worker.barrier()
                 before_s = time.perf_counter()
-                runs[arm](turn * given.steps + k)
+                runs[arm].take(data)
                 rows[arm]["step_s"].append(time.perf_counter() - before_s)
         worker.set_cores(None)
         worker.set_rate(None)
@@ -323,28 +325,37 @@ def _shared_plan(
     return autopar.Plan.load(path)
 
 
-def _prepared(model: Model, arm: str, plan: autopar.Plan) -> Callable[[int], Any]:
-    """Compiles an arm; the result takes the step of a number, and waits for it."""
-    step, create_state = model.built()
-    batch = jax.eval_shape(lambda: model.batch(0, 0))
-    part, parts = worker.rank(), worker.count()
-    if arm == ONE:
-        if part:
-            return lambda _: None
-        run: Any = jax.jit(step, donate_argnums=0)
-        state, parts = jax.jit(create_state)(jax.random.key(0)), 1
-    else:
-        run = autopar.parallelize(step, plan=plan)
-        state = run.init(create_state, jax.random.key(0), batch=batch)
-    held = [state]
+class Running:
+    """A training of an arm in this process."""
 
-    def take(number: int) -> None:
-        held[0], loss = run(held[0], model.batch(0, number, part, parts))
-        jax.block_until_ready((held[0], loss))
+    def __init__(self, model: Model, arm: str, plan: autopar.Plan) -> None:
+        """Compiles the step, and takes `WARM_STEPS`."""
+        step, create_state = model.built()
+        self._model, self._idle = model, arm == ONE and worker.rank() > 0
+        self._part, self._parts = worker.rank(), worker.count()
+        if arm == ONE:
+            self._parts = 1
+            self._run: Any = jax.jit(step, donate_argnums=0)
+            self._state = jax.jit(create_state)(jax.random.key(0))
+        else:
+            self._run = autopar.parallelize(step, plan=plan)
+            batch = jax.eval_shape(lambda: model.batch(0, 0))
+            key = jax.random.key(0)
+            self._state = self._run.init(create_state, key, batch=batch)
+        for k in range(WARM_STEPS):
+            self.take(self.batch(k))
 
-    for k in range(WARM_STEPS):
-        take(k)
-    return take
+    def batch(self, step: int) -> Batch | None:
+        """This process's rows; None if it takes no part."""
+        if self._idle:
+            return None
+        return self._model.batch(0, step, self._part, self._parts)
+
+    def take(self, batch: Batch | None) -> None:
+        """Takes a step, and waits for it."""
+        if batch is not None:
+            self._state, loss = self._run(self._state, batch)
+            jax.block_until_ready((self._state, loss))
 
 
 def slowest(results: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -399,7 +410,8 @@ def train(given: argparse.Namespace) -> list[dict[str, Any]]:
         model = model_of(name, given.times)
         plans = {
             json.dumps(r["codecs"], sort_keys=True): r["plan"]
-            for r in rows if r["model"] == name and r["codecs"]
+            for r in rows
+            if r["model"] == name and r["codecs"] and r["arm"] == JOINT
         }  # fmt: skip
         for seed in given.seeds:
             _, target = trained(model, None, seed, None)
