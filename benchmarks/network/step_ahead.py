@@ -42,7 +42,7 @@ FEEDBACKS: dict[str, StepAhead | None] = {
     "half ahead": StepAhead(part=0.5, average=0),
 }
 CODECS = {
-    "momentum": ("topk:ratio=0.01", "sign"),
+    "momentum": ("topk:ratio=0.01",),
     "adam": ("topk:ratio=0.01",),
 }
 
