@@ -90,6 +90,7 @@ def node_seconds(
     covering, waited = np.zeros((2 * SEGMENTS + 1, count)), np.zeros(count)
     free = np.zeros((SEGMENTS, count))
     split = _split(space.strategies, pricer)
+    of_sums = pricer.packed if packed else pricer
     for member, mapping in node.members.items():
         work = works.get(member)
         if work is None:
@@ -111,7 +112,7 @@ def node_seconds(
             own = analysis.sums[op.class_index]
             final = op.class_index in analysis.independent.summing
             together = SUMS if final else ALONE
-            judge = pricer.packed if packed and final else pricer
+            judge = of_sums if final else pricer
             summed_s = _reduction_s(op, node, space, judge, own, together)
             summed_s = share_of(analysis, pricer, op.class_index) * summed_s
             if final:

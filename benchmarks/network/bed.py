@@ -159,9 +159,7 @@ class Bed:
         self.rate_mbit = rate_mbit
 
     def start(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str] | None = None,
+        self, command: Sequence[str], env: Mapping[str, str] | None = None
     ) -> launch.Running:
         """Starts a command in every namespace; see `launch.Running`.
 
@@ -253,10 +251,7 @@ def _shape(device: str, rate_mbit: float | None) -> list[str]:
 
 
 def run_inside(
-    script: str,
-    hosts: int,
-    timeout_s: float,
-    more: Sequence[str] = (),
+    script: str, hosts: int, timeout_s: float, more: Sequence[str] = ()
 ) -> tuple[list[list[Any]], int]:
     """Runs a script with ``--inside`` and this program's arguments on all hosts.
 

@@ -1,6 +1,6 @@
 """Step-ahead error feedback against plain error feedback, on equal and unequal shards.
 
-    python benchmarks/network/step_ahead.py [--seeds 0 1 2] [--arms ...] [--table]
+    python benchmarks/network/step_ahead.py [--seeds 0 1 2] [--tune] [--table]
 
 A GPT of 0.4 M parameters is trained by `WORKERS` replicas that synchronise after every
 step (`autopar.local_steps`). *Alike*: every worker draws from the whole text. *Apart*:
@@ -16,13 +16,17 @@ import functools
 import json
 import pathlib
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax
 import language_model
 import numpy as np
 import optax
+import workloads
 from language_model import Sizes
 
 import autopar
@@ -108,8 +112,8 @@ def arms() -> list[tuple[str, str, str]]:
 
 def report(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints the mean losses over seeds."""
-    _row("optimizer", "codec", "feedback", "alike", "apart", "seeds")
-    _row(*["---"] * 6)
+    workloads.row("optimizer", "codec", "feedback", "alike", "apart", "seeds")
+    workloads.row(*["---"] * 6)
     for arm in arms():
         cells: list[str] = []
         count = 0
@@ -122,11 +126,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> None:
             count = len(losses)
             sd = f" +- {statistics.stdev(losses):.3f}" if count > 1 else ""
             cells.append(f"{statistics.fmean(losses):.3f}{sd}" if losses else "")
-        _row(*arm, *cells, count)
-
-
-def _row(*cells: object) -> None:
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+        workloads.row(*arm, *cells, count)
 
 
 def main() -> None:

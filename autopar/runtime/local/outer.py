@@ -222,8 +222,7 @@ class Exchange:
         if codec.check(shape, scatter=False):
             # A codec of matrices, say, sends biases as they are.
             codec, kind = parse_codec("dense"), "none"
-        averages = self.ahead is not None and kind == "residual"
-        every = self.ahead.average if self.ahead and averages else 0
+        every = self.ahead.average if self.ahead and kind == "residual" else 0
         feedback = Feedback(kind=kind, average_every=every)
         return Gradient(leaf.path, shape, codec, feedback, seed=number)
 
@@ -247,7 +246,7 @@ class Exchange:
                     sent + message.sent,
                 )
             if every := gradient.feedback.average_every:
-                # Of the sum of residuals, the part of one outer step.
+                # Round -1: of the sum of residuals, the part of one outer step.
                 size, sent = found.get((-1, "all_reduce"), (0.0, 0.0))
                 nbytes = 4.0 * gradient.size / every
                 moved = 2.0 * nbytes * (self.replicas - 1) / self.replicas
