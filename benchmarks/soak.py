@@ -58,6 +58,8 @@ class Soak:
         """
         self.folder, self.draw = folder, random.Random(seed)
         self.events: list[dict[str, Any]] = []
+        # The worker -> the process that the last event killed.
+        self.killed: dict[int, int] = {}
         # To check at the end: the folder of each run, and the times at which steps may
         # go back.
         self.runs: list[pathlib.Path] = []
@@ -110,6 +112,11 @@ class Soak:
         """The process of a worker."""
         return ProcessId.from_data(self.notes().get("workers", {}).get(str(number)))
 
+    def pid_of(self, worker: int) -> int | None:
+        """The number of a worker's process."""
+        process = self.worker(worker)
+        return None if process is None else process.pid
+
     def service(self) -> ProcessId | None:
         """The process of the coordination service."""
         return ProcessId.from_data(self.notes().get("service"))
@@ -135,12 +142,20 @@ class Soak:
         dead: frozenset[int] = frozenset(),
         size: Callable[[int], bool] = bool,
     ) -> bool:
-        """Whether a later world trains without the dead workers."""
+        """Whether a later world trains without the processes of the dead workers.
+
+        If the world broke at the same time, an agent may have started a killed process
+        again under its number, as it does with processes that end to be respawned.
+        """
         now = self.status()
         good = now.get("state") == "run" and now["formed"]
         good = good and now["generation"] > generation
-        if not good or dead & set(now["world"]) or not size(len(now["world"])):
+        if not good or not size(len(now["world"])):
             return False
+        for worker in dead & set(now["world"]):
+            pid = self.pid_of(worker)
+            if pid is None or pid == self.killed.get(worker, pid):
+                return False
         begin = time.time()
         end = begin + 5
         while time.time() < end and self.process.poll() is None:
@@ -173,6 +188,7 @@ class Soak:
             raise RuntimeError(f"no world trains: {now}")
         few = "join" in kinds and len(world) < MOST - 1 and self.draw.random() < 0.4
         kind = "join" if few else self.draw.choice(kinds)
+        self.killed.clear()
         before, step = time.time(), self.step()
         found: dict[str, Any] = {"kind": kind, "step": step, "time_s": before}
         self.events.append(found)
@@ -201,8 +217,10 @@ class Soak:
     def _some(self, world: list[int], count: int = 1) -> frozenset[int]:
         """Kills a number of workers at once."""
         chosen = self.draw.sample(world, count)
-        for process in [self.worker(w) for w in chosen]:
+        for worker in chosen:
+            process = self.worker(worker)
             if process is not None:
+                self.killed[worker] = process.pid
                 process.kill()
         return frozenset(chosen)
 

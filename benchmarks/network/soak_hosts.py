@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -133,9 +134,22 @@ class HostSoak(soak.Soak):
 
     def home_of(self, worker: int) -> int:
         """The host on which a worker runs."""
-        self.wait(lambda: bool(self.status()["workers"][str(worker)]["pid"]))
-        pid = self.status()["workers"][str(worker)]["pid"]
-        return next(h for h in range(HOSTS) if pid in self.pids(h))
+        found: list[int] = []
+
+        def runs() -> bool:
+            # A process that is respawned has another number from one call to the next.
+            pid = self.pid_of(worker)
+            found[:] = [h for h in range(HOSTS) if pid and pid in self.pids(h)]
+            return bool(found)
+
+        if not self.wait(runs):
+            raise RuntimeError(f"worker {worker} runs on no host: {self.status()}")
+        return found[0]
+
+    def pid_of(self, worker: int) -> int | None:
+        """The number of a worker's process."""
+        known = self.status().get("workers", {})
+        return known.get(str(worker), {}).get("pid")
 
     def link(self, host: int, *, up: bool) -> None:
         """Switches a host's link on or off."""
@@ -162,10 +176,11 @@ class HostSoak(soak.Soak):
 
     def _some(self, world: list[int], count: int = 1) -> frozenset[int]:
         chosen = self.draw.sample(world, count)
-        known = self.status()["workers"]
         for worker in chosen:
-            with contextlib.suppress(OSError):
-                os.kill(int(known[str(worker)]["pid"]), signal.SIGKILL)
+            if pid := self.pid_of(worker):
+                self.killed[worker] = pid
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
         return frozenset(chosen)
 
     def _agent(self, found: Any, world: Any, generation: int) -> Any:
@@ -351,14 +366,19 @@ def main() -> None:
     if given.append:
         before = json.loads(given.out.read_text())
         found, commands = before["seeds"], [before["command"], *commands]
-    asked = given.events, given.kinds, given.seconds
+    asked, failed = (given.events, given.kinds, given.seconds), False
     with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
         jobs = [pool.submit(run_seed, s, *asked) for s in given.seed]
         for done in concurrent.futures.as_completed(jobs):
+            if (error := done.exception()) is not None:
+                failed = True
+                traceback.print_exception(error)
+                continue
             found.append(done.result())
             print(json.dumps(found[-1], indent=1), flush=True)
             made = {**soak.data_of(given, found), "command": "; ".join(commands)}
             given.out.write_text(json.dumps(made, indent=1) + "\n")
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
