@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.runtime import arguments, placement
+from autopar.runtime.batch_rows import Rows, place_rows
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.stages.placing import place_arrays
@@ -137,19 +138,22 @@ class Evaluation(Generic[P, R]):
             return spread(call.arrays, running.mesh, running.links)
         devices = set(running.mesh.devices.flat)
         axes = batch_axes(running)
-        placed: list[Any] = []
-        for x in call.arrays:
+        placed: list[Any] = [None] * len(call.arrays)
+        rows: dict[int, Rows] = {}
+        for k, x in enumerate(call.arrays):
             if isinstance(x, jax.Array) and x.sharding.device_set == devices:
                 # The step returned its state on the mesh that the caller has set, if
                 # any. This gives the state the shardings of the plan's mesh again.
-                placed += placement.given_back([x], running.mesh, ())
+                (placed[k],) = placement.given_back([x], running.mesh, ())
                 continue
             shape = placement.global_shape(x, count)
             sharding = NamedSharding(running.mesh, _row_spec(running, shape, axes))
             if shape == tuple(jax.numpy.shape(x)):
-                placed.append(placement.place(x, sharding))
+                placed[k] = placement.place(x, sharding)
             else:
-                placed.append(placement.place_rows(x, shape, sharding))
+                rows[k] = Rows(x, shape, sharding)
+        for k, array in place_rows(rows).items():
+            placed[k] = array
         return placed
 
 

@@ -139,22 +139,6 @@ def _lies_alike(given: Any, placed: Any) -> bool:
     return given.sharding.is_equivalent_to(placed.sharding, given.ndim)
 
 
-def place_rows(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:
-    """Places one array of a batch, of which each process holds an equal part.
-
-    Args:
-      leaf: the rows of the global array that this process holds.
-      shape: the global shape.
-      sharding: the sharding of the result.
-    """
-    rows = _row_mesh(sharding.mesh)
-    local = np.asarray(leaf)
-    dim = rows_dim(local.shape, shape)
-    by_process = NamedSharding(rows, PartitionSpec(*[None] * dim, "process"))
-    whole = jax.make_array_from_process_local_data(by_process, local, tuple(shape))
-    return place(whole, sharding)
-
-
 def rows_dim(part: Sequence[int], whole: Sequence[int]) -> int:
     """Returns the dim in which the shape of a part differs from the whole shape."""
     return next(d for d, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b)
@@ -206,14 +190,6 @@ def absent(struct: Any, sharding: NamedSharding) -> Any:
     shape, dtype = jax_compat.bits_struct(tuple(struct.shape), struct.dtype)
     bits = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     return jax_compat.with_dtype(bits, struct.dtype)
-
-
-def _row_mesh(mesh: Any) -> Mesh:
-    """Returns a mesh of the same devices, with one row per process in process order."""
-    devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
-    count = len({d.process_index for d in devices})
-    grid = np.array(devices, dtype=object).reshape(count, -1)
-    return Mesh(grid, ("process", "local"))
 
 
 def even_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:

@@ -24,6 +24,7 @@ from autopar.planner.record import check_plan
 from autopar.planner.replicas import check_mesh
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, placement
+from autopar.runtime.batch_rows import Rows, place_rows
 from autopar.runtime.placement import device_mesh, home_meshes, stage_meshes
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.program_store import ProgramStore
@@ -538,6 +539,7 @@ class Preparation:
                 first=first,
             )
         whole: dict[str, Any] = {}
+        rows: dict[int, Rows] = {}
         placed: list[Any] = []
         world = self._world()
         # In a first step, the processes compare arrays on the host, by an exchange
@@ -547,11 +549,14 @@ class Preparation:
             for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
                 shape = graph.values[given.value].shape
                 if _is_own_part(x, given, shape):
-                    placed.append(placement.place_rows(x, shape, sharding))
+                    rows[len(placed)] = Rows(x, shape, sharding)
+                    placed.append(None)
                     continue
                 if placement.held_here(x, sharding):
                     whole[given.path] = x
                 placed.append(placement.place(x, sharding))
+            for k, array in place_rows(rows).items():
+                placed[k] = array
         agreement.check_equal(world, whole, first=first)
         return placed
 

@@ -15,13 +15,17 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import step_forms as forms
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.compression.policies import LGreCo
+from autopar.runtime.batch_rows import Rows, place_rows
 
 
 def rows() -> int:
@@ -206,6 +210,30 @@ def replicated(process: int) -> dict[str, Any]:
     }
 
 
+def placed_wrong(process: int) -> list[str]:
+    """Specs and types of batch arrays that were placed wrong in this process."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+    specs = [P(), P("x"), P(("x", "y")), P("y"), P(None, "x"), P(("y", "x"))]
+    wholes: list[np.ndarray] = []
+    wanted: list[Rows] = []
+    for spec in specs:
+        for dtype in ("float32", "bool", "int8", "complex64", "bfloat16"):
+            whole = np.arange(32).reshape(8, 4).astype(jnp.dtype(dtype))
+            own = np.split(whole, 2)[process]
+            wholes.append(whole)
+            wanted.append(Rows(own, whole.shape, NamedSharding(mesh, spec)))
+    placed = place_rows(dict(enumerate(wanted)))
+    return [
+        f"{wanted[k].sharding.spec} {whole.dtype}"
+        for k, whole in enumerate(wholes)
+        if placed[k].sharding != wanted[k].sharding
+        or not all(
+            np.array_equal(np.asarray(shard.data), whole[shard.index])
+            for shard in placed[k].addressable_shards
+        )
+    ]
+
+
 def results(process: int) -> dict[str, Any]:
     """The losses and plans of the three forms of a step on four devices."""
     found: dict[str, Any] = {}
@@ -225,6 +253,7 @@ def main() -> None:
         f"localhost:{port}", int(count), int(process), initialization_timeout=240
     )
     found = {**results(int(process)), "errors": errors(int(process))}
+    found["rows"] = placed_wrong(int(process))
     found["failures"] = failures(int(process))
     multihost_utils.sync_global_devices("done")
     pathlib.Path(f"{out}_{process}.json").write_text(json.dumps(found))

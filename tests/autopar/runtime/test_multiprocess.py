@@ -51,6 +51,10 @@ def test_keys_and_scalars_are_the_same_everywhere(found: Any) -> None:
     assert found["second"]["keyed"] == pytest.approx(want, rel=1e-5)
 
 
+def test_rows_are_exchanged_for_every_sharding(found: Any) -> None:
+    assert found["first"]["rows"] == found["second"]["rows"] == []
+
+
 def test_replicas_send_by_codecs_between_processes(found: Any) -> None:
     want = found["one"]["replicated"]
     assert "int8" in want["codecs"]
