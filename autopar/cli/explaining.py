@@ -29,7 +29,7 @@ from autopar.reports.explain import (
     BoundPlan,
     LayoutDecision,
     bind_plan,
-    group_collectives,
+    communication_rows,
     input_decisions,
 )
 from autopar.reports.gradients import codec_options, codec_rows
@@ -300,7 +300,7 @@ def _paths(decision: LayoutDecision) -> list[str]:
 
 def _rows(bound: BoundPlan) -> list[CollectiveRow]:
     """Returns the communication of a step, sorted by decreasing time."""
-    rows = [*group_collectives(bound, bound.collectives)]
+    rows = [*communication_rows(bound)]
     rows += codec_rows(bound.plan.gradients, bound.pricer)
     return sorted(rows, key=lambda row: -row.seconds)
 

@@ -18,7 +18,7 @@ from autopar.errors import PlanError
 from autopar.planner.proposals import recorded_proposals
 from autopar.plans import Plan
 from autopar.reports.attribution import LAYER, attribute
-from autopar.reports.explain import bind_plan, group_collectives, proposal_lines
+from autopar.reports.explain import bind_plan, communication_rows, proposal_lines
 from autopar.reports.gradients import codec_rows
 from autopar.reports.html import render_html
 from autopar.reports.schedule import trace_text
@@ -63,7 +63,7 @@ def _page(analysis: Analysis, found: Plan, cluster: Cluster) -> str:
     if found.pipeline is not None:
         return render_html(found, ())
     bound = bind_plan(analysis, found, cluster)
-    rows = group_collectives(bound, bound.collectives)
+    rows = communication_rows(bound)
     rows += codec_rows(found.gradients, bound.pricer)
     ordered = sorted(rows, key=lambda row: -row.seconds)
     return render_html(found, ordered, attribute(bound, LAYER))

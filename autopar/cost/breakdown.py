@@ -21,7 +21,8 @@ class CostBreakdown:
       matrix_s: seconds of matrix products and convolutions.
       vector_s: seconds of all other operators.
       kernel_s: seconds of kernel launches.
-      waiting_s: seconds of communication that an operator waits for, without latency.
+      waiting_s: seconds of communication that an operator waits for, without latency,
+        and of the exchange of rows before the step (`autopar.cost.rows`).
       hideable_s: seconds of communication that may overlap with work, without latency:
         sums of gradients, which only the update needs, and gathers of parameters, which
         may start early.

@@ -30,6 +30,7 @@ from autopar.cost.compute import roofline_s, shard_s
 from autopar.cost.live import Live, each_held_bytes, live
 from autopar.cost.overlap import Key, Part, Timeline
 from autopar.cost.pricer import Pricer
+from autopar.cost.rows import exchange_s
 from autopar.cost.traffic import Collective, compiled_traffic, join_messages
 from autopar.cost.work import beside_ring_s
 from autopar.layouts.assignment import Assignment
@@ -538,7 +539,8 @@ class StepEstimate:
             micro_s += self.accumulate_s
             hidden_s += (accumulation - 1) * self._hidden_at(scale, last=False)
         slowed = 1.0 - self.pricer.cluster.device.corrections.contention
-        return accumulation * micro_s + once_s - slowed * hidden_s
+        rows_s = exchange_s(self.assignment, self.pricer, batch)
+        return rows_s + accumulation * micro_s + once_s - slowed * hidden_s
 
     def microbatch_s(self, scale: float = 1.0) -> float:
         """Seconds of a microbatch if nothing overlaps, without rows that run per step.
@@ -706,11 +708,12 @@ class StepEstimate:
             held.setdefault(_HELD.get(given.role, "other_bytes"), []).append(nbytes)
         known = self.pricer.cluster.device.corrections
         hidden_s = self._hidden_at(1.0, last=True)
+        rows_s = exchange_s(self.assignment, self.pricer)
         return CostBreakdown(
             matrix_s=float(work.planned_s[matrix].sum()),
             vector_s=float(work.planned_s[~matrix].sum()),
             kernel_s=float(work.kernel_s.sum()),
-            waiting_s=float(sent.bytes_s[~hideable].sum()),
+            waiting_s=float(sent.bytes_s[~hideable].sum()) + rows_s,
             hideable_s=float(sent.bytes_s[hideable].sum()),
             waiting_latency_s=float(latency_s[~hideable].sum()),
             hideable_latency_s=float(latency_s[hideable].sum()),

@@ -19,6 +19,7 @@ from autopar.cost.codecs import Prices, coded_matrix
 from autopar.cost.combining import ALONE, GATHERS, SUMS
 from autopar.cost.local import sent_bytes
 from autopar.cost.pricer import CodedRate, Pricer
+from autopar.cost.rows import exchange_seconds
 from autopar.cost.work import node_seconds, partial_runs, partial_work_s, share_of
 from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.strategies import (
@@ -385,6 +386,7 @@ def _node_costs(
         space = Space(kept)
         spaces.append(space)
         work, sums, rest = node_seconds(analysis, node, space, pricer, packed=packed)
+        rest = rest + exchange_seconds(analysis, node, space, pricer)
         weighed = in_kinds(work, np.zeros((1, len(rest))), sums)
         costs.append(np.vstack([weighed, rest]))
     return spaces, costs

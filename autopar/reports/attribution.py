@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.cost.breakdown import CostBreakdown, step_s
 from autopar.cost.estimate import StepEstimate, estimate
+from autopar.cost.rows import exchange_s
 from autopar.planner.scheme import is_repeated
 from autopar.reports.explain import BoundPlan
 from autopar.reports.table import collapse, template
@@ -22,6 +23,7 @@ WAYS = (OPERATOR, LAYER)
 OUTSIDE = "(no module)"
 COMPUTE, AGAIN = "compute", "compute again"
 HIDDEN, SLOWED, CODECS = "hidden beside work", "work slowed meanwhile", "codecs"
+ROWS = "exchange of rows"
 # Words that `jax.checkpoint` adds to the path of a module.
 _REMAT = frozenset({"checkpoint", "rematted_computation"})
 HEADING = ("what", "of", "in", "takes", "of the step")
@@ -129,9 +131,11 @@ def layer_of(op: Operator) -> str:
 def _of_the_whole(bound: BoundPlan, cost: CostBreakdown) -> Iterator[AttributedTime]:
     """Yields the seconds that belong to no layer.
 
-    The seconds are those of codecs, of communication that overlaps with work
-    (negative), and of the slowdown of work by this communication.
+    The seconds are those of the exchange of rows, of codecs, of communication that
+    overlaps with work (negative), and of the slowdown of work by this communication.
     """
+    if rows_s := exchange_s(bound.assignment, bound.pricer):
+        yield AttributedTime(ROWS, (), "", rows_s)
     if cost.contention_s:
         yield AttributedTime(SLOWED, (), "", cost.contention_s)
     codecs_s = cost.codec_s  # of gathers only: the sums of gradients are dense here

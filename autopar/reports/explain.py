@@ -12,6 +12,7 @@ import msgspec
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.estimate import all_collectives, estimate
 from autopar.cost.pricer import Pricer
+from autopar.cost.rows import exchanges
 from autopar.cost.traffic import Collective
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
@@ -181,6 +182,25 @@ def group_collectives(
         for (_, phase, kind, *axes), found in groups.items()
     ]
     rows += _coding_rows(bound, collectives)
+    return tuple(sorted(rows, key=lambda r: -r.seconds))
+
+
+def communication_rows(bound: BoundPlan) -> tuple[CollectiveRow, ...]:
+    """All communication of a plan, also the exchange of rows before the step."""
+    rows = [*group_collectives(bound, bound.collectives)]
+    names = bound.plan.axis_names
+    rows += [
+        CollectiveRow(
+            kind="exchange of rows",
+            axes=tuple(names[a] for a in found.axes),
+            arrays=found.paths,
+            phase="before",
+            trips=1.0,
+            sent_bytes=found.sent_bytes(bound.pricer),
+            seconds=found.seconds(bound.pricer),
+        )
+        for found in exchanges(bound.assignment, bound.pricer)
+    ]
     return tuple(sorted(rows, key=lambda r: -r.seconds))
 
 

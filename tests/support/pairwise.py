@@ -1,6 +1,6 @@
 """Splits a plan's cost into a sum over pairs of decisions and corrections.
 
-The planner's problem has a cost for each node and for each edge between two nodes. Four
+The planner's problem has a cost for each node and for each edge between two nodes. Five
 parts of a plan's cost belong to no pair:
 
 * the latency of messages that several collectives share (`Collective.shared_s`);
@@ -8,7 +8,9 @@ parts of a plan's cost belong to no pair:
   and sums of which every reader keeps only a slice;
 * sums in loops that cannot be deferred with their layouts, but are charged as if they
   were;
-* communication that overlaps computation (`autopar.cost.overlap`).
+* communication that overlaps computation (`autopar.cost.overlap`);
+* latency of messages between hosts with the rows of a batch, if arrays are split over
+  different axes (`autopar.cost.rows`).
 
 `pairwise_s` adds up the pairs from an assignment alone. `Corrections` contains the
 difference to the whole cost.
@@ -26,12 +28,14 @@ from autopar.cost.compute import work_s
 from autopar.cost.estimate import estimate
 from autopar.cost.local import sent_bytes
 from autopar.cost.pricer import Pricer
+from autopar.cost.rows import exchange_s, rows_step
 from autopar.cost.work import partial_runs, partial_work_s, share_of
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout
 from autopar.layouts.strategies import layout_of
 from autopar.steps.nodes import Node
 from autopar.steps.uses import HomeValue, Use, times_made
+from autopar_passes.graph.roles import InputRole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,16 +48,18 @@ class Corrections:
         missing charges for sums in loops that cannot be deferred.
       hidden_s: communication that overlaps computation, less the slowdown that it
         causes.
+      rows_s: latency of messages with rows that the pairs do not have.
     """
 
     messages_s: float
     merged_s: float
     hidden_s: float
+    rows_s: float
 
     @property
     def total_s(self) -> float:
         """The difference between the cost and the sum over pairs."""
-        return self.messages_s - self.merged_s - self.hidden_s
+        return self.messages_s - self.merged_s - self.hidden_s + self.rows_s
 
 
 def corrections(assignment: Assignment, pricer: Pricer) -> Corrections:
@@ -66,9 +72,10 @@ def corrections(assignment: Assignment, pricer: Pricer) -> Corrections:
     shared_s = sum(c.shared_s(pricer) for c in found.messages.collectives)
     cost = found.cost
     hidden_s = added_s(cost) - step_s(cost)
-    alone_s = added_s(cost) - shared_s
+    rows_s = exchange_s(assignment, pricer) - _rows_s(assignment, pricer)
+    alone_s = added_s(cost) - shared_s - rows_s
     merged_s = pairwise_s(assignment, pricer) - alone_s
-    return Corrections(shared_s, merged_s, hidden_s)
+    return Corrections(shared_s, merged_s, hidden_s, rows_s)
 
 
 def pairwise_s(assignment: Assignment, pricer: Pricer) -> float:
@@ -79,7 +86,22 @@ def pairwise_s(assignment: Assignment, pricer: Pricer) -> float:
         _results_s(assignment, pricer, node) for node in analysis.contraction.nodes
     )
     reads = sum(_source_s(assignment, pricer, s) for s in analysis.sources.values())
-    return work + results + reads
+    return work + results + reads + _rows_s(assignment, pricer)
+
+
+def _rows_s(assignment: Assignment, pricer: Pricer) -> float:
+    """The seconds of the batch's rows between hosts, as if one message had all."""
+    graph, homes = assignment.graph, assignment.contraction.homes
+    batch = [i for i in graph.inputs if i.role is InputRole.BATCH and i.rows >= 0]
+    whole = sum(graph.values[given.value].nbytes for given in batch)
+    out = 0.0
+    for given in batch:
+        layout = assignment.home_layout(given.value)
+        step = rows_step(layout, given.rows, pricer)
+        if step is not None and given.value in homes:
+            nbytes = graph.values[given.value].nbytes
+            out += pricer.packed.collective_s(step, nbytes, step.fraction * whole)
+    return out
 
 
 def paired_work_s(assignment: Assignment, pricer: Pricer) -> float:

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
-from sharing_links import sharing
+from sharing_links import in_one_host, sharing
 
 import autopar
 from autopar import Cluster, Plan
@@ -400,7 +400,8 @@ def test_high_latencies_are_avoided() -> None:
     """Between them lies a latency that one message is worth and nine are not."""
     steps: dict[str, tuple[float, int]] = {}
     for latency in ("1us", "20ms"):
-        cluster = Cluster.parse(f"4x1:cpu,network=10Gb/s,network_latency={latency}")
+        text = f"4x1:cpu,network=10Gb/s,network_latency={latency}"
+        cluster = in_one_host(Cluster.parse(text))
         pricer = Pricer(cluster, candidate_meshes(cluster)[0])
         found = solve_mesh(product(), pricer)
         steps[latency] = found.step_s, len(found.collectives)

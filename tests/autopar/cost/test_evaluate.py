@@ -16,6 +16,7 @@ from autopar.cost.breakdown import FIELDS, CostBreakdown, exposed_s, step_s
 from autopar.cost.estimate import estimate
 from autopar.cost.live import live
 from autopar.cost.pricer import Pricer
+from autopar.cost.rows import exchange_s
 from autopar.cost.traffic import join_messages, traffic
 from autopar.layouts.strategies import Mode
 from autopar.planner.candidate import Candidate, candidate_of
@@ -82,6 +83,7 @@ def test_the_objective_is_the_cost_less_its_corrections(name: str, text: str) ->
             total = step_s(estimate(assignment, pricer).cost)
             assert objective + lacking.total_s == pytest.approx(total, rel=1e-9)
             assert lacking.messages_s >= -1e-12
+            assert lacking.rows_s >= -1e-12
             assert combining or lacking.messages_s == 0
             assert candidate.step_s == pytest.approx(total, rel=1e-12)
 
@@ -109,6 +111,7 @@ def test_the_breakdown_adds_up(name: str) -> None:
         sent = join_messages(pricer, traffic(candidate.assignment))
         assert cost.communication_s == pytest.approx(
             sum(c.seconds(pricer) for c in sent)
+            + exchange_s(candidate.assignment, pricer)
         )
         assert cost.communication_bytes == pytest.approx(
             sum(c.sent_bytes(pricer) for c in sent)

@@ -74,7 +74,7 @@ CASES = {
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_peak_is_near_the_compilers(name: str) -> None:
     step, args = CASES[name]()
-    run = autopar.parallelize(step, cluster=CLUSTER, seconds=5)
+    run = autopar.parallelize(step, cluster=forms.cheap("8:cpu"), seconds=5)
     found = run.lower(*args).compile().memory_analysis()
     assert found is not None
     actual = (

@@ -10,8 +10,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from sharing_links import in_one_host
 
 import autopar
+from autopar import Cluster
 from autopar.goodput import Following, Loop, scale_updates
 from autopar.goodput.following import codecs_of
 from autopar.goodput.studies import worth_studying
@@ -20,7 +22,7 @@ from autopar.runtime import changing_batches
 
 CODEC = "int8:rounding=stochastic"
 ROWS, WIDTH, HIDDEN = 768, 128, 512
-ONE_GBIT = "4x1:cpu,network=1Gb/s,network_latency=1us"
+ONE_GBIT = in_one_host(Cluster.parse("4x1:cpu,network=1Gb/s,network_latency=1us"))
 
 
 def loss_of(weights: Any, batch: Any) -> jax.Array:
@@ -95,7 +97,9 @@ def test_layouts_that_suit_a_larger_batch_are_found() -> None:
         base=base,
         most=most,
         codecs=(),
-        cluster="4x1:cpu,network=0.2Gb/s,network_latency=1ms",
+        cluster=in_one_host(
+            Cluster.parse("4x1:cpu,network=0.2Gb/s,network_latency=1ms")
+        ),
     )
     assert weights(made.plan) == WHOLE
     assert made.plan.predicted.communication_s == 0.0

@@ -36,7 +36,7 @@ def test_no_device_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = found.plan(
         analysed(found, small_step.structs()), Cluster.parse("64x8:h100,memory=1GB")
     )
-    assert str(plan.cluster).startswith("64x8")
+    assert "64x8" in str(plan.cluster)
 
 
 def test_the_plan_is_that_of_autopar_plan() -> None:

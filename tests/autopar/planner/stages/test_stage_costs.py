@@ -7,6 +7,7 @@ from layer_cases import BLOCKS, COUNTS, SCALES, WIDTH, layers_of, on
 
 from autopar.cost.estimate import estimate
 from autopar.cost.live import live
+from autopar.cost.rows import exchange_s
 from autopar.planner.stages.costs import BytesPricer, LayerSeconds, SecondsPricer
 from autopar.planner.stages.submeshes import Submesh
 
@@ -23,10 +24,16 @@ def whole_s(case: str, found: LayerSeconds) -> list[float]:
 
 
 def program_s(submesh: Submesh) -> list[float]:
-    """Seconds of the program in one piece, without the addition of gradients."""
+    """Seconds of the program in one piece, without the addition of gradients.
+
+    Nor with the exchange of rows, which reach a stage over the links between stages.
+    """
     found = estimate(submesh.assignment, submesh.pricer)
+    rows_s = exchange_s(submesh.assignment, submesh.pricer)
     return [
-        found.seconds(1.0, count) - (count * found.accumulate_s if count > 1 else 0.0)
+        found.seconds(1.0, count)
+        - (count * found.accumulate_s if count > 1 else 0.0)
+        - rows_s
         for count in COUNTS
     ]
 
