@@ -7,11 +7,15 @@
 ``time`` measures steps over links of each rate, in turns: `dense` is data parallelism,
 `codecs` has the same layouts with ``compression="auto"``, `joint` also has layouts of
 the planner, and `one host` computes the whole batch alone. Every host, also the one,
-may use `CORES` of a core. Hosts and links are measured first, as ``autopar profile
---distributed`` does. Rates above `MOST_MBIT` are not run: their seconds are those of
-the plans. ``train`` counts the steps until the smoothed loss is that of the last dense
-step, on simulated devices, under the plans of `joint` that ``time`` made. The time to
-the loss is the product. ``whole`` trains from end to end over shaped links.
+may use `CORES` of a core. Four hosts share the two cores' caches here; in `one busy`,
+the other hosts compute steps of their own beside the one host. In `local steps`, each
+host trains alone on its rows, and takes the mean of all hosts in every `PERIOD` steps.
+Hosts and links are
+measured first, as ``autopar profile --distributed`` does. Rates above `MOST_MBIT` are
+not run: their seconds are those of the plans. ``train`` counts the steps until the
+smoothed loss is that of the last dense step, on simulated devices, under the plans of
+`joint` that ``time`` made. The time to the loss is the product. ``whole`` trains from
+end to end over shaped links.
 
 Nothing of this benchmark was used to choose a constant of the planner. The rules of
 compression were found with the GPT at 100 to 10,000 Mbit/s, and the recommendation
@@ -50,6 +54,8 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.profiling import profile
+from autopar.runtime.local.outer import MEAN
+from autopar.runtime.local.rules import Overlap
 
 example_data: Any = importlib.import_module("example_data")
 
@@ -60,9 +66,21 @@ CORES = 0.4
 """Of a core: what a host may use. The four hosts share two cores."""
 MOST_MBIT = 2000.0
 WARM_STEPS = 2
-DENSE, CODECS, JOINT, ONE = ARMS = ("dense", "codecs", "joint", "one host")
+DENSE, CODECS, JOINT, ONE, BUSY, LOCAL = ARMS = (
+    "dense", "codecs", "joint", "one host", "one busy", "local steps"
+)  # fmt: skip
+PERIOD = 16
+LOCAL_STEPS: dict[str, Any] = {
+    "every": PERIOD, "outer": MEAN, "codec": "int4", "fragments": 6,
+    "overlap": Overlap(1),
+}  # fmt: skip
+"""The setting that ``local_steps.py`` found best for a GPT at 20 Mbit/s."""
+LOSS_EVERY = 5
+"""Steps between two losses of the mean of all replicas."""
 BARS = {20.0: 8.0, 100.0: 4.5, 1000.0: 1.5, 10000.0: 1.0}
 """Mbit/s -> how many times sooner than dense."""
+BARS_OF_ONE = {1000.0: 2.0}
+"""Mbit/s -> how many times sooner than one host, where it is not 1."""
 
 Batch = dict[str, np.ndarray]
 
@@ -218,7 +236,7 @@ def plan_of(model: Model, arm: str, cluster: autopar.Cluster) -> autopar.Plan:
     shared: dict[str, Any] = {"stages": 1, "microbatches": 1, "remat": 0}
     if arm == JOINT:
         return make(cluster=cluster, compression="auto", **shared)
-    if arm == ONE:
+    if arm in (ONE, BUSY):
         own = autopar.Cluster.parse("1:cpu")
         return make(cluster=dataclasses.replace(own, device=cluster.device), **shared)
     # Without pins, the planner may leave hosts idle on slow links.
@@ -281,7 +299,7 @@ def _time_model(
     worker.set_rate(None)  # nothing that is not timed waits for the links
     runs: dict[str, Running] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for arm in ARMS:
+    for arm in ARMS[:-1]:
         file = f"{name}-{given.times}-{rate:g}-{arm.replace(' ', '-')}.json"
         plan = _shared_plan(model, arm, cluster, given.folder / file)
         rows[arm] = {
@@ -293,18 +311,30 @@ def _time_model(
         }  # fmt: skip
         if rate <= MOST_MBIT:
             runs[arm] = Running(model, arm, plan)
+    if runs:
+        runs[LOCAL] = Running(model, LOCAL, cluster=cluster)
+        rows[LOCAL] = {
+            "model": name, "times": given.times, "rate_mbit": rate, "arm": LOCAL,
+            "codecs": {LOCAL: PERIOD}, "predicted_s": runs[LOCAL].predicted_s,
+            "scheme": "", "step_s": [],
+        }  # fmt: skip
     for turn in range(given.turns if runs else 0):
         worker.set_rate(rate)
         worker.set_cores(CORES)
         order = ARMS[turn % len(ARMS) :] + ARMS[: turn % len(ARMS)]
         for arm in order:
-            for k in range(given.steps):
+            if arm == LOCAL:
+                worker.barrier()
+                rows[LOCAL]["step_s"].append(runs[LOCAL].period() / PERIOD)
+            for k in range(given.steps if arm != LOCAL else 0):
                 # Batches are made before the clock runs.
                 data = runs[arm].batch(turn * given.steps + k)
                 worker.barrier()
                 before_s = time.perf_counter()
                 runs[arm].take(data)
-                rows[arm]["step_s"].append(time.perf_counter() - before_s)
+                own_s = time.perf_counter() - before_s
+                counts = arm != BUSY or worker.rank() == 0
+                rows[arm]["step_s"].append(own_s if counts else 0.0)
         worker.set_cores(None)
         worker.set_rate(None)
     for row in rows.values():
@@ -328,22 +358,53 @@ def _shared_plan(
 class Running:
     """A training of an arm in this process."""
 
-    def __init__(self, model: Model, arm: str, plan: autopar.Plan) -> None:
-        """Compiles the step, and takes `WARM_STEPS`."""
+    def __init__(
+        self,
+        model: Model,
+        arm: str,
+        plan: autopar.Plan | None = None,
+        cluster: autopar.Cluster | None = None,
+    ) -> None:
+        """Compiles the step, and takes `WARM_STEPS`.
+
+        Args:
+          model: the model.
+          arm: the arm.
+          plan: the arm's plan; None: local steps, which plan themselves.
+          cluster: the cluster for local steps.
+        """
         step, create_state = model.built()
         self._model, self._idle = model, arm == ONE and worker.rank() > 0
         self._part, self._parts = worker.rank(), worker.count()
-        if arm == ONE:
-            self._parts = 1
+        if arm in (ONE, BUSY):
+            self._part, self._parts = 0, 1
             self._run: Any = jax.jit(step, donate_argnums=0)
             self._state = jax.jit(create_state)(jax.random.key(0))
         else:
-            self._run = autopar.parallelize(step, plan=plan)
+            if arm == LOCAL:
+                self._run = autopar.local_steps(step, cluster=cluster, **LOCAL_STEPS)
+            else:
+                self._run = autopar.parallelize(step, plan=plan)
             batch = jax.eval_shape(lambda: model.batch(0, 0))
             key = jax.random.key(0)
             self._state = self._run.init(create_state, key, batch=batch)
-        for k in range(WARM_STEPS):
+        for k in range(WARM_STEPS if arm != LOCAL else PERIOD + 1):
             self.take(self.batch(k))
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted seconds of a local step, with its part of the outer steps."""
+        return self._run.step_s
+
+    def period(self) -> float:
+        """Takes `PERIOD` local steps, and waits for what they sent; the seconds."""
+        data = [self.batch(k) for k in range(PERIOD)]
+        before_s = time.perf_counter()
+        for batch in data:
+            self._state, loss = self._run(self._state, batch)
+            jax.block_until_ready(loss)
+        jax.block_until_ready(self._state)
+        return time.perf_counter() - before_s
 
     def batch(self, step: int) -> Batch | None:
         """This process's rows; None if it takes no part."""
@@ -399,6 +460,38 @@ def trained(
     return None, statistics.fmean(losses[-window:])
 
 
+def trained_locally(model: Model, seed: int, target: float) -> float | None:
+    """The number of local steps to a loss, as `trained`.
+
+    The loss is that of the mean of all replicas' states, on the whole batch of the next
+    step. That of a replica on its own rows may differ: it has fewer pairs, for example.
+    """
+    step, create_state = model.built()
+    cluster = autopar.Cluster.parse(f"{HOSTS}x1:cpu")
+    run: Any = autopar.local_steps(step, cluster=cluster, **LOCAL_STEPS)
+    batch = jax.eval_shape(lambda: model.batch(0, 0))
+    state = run.init(create_state, jax.random.key(seed), batch=batch)
+    whole_step = jax.jit(step)
+    window, losses = summaries.SMOOTH_STEPS // LOSS_EVERY, list[float]()
+    for k in range(2 * model.steps):
+        data = model.batch(seed, k)
+        if k % LOSS_EVERY == 0:
+            replicas = [jax.device_get(own) for own in state.replicas]
+            mean = jax.tree.map(_mean, *replicas)
+            losses.append(float(whole_step(mean, data)[1]))
+            if k >= window and statistics.fmean(losses[-window:]) <= target:
+                return k + 1.0
+        state, _ = run(state, data)
+    return None
+
+
+def _mean(*values: Any) -> Any:
+    """The mean of floating-point arrays; the first of others."""
+    first = values[0]
+    floating = jnp.issubdtype(jnp.result_type(first), jnp.floating)
+    return np.mean(values, 0).astype(first.dtype) if floating else first
+
+
 def train(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Counts the steps of each distinct choice of codecs."""
     found = [
@@ -424,6 +517,13 @@ def train(given: argparse.Namespace) -> list[dict[str, Any]]:
                     "steps": steps, "loss": target,
                 })  # fmt: skip
                 print(f"{name}, seed {seed}: {steps} steps of {codecs}", flush=True)
+            steps = trained_locally(model, seed, target)
+            print(f"{name}, seed {seed}: {steps} local steps", flush=True)
+            found.append({
+                "model": name, "times": given.times, "seed": seed,
+                "codecs": {LOCAL: PERIOD}, "dense_steps": model.steps,
+                "steps": steps, "loss": target,
+            })  # fmt: skip
             _keep(given.out, trained=found)
     return found
 
@@ -495,20 +595,26 @@ def _keep(path: pathlib.Path, **parts: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
+def _trained(
+    row: Mapping[str, Any], trainings: Sequence[Mapping[str, Any]]
+) -> list[float | None]:
+    """The steps of each training with the row's codecs; None: not reached."""
+    return [
+        t["steps"] for t in trainings
+        if (t["model"], t["times"]) == (row["model"], row["times"])
+        and t["codecs"] == row["codecs"]
+    ]  # fmt: skip
+
+
 def steps_of(
     row: Mapping[str, Any], trainings: Sequence[Mapping[str, Any]]
 ) -> float | None:
     """The median over seeds of the steps to the dense loss; None: not reached."""
     if not row["codecs"]:
         return float(MODELS[row["model"]].steps)
-    own = [
-        t["steps"] for t in trainings
-        if (t["model"], t["times"]) == (row["model"], row["times"])
-        and t["codecs"] == row["codecs"]
-    ]  # fmt: skip
-    if not own or None in own:
-        return None
-    return statistics.median(own)
+    own = _trained(row, trainings)
+    reached = [steps for steps in own if steps is not None]
+    return statistics.median(reached) if own and len(reached) == len(own) else None
 
 
 def report(
@@ -516,32 +622,80 @@ def report(
 ) -> None:
     """Prints how much sooner each arm reaches the loss than dense and one host."""
 
-    def cell(value: float | None, digits: int = 2) -> str:
-        return "" if value is None else f"{value:.{digits}f}"
-
-    head = ("model", "rows", "Mbit/s", "arm", "codecs", "layouts", "step ms",
-            "predicted ms", "steps", "s to the loss", "times dense", "bar",
-            "times one host")  # fmt: skip
+    head = (
+        "model", "Mbit/s", "dense ms", "one host ms (busy)", "joint ms (predicted)",
+        "layouts and codecs of joint", "steps, dense and joint",
+        "times sooner than dense (bar)", "than one host", "than one busy host (bar)",
+    )  # fmt: skip
     print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|")
-    for (name, times, rate), rows in _grouped(timed).items():
-        total: dict[str, float | None] = {}
-        for row in rows:
-            step_s = statistics.median(row["step_s"] or [row["predicted_s"]])
-            steps = steps_of(row, trainings)
-            total[row["arm"]] = None if steps is None else steps * step_s
-        for row in rows:
-            own = total[row["arm"]]
-            over = {a: t / own if own and t else None for a, t in total.items()}
-            steps = steps_of(row, trainings)
-            measured = 1e3 * statistics.median(row["step_s"]) if row["step_s"] else None
-            print("| " + " | ".join((
-                name, str(model_of(name, times).rows), f"{rate:g}", row["arm"],
-                ", ".join(f"{n} {c}" for c, n in row["codecs"].items()), row["scheme"],
-                cell(measured, 0), cell(1e3 * row["predicted_s"], 0), cell(steps, 0),
-                cell(own, 1), cell(over.get(DENSE)),
-                cell(BARS.get(rate)) if row["arm"] == JOINT else "",
-                cell(over.get(ONE)),
-            )) + " |")  # fmt: skip
+    for (name, _, rate), rows in _grouped(timed).items():
+        arms = {row["arm"]: row for row in rows}
+        joint = arms[JOINT]
+        step_s = {arm: _step_s(row) for arm, row in arms.items()}
+        steps = steps_of(joint, trainings)
+        dense = float(MODELS[name].steps)
+        counted = steps is not None or _trained(joint, trainings)
+        steps = steps if counted else dense  # with a question mark
+        own_s = None if steps is None else steps * step_s[JOINT]
+        dense_s = {arm: dense * step_s[arm] for arm in step_s}
+        busy_s = dense_s.get(BUSY)
+        codecs = ", ".join(
+            f"{n} {c}" for c, n in joint["codecs"].items() if c != "dense"
+        )
+        told = "not reached" if steps is None else f"{steps:g}"
+        cells = [
+            name, f"{rate:g}", _ms(arms[DENSE]),
+            f"{_ms(arms[ONE])} ({_ms(arms.get(BUSY))})",
+            f"{_ms(joint)} ({1e3 * joint['predicted_s']:.0f})",
+            f"{joint['scheme']}; {codecs}" if codecs else joint["scheme"],
+            f"{dense:g}, {told}{'' if counted else '?'}",
+            _sooner(dense_s[DENSE], own_s, BARS.get(rate, 0.0)),
+            _sooner(dense_s[ONE], own_s),
+            _sooner(busy_s, own_s, BARS_OF_ONE.get(rate, 1.0)),
+        ]  # fmt: skip
+        print("| " + " | ".join(cells) + " |")
+
+
+def report_local(
+    timed: Sequence[Mapping[str, Any]], trainings: Sequence[Mapping[str, Any]]
+) -> None:
+    """Prints how much sooner local steps reach the loss."""
+    head = ("model", "Mbit/s", "ms (predicted)", "steps, dense and local",
+            "times sooner than dense", "than joint", "than one busy host")  # fmt: skip
+    print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|")
+    for (name, _, rate), rows in _grouped(timed).items():
+        arms = {row["arm"]: row for row in rows}
+        if LOCAL not in arms:
+            continue
+        local, dense = arms[LOCAL], float(MODELS[name].steps)
+        steps = steps_of(local, trainings)
+        own_s = None if steps is None else steps * _step_s(local)
+        joint_s = (steps_of(arms[JOINT], trainings) or dense) * _step_s(arms[JOINT])
+        cells = (
+            name, f"{rate:g}", f"{_ms(local)} ({1e3 * local['predicted_s']:.0f})",
+            f"{dense:g}, {'not reached' if steps is None else f'{steps:g}'}",
+            _sooner(dense * _step_s(arms[DENSE]), own_s), _sooner(joint_s, own_s),
+            _sooner(dense * _step_s(arms[BUSY]), own_s),
+        )  # fmt: skip
+        print("| " + " | ".join(cells) + " |")
+
+
+def _ms(row: Mapping[str, Any] | None) -> str:
+    return "" if row is None else f"{1e3 * _step_s(row):.0f}"
+
+
+def _sooner(other_s: float | None, own_s: float | None, bar: float = 0.0) -> str:
+    """How many times sooner the loss is reached, with the bar; in bold if below it."""
+    if other_s is None or own_s is None:
+        return ""
+    times = other_s / own_s
+    said = f"{times:.2f}" if times >= bar else f"**{times:.2f}**"
+    return f"{said} ({bar:g})" if bar else said
+
+
+def _step_s(row: Mapping[str, Any]) -> float:
+    """The median of the measured seconds; the predicted ones if it never ran."""
+    return statistics.median(row["step_s"] or [row["predicted_s"]])
 
 
 def _grouped(rows: Sequence[Mapping[str, Any]]) -> dict[Any, list[Mapping[str, Any]]]:
@@ -592,7 +746,9 @@ def main() -> int:
     elif given.what == "train":
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={HOSTS}"
         train(given)
-    report(_held(given.out, "timed"), _held(given.out, "trained"))
+    for table in (report, report_local):
+        table(_held(given.out, "timed"), _held(given.out, "trained"))
+        print()
     return code
 
 
