@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -51,11 +51,29 @@ class BatchArguments:
     either global arrays or have the same values on every process. Of a batch, each
     process holds different rows, and all processes hold the same number of rows. An
     argument is state if the step returns some part of that argument.
+
+    The dimension of the rows is that in which an array differs from the global shape
+    that the caller has stated (by a struct, or by a plan). If none is stated, it is the
+    dimension that grows with the batch. In a program that treats two dimensions alike,
+    this is the first of them, which need not be the caller's.
     """
 
-    def __init__(self, step: Callable[..., Any], capacity: int) -> None:
-        """Remembers the batch rows of at most ``capacity`` signatures of calls."""
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        capacity: int,
+        stated: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Remembers the batch rows of at most ``capacity`` signatures of calls.
+
+        Args:
+          step: the train step.
+          capacity: number of signatures.
+          stated: path of an array -> its global shape, as far as the caller said so.
+        """
         self._step, self._capacity = step, capacity
+        self._stated = {path: tuple(shape) for path, shape in stated.items()}
+        self.dims: dict[str, int] = {}
         self._rows: Recent[Hashable, dict[int, int]] = Recent(capacity)
         # Signature -> whether the processes have compared the shapes of such a call. A
         # comparison is a collective, so all processes must make the same comparisons.
@@ -83,11 +101,38 @@ class BatchArguments:
         if rows is None:
             with agreement.tell_errors(world, "tracing the step"):
                 found = row_dims(self._step, local)
+            found = self._as_stated(call, found, world.process_count)
             rows = self._rows.put(key, found)
         whole = list(local.arrays)
         for k, dim in rows.items():
             whole[k] = _global(call.arrays[k], whole[k], world.process_count, dim)
         return dataclasses.replace(local, arrays=whole)
+
+    def _as_stated(
+        self, call: StepCall, found: Mapping[int, int], process_count: int
+    ) -> dict[int, int]:
+        """Returns the dimensions of rows, corrected by stated global shapes.
+
+        Args:
+          call: the call; structs among its arrays state global shapes.
+          found: position of a batch array -> the dimension that grows with the batch.
+          process_count: number of processes.
+        """
+        paths, out = call.form.paths(call.arrays), dict(found)
+        for k in found:
+            path, shape = paths[k], tuple(np.shape(call.arrays[k]))
+            if isinstance(call.arrays[k], jax.ShapeDtypeStruct):
+                if self._stated.get(path) != shape:
+                    self._stated[path] = shape
+                    self._rows = Recent(self._capacity)
+                continue
+            stated = self._stated.get(path, ())
+            for dim in range(len(shape) if len(stated) == len(shape) else 0):
+                grown = placement.global_shape(call.arrays[k], process_count, dim)
+                if grown == stated != shape:
+                    self.dims[path] = dim
+            out[k] = self.dims.get(path, found[k])
+        return out
 
 
 def named_shapes(call: StepCall) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,22 @@ def check_creation(name: str, create_state: Any, batch: Any, others: Any) -> Non
             f"{name}: init takes batch= or others=, not both: others= holds the batch "
             "as well."
         )
+
+
+def arguments_after(
+    batch: Any, others: Sequence[Any] | Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Returns the arguments after the state, by position and by name; None if none is
+    given.
+
+    Args:
+      batch: the only argument after the state, or None.
+      others: all arguments after the state, in order or by name, or None.
+    """
+    rest = others if batch is None else (batch,)
+    if rest is None:
+        return None
+    return ((), dict(rest)) if isinstance(rest, Mapping) else (tuple(rest), {})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

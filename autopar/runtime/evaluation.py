@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -20,6 +20,7 @@ from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World
 from autopar.steps.batch import rows_axes
 from autopar_passes import jax_compat
+from autopar_passes.graph.roles import InputRole
 from autopar_passes.jax_meshes import off_mesh, without_mesh
 from autopar_passes.program.calls import Parameters, ResultForm, StepCall, flat_function
 from autopar_passes.program.flatten import on_one_replica, unbound_axis
@@ -52,6 +53,7 @@ class Evaluation(Generic[P, R]):
         function: Callable[P, R],
         running: Callable[[], PlannedStep],
         world: Callable[[], World],
+        dims: Callable[[], Mapping[str, int]] = dict,
         static: str | Collection[str] = (),
     ) -> None:
         """See `ParallelStep.jit`, which creates evaluations.
@@ -60,6 +62,8 @@ class Evaluation(Generic[P, R]):
           function: the function; not a ``jax.pmap``, but the function inside it.
           running: returns the planned step in use, whose shardings the state has.
           world: returns the processes and devices of the step.
+          dims: returns the dimensions of rows that callers of the step have stated, by
+            path.
           static: names of static arguments.
 
         Raises:
@@ -74,7 +78,7 @@ class Evaluation(Generic[P, R]):
         self.__name__: str = step_name(function)
         self._function = function
         self._running = running
-        self._world = world
+        self._world, self._dims = world, dims
         names = (static,) if isinstance(static, str) else static
         self._parameters = Parameters.of(function, names)
         self._compiled: Recent[Hashable, tuple[Any, list[ResultForm]]] = Recent(
@@ -134,8 +138,9 @@ class Evaluation(Generic[P, R]):
         A batch is split over the mesh axes that split the step's batch.
         """
         running, count = self._running(), self._world().process_count
+        dims = self._row_dims(call)
         if running.pipeline is not None:
-            return spread(call.arrays, running.mesh, running.links)
+            return spread(call.arrays, dims, running.mesh, running.links)
         devices = set(running.mesh.devices.flat)
         axes = batch_axes(running)
         placed: list[Any] = [None] * len(call.arrays)
@@ -146,8 +151,9 @@ class Evaluation(Generic[P, R]):
                 # any. This gives the state the shardings of the plan's mesh again.
                 (placed[k],) = placement.given_back([x], running.mesh, ())
                 continue
-            shape = placement.global_shape(x, count)
-            sharding = NamedSharding(running.mesh, _row_spec(running, shape, axes))
+            shape = placement.global_shape(x, count, dims[k])
+            spec = _row_spec(running, shape, dims[k], axes)
+            sharding = NamedSharding(running.mesh, spec)
             if shape == tuple(jax.numpy.shape(x)):
                 placed[k] = placement.place(x, sharding)
             else:
@@ -156,8 +162,47 @@ class Evaluation(Generic[P, R]):
             placed[k] = array
         return placed
 
+    def _row_dims(self, call: StepCall) -> list[int]:
+        """Returns the dimension of the rows of each array of a call, for a batch.
 
-def spread(arrays: Sequence[Any], mesh: Mesh, links: Links | None = None) -> list[Any]:
+        It is that of the step's batch array with the same path, or else that of the
+        step's batch arrays with as many dimensions.
+
+        Raises:
+          PlanError: batch arrays of the step with as many dimensions have their rows in
+            different ones.
+        """
+        graph, stated = self._running().analysis.graph, self._dims()
+        known = {
+            given.path: (
+                len(graph.values[given.value].shape),
+                stated.get(given.path, given.rows),
+            )
+            for given in graph.inputs
+            if given.role is InputRole.BATCH and given.rows >= 0
+        }
+        out: list[int] = []
+        for path, x in zip(call.form.paths(call.arrays), call.arrays, strict=True):
+            rank = len(jax.numpy.shape(x))
+            found = {dim for own, dim in known.values() if own == rank}
+            if known.get(path, (-1, 0))[0] == rank:
+                found = {known[path][1]}
+            if len(found) > 1 and not placement.is_global(x):
+                raise PlanError(
+                    f"{self.__name__}: it is not known which dim of '{path}' has the "
+                    "rows of the batch: arrays of the step's batch have them in dims "
+                    f"{sorted(found)}. Name the argument and its parts as in the step."
+                )
+            out.append(min(found, default=0))
+        return out
+
+
+def spread(
+    arrays: Sequence[Any],
+    row_dims: Sequence[int],
+    mesh: Mesh,
+    links: Links | None = None,
+) -> list[Any]:
     """Splits arrays over all devices of a pipeline, for one program on all devices.
 
     Arrays on the devices of single stages are state. Each is split along its largest
@@ -166,6 +211,7 @@ def spread(arrays: Sequence[Any], mesh: Mesh, links: Links | None = None) -> lis
 
     Args:
       arrays: state, and a batch of which each process holds its rows.
+      row_dims: the dimension of the rows of each array, for a batch.
       mesh: all devices, along one axis.
       links: links to the other processes; None if there are none.
     """
@@ -174,12 +220,12 @@ def spread(arrays: Sequence[Any], mesh: Mesh, links: Links | None = None) -> lis
     own = set(mesh.devices.flat)
     shapes: list[tuple[int, ...]] = []
     wanted: list[NamedSharding] = []
-    for x in arrays:
+    for x, rows in zip(arrays, row_dims, strict=True):
         lies = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
         state = lies and x.sharding.device_set <= own
         shape = tuple(jax.numpy.shape(x))
-        shape = shape if state else placement.global_shape(x, processes)
-        dims = sorted(range(len(shape)), key=lambda d: -shape[d]) if state else [0]
+        shape = shape if state else placement.global_shape(x, processes, rows)
+        dims = sorted(range(len(shape)), key=lambda d: -shape[d]) if state else [rows]
         fits = [d for d in dims if d < len(shape) and shape[d] % count == 0]
         names = [axis if fits[:1] == [d] else None for d in range(len(shape))]
         shapes.append(shape)
@@ -201,9 +247,9 @@ def batch_axes(running: PlannedStep) -> tuple[str, ...]:
 
 
 def _row_spec(
-    running: PlannedStep, shape: tuple[int, ...], axes: tuple[str, ...]
+    running: PlannedStep, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]
 ) -> PartitionSpec:
-    """Splits rows over the first of the given mesh axes.
+    """Splits rows, in dimension ``dim``, over the first of the given mesh axes.
 
     The rows are split over the longest prefix of the axes whose product of sizes
     divides the number of rows.
@@ -211,8 +257,8 @@ def _row_spec(
     sizes = running.plan.mesh["axes"]
     parts, used = 1, list[str]()
     for name in axes:
-        if not shape or shape[0] % (parts * sizes[name]):
+        if not shape or shape[dim] % (parts * sizes[name]):
             break
         parts *= sizes[name]
         used.append(name)
-    return PartitionSpec(tuple(used)) if used else PartitionSpec()
+    return PartitionSpec(*[None] * dim, tuple(used)) if used else PartitionSpec()

@@ -143,7 +143,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
         agreement.announce_end()
         self._codecs = codecs
         self._noise, self.finite = NoiseRun(), cast("Any", None)
-        self._batches = arguments.BatchArguments(step, ANALYSES)
+        stated = {} if setting.plan is None else setting.plan.written_shapes
+        self._batches = arguments.BatchArguments(step, ANALYSES, stated)
         self._current: Running | None = None
         self._repeated: RepeatedCall | None = None
 
@@ -160,6 +161,11 @@ class ParallelStep(HasNoise, Generic[P, R]):
             "policy= is given": self._codecs.policy is not None,
         }
         return next((why for why, holds in reasons.items() if holds), "")
+
+    @property
+    def parameters(self) -> Parameters:
+        """How the step takes its arguments."""
+        return self._parameters
 
     @property
     def world(self) -> World:
@@ -224,11 +230,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
             shapes = creation.state_shapes(create_state, args)
         agreement.check_same_creation(self.world, shapes.leaves, args)
         self._preparation.planner.hold_types(shapes.structs)
-        rest = others if batch is None else (batch,)
+        rest = creation.arguments_after(batch, others)
         if rest is not None:
-            by_name = dict(rest) if isinstance(rest, Mapping) else {}
-            in_order = () if by_name else tuple(rest)
-            self.prepare(*shapes.arguments(), *in_order, **by_name)
+            self.prepare(*shapes.arguments(), *rest[0], **rest[1])
         with agreement.tell_errors(self.world, "creating the state"):
             if rest is not None and self._current is not None:
                 shardings = self._current.planned.in_shardings[: len(shapes.structs)]
@@ -496,7 +500,13 @@ class ParallelStep(HasNoise, Generic[P, R]):
           PlanError: the function is a ``jax.pmap``. A call raises it if the step has
             not been planned yet.
         """
-        return Evaluation(function, self._running, lambda: self.world, static_argnames)
+        return Evaluation(
+            function,
+            self._running,
+            lambda: self.world,
+            lambda: self._batches.dims,
+            static_argnames,
+        )
 
     def _running(self) -> PlannedStep:
         return self.running.planned

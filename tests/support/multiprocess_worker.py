@@ -210,6 +210,39 @@ def replicated(process: int) -> dict[str, Any]:
     }
 
 
+def time_major(process: int) -> dict[str, float]:
+    """Losses of a step that treats steps of time and rows alike, and of evaluations.
+
+    The rows are in dim 1, and the random numbers of an element depend on its place.
+    """
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((6, 16, 4)).astype(np.float32)
+    batch = {"x": x, "mask": draw.random((6, 16)) < 0.7}
+    mine = np.array_split(np.arange(16), jax.process_count())[process]
+    own = {k: v[:, mine] for k, v in batch.items()}
+
+    def loss_of(w: Any, batch: Any) -> Any:
+        kept = jax.random.bernoulli(jax.random.key(1), 0.8, batch["x"].shape)
+        y = jnp.tanh(jnp.where(kept, batch["x"], 0.0) @ w) ** 2
+        return jnp.mean(jnp.where(batch["mask"], y.sum(-1), 0.0))
+
+    def step(w: Any, batch: Any) -> Any:
+        loss, grad = jax.value_and_grad(loss_of)(w, batch)
+        return w - 0.1 * grad, loss
+
+    structs = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), batch)
+    run = autopar.parallelize(step, cluster=forms.cheap("2x2:cpu"), seconds=None)
+    w = run.init(lambda: 0.3 * jnp.ones((4, 4)), batch=structs)
+    found: dict[str, float] = {}
+    for k in range(2):
+        w, loss = run(w, own)
+        found[f"loss {k}"] = float(loss)
+    found["evaluated"] = float(run.jit(loss_of)(w, own))
+    half = slice(None, 4) if jax.process_count() > 1 else [*range(4), *range(8, 12)]
+    found["fewer"] = float(run(w, {k: v[:, half] for k, v in own.items()})[1])
+    return found
+
+
 def placed_wrong(process: int) -> list[str]:
     """Specs and types of batch arrays that were placed wrong in this process."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
@@ -241,7 +274,10 @@ def results(process: int) -> dict[str, Any]:
         losses, plan = train(forms.FORMS[name], outside)
         found[name] = losses
         found[f"{name} plan"] = msgspec.to_builtins(plan)
-    more = {"keyed": keyed, "adapted": adapted, "replicated": replicated}
+    more = {
+        "keyed": keyed, "adapted": adapted, "replicated": replicated,
+        "time major": time_major,
+    }  # fmt: skip
     return {**found, **{name: run(process) for name, run in more.items()}}
 
 

@@ -51,6 +51,14 @@ def test_keys_and_scalars_are_the_same_everywhere(found: Any) -> None:
     assert found["second"]["keyed"] == pytest.approx(want, rel=1e-5)
 
 
+def test_rows_are_in_the_dim_that_the_caller_stated(found: Any) -> None:
+    """The program treats two dims alike, and the caller's is the second."""
+    for process in ("first", "second"):
+        assert found[process]["time major"] == pytest.approx(
+            found["one"]["time major"], rel=1e-5
+        )
+
+
 def test_rows_are_exchanged_for_every_sharding(found: Any) -> None:
     assert found["first"]["rows"] == found["second"]["rows"] == []
 

@@ -108,15 +108,40 @@ class TestBatches:
 
     def test_global_shapes(self) -> None:
         def run(world: World) -> list[tuple[int, ...]]:
-            found = arguments.BatchArguments(small_step.step, 4)
+            found = arguments.BatchArguments(small_step.step, 4, {})
             args = (small_step.state(), small_step.batch(12))
             return [x.shape for x in found.structs(call(args), world).arrays]
 
         assert everywhere(run) == [[(16, 16), (24, 16)]] * 2
 
+    def test_the_dim_is_that_in_which_the_stated_shape_differs(self) -> None:
+        """By a struct; a call of other shapes has its rows in the same dim."""
+
+        def step(w: Any, x: Any) -> Any:
+            return w - (x**2).sum() * w
+
+        def run(world: World) -> list[tuple[int, ...]]:
+            found = arguments.BatchArguments(step, 4, {})
+
+            def shape(x: Any) -> tuple[int, ...]:
+                made = found.structs(open_arguments(step, (np.ones(3), x)), world)
+                return made.arrays[1].shape
+
+            return [
+                shape(x)
+                for x in (
+                    np.ones((6, 8, 2), np.float32),
+                    jax.ShapeDtypeStruct((6, 16, 2), np.float32),
+                    np.ones((6, 8, 2), np.float32),
+                    np.ones((5, 7, 2), np.float32),
+                )
+            ]
+
+        assert everywhere(run) == [[(12, 8, 2), (6, 16, 2), (6, 16, 2), (5, 14, 2)]] * 2
+
     def test_unequal_rows(self) -> None:
         def run(world: World) -> Any:
-            found = arguments.BatchArguments(small_step.step, 4)
+            found = arguments.BatchArguments(small_step.step, 4, {})
             args = (small_step.state(), small_step.batch(12 - world.process_index))
             return found.structs(call(args), world)
 
