@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
-from autopar.errors import CheckpointError
 from autopar.runtime import creation
 from autopar.runtime.local.steps import LocalState, LocalSteps
 from autopar.runtime.local.whole import WholeState
@@ -111,11 +110,9 @@ class _OfPlan:
         others: Sequence[Any] | Mapping[str, Any] | None,
     ) -> Wanted:
         shapes = creation.state_shapes(create_state, args)
-        rest = others if batch is None else (batch,)
+        rest = creation.arguments_after(batch, others)
         if rest is not None:
-            by_name = dict(rest) if isinstance(rest, Mapping) else {}
-            in_order = () if by_name else tuple(rest)
-            self._step.prepare(*shapes.arguments(), *in_order, **by_name)
+            self._step.prepare(*shapes.arguments(), *rest[0], **rest[1])
         return _structs(self._step.running.planned, shapes.structs), shapes.state
 
 
@@ -155,9 +152,8 @@ class _OfReplicas:
         batch: Any,
         others: Sequence[Any] | Mapping[str, Any] | None,
     ) -> Wanted:
-        if others is not None:
-            raise CheckpointError("restore: local steps take batch=, not others=.")
-        return self.like(self._step.describe(create_state, *args, batch=batch))
+        made = self._step.describe(create_state, *args, batch=batch, others=others)
+        return self.like(made)
 
 
 def _structs(running: PlannedStep, leaves: Sequence[Any]) -> dict[str, Any]:

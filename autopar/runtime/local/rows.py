@@ -9,13 +9,15 @@ import jax
 
 from autopar.errors import PlanError
 from autopar_passes.program.calls import StepCall
+from autopar_passes.program.static_leaves import Static
 
 
 def opened(
     call: StepCall, arrays: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, by position and by name, with other arrays."""
-    args = tuple(call.form.fixed.join(arrays))
+    joined = call.form.fixed.join(arrays)
+    args = tuple(x.value if isinstance(x, Static) else x for x in joined)
     split = len(args) - len(call.form.keywords)
     return args[:split], dict(zip(call.form.keywords, args[split:], strict=True))
 

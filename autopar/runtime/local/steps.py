@@ -125,7 +125,6 @@ class LocalSteps:
         self.__name__ = getattr(step, "__name__", "step")
         self._replicas, self._cluster, self._world = replicas, cluster, world
         self._options = dict(options)
-        self._parameters = Parameters.of(step)
         self._rows: Recent[Any, dict[int, int]] = Recent(_CALLS)
         self._steps: tuple[ParallelStep[..., Any], ...] = ()
         self._interval: int | None = None
@@ -235,12 +234,21 @@ class LocalSteps:
         return self._steps
 
     @property
+    def _parameters(self) -> Parameters:
+        """How the step takes its arguments: as the step of a replica."""
+        return self.steps[0].parameters
+
+    @property
     def plan(self) -> Plan:
         """The plan of a replica."""
         return self.steps[0].plan
 
     def init(
-        self, create_state: Callable[..., Any], *args: Any, batch: Any = None
+        self,
+        create_state: Callable[..., Any],
+        *args: Any,
+        batch: Any = None,
+        others: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> LocalState:
         """Creates the state of all replicas, which start equal.
 
@@ -251,17 +259,24 @@ class LocalSteps:
           batch: an example batch: arrays with the rows of this process's replicas, or
             structs with the rows of all. None for a step that takes nothing but its
             state.
+          others: for any other step: all arguments after the state, as in
+            `ParallelStep.init`.
 
         Raises:
           PlanError: the rows of the batch cannot be divided among the replicas, or the
             state has NNX objects.
         """
-        given = () if batch is None else (batch,)
+        creation.check_creation(self.__name__, create_state, batch, others)
+        rest = creation.arguments_after(batch, others)
         state = jax.eval_shape(create_state, *args)
-        parts = self._divide(state, given, {})
+        parts = self._divide(state, *(rest or ((), {})))
         made = [
-            step.init(create_state, *args, batch=part[0][0] if given else None)
-            for step, part in zip(self.steps, parts, strict=True)
+            step.init(
+                create_state,
+                *args,
+                others=None if rest is None else words or in_order,
+            )
+            for step, (in_order, words) in zip(self.steps, parts, strict=True)
         ]
         return self._begin(made)
 
@@ -300,16 +315,20 @@ class LocalSteps:
         return self.overlap is not None and self.overlap.mixing is None
 
     def describe(
-        self, create_state: Callable[..., Any], *args: Any, batch: Any = None
+        self,
+        create_state: Callable[..., Any],
+        *args: Any,
+        batch: Any = None,
+        others: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> LocalState:
         """Plans, and returns the replicas of `init` as structs; no array is made.
 
         The other fields of the result are empty. Arguments and errors are those of
         `init`.
         """
-        given = () if batch is None else (batch,)
+        rest = creation.arguments_after(batch, others)
         state = jax.eval_shape(create_state, *args)
-        parts = self._divide(state, given, {})
+        parts = self._divide(state, *(rest or ((), {})))
         shapes = creation.state_shapes(create_state, args)
         replicas = []
         for step, part in zip(self.steps, parts, strict=True):
@@ -321,6 +340,7 @@ class LocalSteps:
                 )
             ]
             replicas.append(shapes.state(leaves))
+        self._by_fragment = self.find_fragments(replicas[0])
         none = np.zeros(self.fragments, np.int64)
         return LocalState(
             tuple(replicas), (), (), (), np.int64(0), none, none, (), none
