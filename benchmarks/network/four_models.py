@@ -388,7 +388,8 @@ class Running:
             batch = jax.eval_shape(lambda: model.batch(0, 0))
             key = jax.random.key(0)
             self._state = self._run.init(create_state, key, batch=batch)
-        for k in range(WARM_STEPS if arm != LOCAL else PERIOD + 1):
+        # The programs of all fragments are compiled after two periods.
+        for k in range(WARM_STEPS if arm != LOCAL else 2 * PERIOD + 2):
             self.take(self.batch(k))
 
     @property
