@@ -670,11 +670,12 @@ def report_local(
             continue
         local, dense = arms[LOCAL], float(MODELS[name].steps)
         steps = steps_of(local, trainings)
+        told = "not reached" if _trained(local, trainings) else "not counted"
         own_s = None if steps is None else steps * _step_s(local)
         joint_s = (steps_of(arms[JOINT], trainings) or dense) * _step_s(arms[JOINT])
         cells = (
             name, f"{rate:g}", f"{_ms(local)} ({1e3 * local['predicted_s']:.0f})",
-            f"{dense:g}, {'not reached' if steps is None else f'{steps:g}'}",
+            f"{dense:g}, {told if steps is None else f'{steps:g}'}",
             _sooner(dense * _step_s(arms[DENSE]), own_s), _sooner(joint_s, own_s),
             _sooner(dense * _step_s(arms[BUSY]), own_s),
         )  # fmt: skip
