@@ -9,6 +9,7 @@ all arrays, and no work overlaps with it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes, Layout, ReshardStep
 from autopar.layouts.strategies import Space
 from autopar.steps.analysis import Analysis
-from autopar.steps.nodes import Node
 from autopar_passes.graph.operators import GraphInput, OperatorGraph
 from autopar_passes.graph.roles import InputRole
 
@@ -99,24 +99,34 @@ def exchange_s(assignment: Assignment, pricer: Pricer, scale: float = 1.0) -> fl
 
 
 def exchange_seconds(
-    analysis: Analysis, node: Node, space: Space, pricer: Pricer
-) -> np.ndarray:
-    """Seconds of the exchange of a node's rows under each strategy, ``[strategies]``.
+    analysis: Analysis, spaces: Sequence[Space], pricer: Pricer
+) -> dict[int, np.ndarray]:
+    """Seconds of the exchange of rows under each strategy of the nodes with a batch.
 
     Each array has a share of the latency, in proportion to its bytes.
+
+    Args:
+      analysis: the step.
+      spaces: the strategies of each node.
+      pricer: the mesh and cluster.
+
+    Returns:
+      Position of a node -> ``[strategies]``. Other nodes exchange nothing.
     """
-    batch = _batch(analysis.graph)
-    total, whole = np.zeros(len(space.strategies)), sum(nbytes for _, nbytes in batch)
+    batch, judge = _batch(analysis.graph), pricer.packed
+    whole = sum(nbytes for _, nbytes in batch)
+    out: dict[int, np.ndarray] = {}
     for given, nbytes in batch:
         home = analysis.contraction.homes.get(given.value)
-        if home is None or home.node != node.index:
+        if home is None:
             continue
-        for k, layout in enumerate(space.layouts(home.dims)):
+        layouts = spaces[home.node].layouts(home.dims)
+        total = out.setdefault(home.node, np.zeros(len(layouts)))
+        for k, layout in enumerate(layouts):
             step = rows_step(layout, given.rows, pricer)
             if step is not None:
-                message = step.fraction * whole
-                total[k] += pricer.packed.collective_s(step, nbytes, message)
-    return total
+                total[k] += judge.collective_s(step, nbytes, step.fraction * whole)
+    return out
 
 
 def _batch(graph: OperatorGraph) -> list[tuple[GraphInput, int]]:

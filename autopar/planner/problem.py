@@ -386,9 +386,11 @@ def _node_costs(
         space = Space(kept)
         spaces.append(space)
         work, sums, rest = node_seconds(analysis, node, space, pricer, packed=packed)
-        rest = rest + exchange_seconds(analysis, node, space, pricer)
         weighed = in_kinds(work, np.zeros((1, len(rest))), sums)
         costs.append(np.vstack([weighed, rest]))
+    for node, seconds in exchange_seconds(analysis, spaces, pricer).items():
+        if known is None or costs[node] is not known.own[node]:
+            costs[node][-1] += seconds
     return spaces, costs
 
 

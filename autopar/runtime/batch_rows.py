@@ -82,7 +82,7 @@ def place_rows(batch: Mapping[int, Rows]) -> dict[int, Any]:
     for k, (leaf, shape, sharding) in batch.items():
         local = np.asarray(leaf, jax.typeof(leaf).dtype)
         part = Part(local.shape, placement.rows_dim(local.shape, shape), local.dtype)
-        devices = by_process(sharding)
+        devices = by_process(sharding.mesh)
         group = group_size(shape, part.dim, sharding, len(devices))
         if group == 1:
             placed[k] = _own_shards(local, part.dim, shape, sharding)
@@ -103,10 +103,10 @@ def place_rows(batch: Mapping[int, Rows]) -> dict[int, Any]:
     return placed
 
 
-def by_process(sharding: NamedSharding) -> list[list[Any]]:
-    """The devices of each process of a sharding, in the order of the processes."""
+@functools.lru_cache(maxsize=64)
+def by_process(mesh: Any) -> list[list[Any]]:
+    """The devices of each process of a mesh, in the order of the processes."""
     found: dict[int, list[Any]] = {}
-    mesh: Any = sharding.mesh
     for device in sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id)):
         found.setdefault(device.process_index, []).append(device)
     return list(found.values())
@@ -131,7 +131,7 @@ def group_size(
       more than `MOST_EXTRA` times the rows that a process needs.
     """
     rows = shape[dim] // count
-    order = [device for own in by_process(sharding) for device in own]
+    order = [device for own in by_process(sharding.mesh) for device in own]
     local = len(order) // count
     needs = [(shape[dim], 0)] * count
     for device, index in sharding.devices_indices_map(shape).items():
@@ -283,7 +283,7 @@ def _moved(
     local: np.ndarray, dim: int, shape: tuple[int, ...], sharding: NamedSharding
 ) -> Any:
     """Places an array by JAX's own move between two shardings."""
-    mesh = group_mesh(by_process(sharding), 1)
+    mesh = group_mesh(by_process(sharding.mesh), 1)
     lies = NamedSharding(mesh, PartitionSpec(*[None] * dim, "group"))
     whole = jax.make_array_from_process_local_data(lies, local, shape)
     return placement.place(whole, sharding)

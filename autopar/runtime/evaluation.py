@@ -172,7 +172,8 @@ class Evaluation(Generic[P, R]):
           PlanError: batch arrays of the step with as many dimensions have their rows in
             different ones.
         """
-        graph, stated = self._running().analysis.graph, self._dims()
+        running, stated = self._running(), self._dims()
+        graph, own = running.analysis.graph, set(running.mesh.devices.flat)
         known = {
             given.path: (
                 len(graph.values[given.value].shape),
@@ -181,13 +182,16 @@ class Evaluation(Generic[P, R]):
             for given in graph.inputs
             if given.role is InputRole.BATCH and given.rows >= 0
         }
+        if not any(dim for _, dim in known.values()):
+            return [0] * len(call.arrays)
+        several = self._world().process_count > 1
         out: list[int] = []
         for path, x in zip(call.form.paths(call.arrays), call.arrays, strict=True):
             rank = len(jax.numpy.shape(x))
-            found = {dim for own, dim in known.values() if own == rank}
+            found = {dim for other, dim in known.values() if other == rank}
             if known.get(path, (-1, 0))[0] == rank:
                 found = {known[path][1]}
-            if len(found) > 1 and not placement.is_global(x):
+            if len(found) > 1 and several and not _is_state(x, own):
                 raise PlanError(
                     f"{self.__name__}: it is not known which dim of '{path}' has the "
                     "rows of the batch: arrays of the step's batch have them in dims "
@@ -195,6 +199,12 @@ class Evaluation(Generic[P, R]):
                 )
             out.append(min(found, default=0))
         return out
+
+
+def _is_state(x: Any, own: set[Any]) -> bool:
+    """Whether an array lies on devices of a plan, as the state does."""
+    lies = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
+    return lies and x.sharding.device_set <= own
 
 
 def spread(
@@ -221,8 +231,7 @@ def spread(
     shapes: list[tuple[int, ...]] = []
     wanted: list[NamedSharding] = []
     for x, rows in zip(arrays, row_dims, strict=True):
-        lies = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
-        state = lies and x.sharding.device_set <= own
+        state = _is_state(x, own)
         shape = tuple(jax.numpy.shape(x))
         shape = shape if state else placement.global_shape(x, processes, rows)
         dims = sorted(range(len(shape)), key=lambda d: -shape[d]) if state else [rows]

@@ -10,12 +10,11 @@ the planner, and `one host` computes the whole batch alone. Every host, also the
 may use `CORES` of a core. Four hosts share the two cores' caches here; in `one busy`,
 the other hosts compute steps of their own beside the one host. In `local steps`, each
 host trains alone on its rows, and takes the mean of all hosts in every `PERIOD` steps.
-Hosts and links are
-measured first, as ``autopar profile --distributed`` does. Rates above `MOST_MBIT` are
-not run: their seconds are those of the plans. ``train`` counts the steps until the
-smoothed loss is that of the last dense step, on simulated devices, under the plans of
-`joint` that ``time`` made. The time to the loss is the product. ``whole`` trains from
-end to end over shaped links.
+Hosts and links are measured first, as ``autopar profile --distributed`` does. Rates
+above `MOST_MBIT` are not run: their seconds are those of the plans. ``train`` counts
+the steps until the smoothed loss is that of the last dense step, on simulated devices,
+under the plans of `joint` that ``time`` made. The time to the loss is the product.
+``whole`` trains from end to end over shaped links.
 
 Nothing of this benchmark was used to choose a constant of the planner. The rules of
 compression were found with the GPT at 100 to 10,000 Mbit/s, and the recommendation

@@ -74,12 +74,14 @@ def test_the_step_waits_for_the_exchange() -> None:
 def test_strategies_of_the_batch_pay_what_the_step_pays() -> None:
     bound = planned(P())
     analysis, pricer = bound.assignment.analysis, bound.pricer
-    total = 0.0
-    for node in analysis.contraction.nodes:
-        space = strategy_space(analysis.graph, analysis.contraction, node, pricer.sizes)
-        paid = exchange_seconds(analysis, node, space, pricer)
-        own = bound.assignment.strategies[node.index]
-        total += paid[space.strategies.index(own)]
+    total, contraction = 0.0, analysis.contraction
+    spaces = [
+        strategy_space(analysis.graph, contraction, node, pricer.sizes)
+        for node in contraction.nodes
+    ]
+    for node, paid in exchange_seconds(analysis, spaces, pricer).items():
+        own = bound.assignment.strategies[node]
+        total += paid[spaces[node].strategies.index(own)]
         assert np.all(paid >= 0.0)
     assert total == pytest.approx(exchange_s(bound.assignment, pricer))
 

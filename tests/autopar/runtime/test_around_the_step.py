@@ -227,3 +227,21 @@ def test_compiled_ahead() -> None:
         *_, loss = step(*forms.create_plain(jax.random.key(0)), next(forms.batches(1)))
     assert step.plan is plan
     assert np.isfinite(loss)
+
+
+def test_state_is_evaluated_where_batch_arrays_have_their_rows_in_other_dims() -> None:
+    """State with as many dims as two batch arrays, whose rows are in different ones."""
+
+    def loss_of(w: Any, batch: Any) -> Any:
+        y = jnp.einsum("tb,bf,fg->g", batch["x"], batch["z"], w)
+        return jnp.mean(y**2)
+
+    def step(w: Any, batch: Any) -> Any:
+        loss, grad = jax.value_and_grad(loss_of)(w, batch)
+        return w - 1e-3 * grad, loss
+
+    batch = {"x": np.ones((3, 8), np.float32), "z": np.ones((8, 5), np.float32)}
+    run = autopar.parallelize(step, cluster="4:cpu", batch_argnames={"batch/x": 1})
+    w = run.init(lambda: 0.1 * jnp.ones((5, 2)), batch=batch)
+    found = run.jit(lambda w, other: loss_of(w, other))(w, batch)
+    np.testing.assert_allclose(found, loss_of(0.1 * jnp.ones((5, 2)), batch), rtol=1e-6)
