@@ -233,7 +233,7 @@ def test_state_is_evaluated_where_batch_arrays_have_their_rows_in_other_dims() -
     """State with as many dims as two batch arrays, whose rows are in different ones."""
 
     def loss_of(w: Any, batch: Any) -> Any:
-        y = jnp.einsum("tb,bf,fg->g", batch["x"], batch["z"], w)
+        y = jnp.einsum("tb,bf,fg->bg", batch["x"], batch["z"], w)
         return jnp.mean(y**2)
 
     def step(w: Any, batch: Any) -> Any:
@@ -241,7 +241,8 @@ def test_state_is_evaluated_where_batch_arrays_have_their_rows_in_other_dims() -
         return w - 1e-3 * grad, loss
 
     batch = {"x": np.ones((3, 8), np.float32), "z": np.ones((8, 5), np.float32)}
-    run = autopar.parallelize(step, cluster="4:cpu", batch_argnames={"batch/x": 1})
+    rows = {"batch/x": 1, "batch/z": 0}
+    run = autopar.parallelize(step, cluster="4:cpu", batch_argnames=rows)
     w = run.init(lambda: 0.1 * jnp.ones((5, 2)), batch=batch)
     found = run.jit(lambda w, other: loss_of(w, other))(w, batch)
     np.testing.assert_allclose(found, loss_of(0.1 * jnp.ones((5, 2)), batch), rtol=1e-6)
