@@ -57,6 +57,7 @@ def plan(
     static_argnames: Sequence[str] = (),
     batch_argnames: BatchNames = None,
     frozen_argnames: str | Sequence[str] = (),
+    whole_argnames: str | Sequence[str] = (),
 ) -> Plan:
     """Finds the execution plan of a train step that is fastest on a cluster.
 
@@ -140,6 +141,9 @@ def plan(
         ``{"batch/x": 1}``. None: found from what the step does with its arguments.
       frozen_argnames: names of arguments that do not come back and are the same for all
         rows, such as the weights of a teacher; found likewise.
+      whole_argnames: names of arguments of which each of several processes passes the
+        whole array, instead of rows of its own. Plans then exchange no rows; the
+        processes check in each step that they pass equal values.
 
     Raises:
       TraceError: JAX cannot trace the step.
@@ -170,9 +174,10 @@ def plan(
         static_argnames=static_argnames,
         batch_argnames=batch_argnames,
         frozen_argnames=frozen_argnames,
+        whole_argnames=whole_argnames,
     )
     made_for = as_cluster(cluster)
-    roles = NamedRoles.of(batch_argnames, frozen_argnames)
+    roles = NamedRoles.of(batch_argnames, frozen_argnames, whole_argnames)
     with show_progress("tracing the step"):
         call = open_arguments(step, args, kwargs, static_argnames, roles)
         analysis = analyse_call(step, call)
@@ -198,6 +203,7 @@ def audit(
     static_argnames: Sequence[str] = (),
     batch_argnames: BatchNames = None,
     frozen_argnames: str | Sequence[str] = (),
+    whole_argnames: str | Sequence[str] = (),
 ) -> Audit:
     """Partitions a planned step with the compiler, and compares the communication.
 
@@ -226,6 +232,9 @@ def audit(
         ``{"batch/x": 1}``. None: found from what the step does with its arguments.
       frozen_argnames: names of arguments that do not come back and are the same for all
         rows, such as the weights of a teacher; found likewise.
+      whole_argnames: names of arguments of which each of several processes passes the
+        whole array, instead of rows of its own. Plans then exchange no rows; the
+        processes check in each step that they pass equal values.
 
     Raises:
       PlanError: the plan is for another step or cluster, or for another kind of
@@ -234,7 +243,7 @@ def audit(
     """
     found = as_plan(plan)
     made_for = found.cluster.read() if cluster is None else as_cluster(cluster)
-    roles = NamedRoles.of(batch_argnames, frozen_argnames)
+    roles = NamedRoles.of(batch_argnames, frozen_argnames, whole_argnames)
     analysis = analyse(step, args, kwargs, static_argnames, roles)
     held = carried_out(analysis, found, made_for, seconds=SOLVER_SECONDS)
     return audit_analysis(analysis, held, made_for, compiled=compiled, target=target)

@@ -118,7 +118,7 @@ def _from_dictionary(
     target: str, made: dict[str, Any], options: dict[str, str]
 ) -> Workload:
     known = ["step", "args", "kwargs"]
-    known += ["static_argnames", "batch_argnames", "frozen_argnames"]
+    known += ["static_argnames", "batch_argnames", "frozen_argnames", "whole_argnames"]
     unknown = [str(key) for key in made if key not in known]
     if unknown or not callable(made.get("step")):
         wrong = f"{unknown[0]!r}" if unknown else "no function as 'step'"
@@ -134,7 +134,11 @@ def _from_dictionary(
         options,
         dict(made.get("kwargs", {})),
         (static,) if isinstance(static, str) else tuple(static),
-        NamedRoles.of(made.get("batch_argnames"), made.get("frozen_argnames", ())),
+        NamedRoles.of(
+            made.get("batch_argnames"),
+            made.get("frozen_argnames", ()),
+            made.get("whole_argnames", ()),
+        ),
     )
 
 

@@ -27,6 +27,7 @@ from autopar.elastic.saves import Saves, carried_out, splat
 from autopar.elastic.sources.source import Source
 from autopar.errors import AutoparError, EventError
 from autopar.plans import Plan
+from autopar.runtime import changing_batches
 from autopar.runtime.creation import state_shapes
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.state_mover import StateLayout
@@ -393,8 +394,11 @@ class ElasticRun:
             # `init` would take arrays for only this process's part of the batch, so it
             # gets shapes.
             rest, named = self._last
-        if named:
+        count = 0
+        if named or world.process_count > 1:
             count = len(state_shapes(create_state, args).arguments())
+            changing_batches.take_whole(self._train_step, count)
+        if named:
             names = list(inspect.signature(self._train_step).parameters)
             named = {names[count]: rest[0], **named}
         found = self._saves.restore(create_state, args, named or rest)

@@ -353,6 +353,13 @@ OPTIONS: Mapping[str, Option] = {
         "rows, such as the weights of a teacher; found likewise",
         group=ARGUMENTS,
     ),
+    "whole_argnames": Option(
+        default=(),
+        text="names of arguments of which each of several processes passes the whole "
+        "array, instead of rows of its own. Plans then exchange no rows; the processes "
+        "check in each step that they pass equal values",
+        group=ARGUMENTS,
+    ),
 }
 
 

@@ -242,6 +242,7 @@ class PlanOptions:
     static_argnames: Sequence[str] = OPTIONS["static_argnames"].default
     batch_argnames: BatchNames = OPTIONS["batch_argnames"].default
     frozen_argnames: str | Sequence[str] = OPTIONS["frozen_argnames"].default
+    whole_argnames: str | Sequence[str] = OPTIONS["whole_argnames"].default
     spares: Spares = spares.NONE
     one_stage: str = ""
     may_idle: bool = True

@@ -49,8 +49,9 @@ class BatchArguments:
 
     In a program of several processes, the state, random keys and frozen arrays are
     either global arrays or have the same values on every process. Of a batch, each
-    process holds different rows, and all processes hold the same number of rows. An
-    argument is state if the step returns some part of that argument.
+    process holds different rows, and all processes hold the same number of rows; of
+    arrays that are named whole, each process holds all rows. An argument is state if
+    the step returns some part of that argument.
 
     The dimension of the rows is that in which an array differs from the global shape
     that the caller has stated (by a struct, or by a plan). If none is stated, it is the
@@ -103,8 +104,10 @@ class BatchArguments:
                 found = row_dims(self._step, local)
             found = self._as_stated(call, found, world.process_count)
             rows = self._rows.put(key, found)
-        whole = list(local.arrays)
+        whole, paths = list(local.arrays), call.form.paths(local.arrays)
         for k, dim in rows.items():
+            if call.form.roles.is_whole(paths[k]):
+                continue
             whole[k] = _global(call.arrays[k], whole[k], world.process_count, dim)
         return dataclasses.replace(local, arrays=whole)
 
@@ -222,11 +225,14 @@ class BatchRows:
       given: number of rows of the call's batch, in this process.
       planned: number of rows that the step was planned for, in this process.
       dims: position of a batch array -> the dim of its rows.
+      processes: number of processes that the rows are divided among; 1 if each process
+        has all rows.
     """
 
     given: int
     planned: int
     dims: dict[int, int]
+    processes: int
 
 
 def fewer_rows(
@@ -241,28 +247,28 @@ def fewer_rows(
     analysis = running.analysis
     if analysis.pytrees.form != call.form:
         return None
-    differ: dict[int, tuple[int, int]] = {}
+    differ: dict[int, tuple[int, int, int]] = {}
     for k, (x, given) in enumerate(
         zip(call.arrays, analysis.graph.inputs, strict=True)
     ):
         want, have = analysis.graph.values[given.value].shape, tuple(np.shape(x))
         dim = given.rows if given.output < 0 else -1
         if dim >= 0 and len(have) == len(want) and not placement.is_global(x):
-            parts = process_count if have != tuple(want) else 1
+            parts = 1 if given.whole or have == tuple(want) else process_count
             if _but(have, dim) != _but(want, dim):
                 return None
             if have[dim] * parts != want[dim]:
-                differ[k] = have[dim], want[dim] // parts
+                differ[k] = have[dim], want[dim] // parts, parts
         elif have != tuple(want):
             return None
     if not differ:
         return None
-    given, planned = next(iter(differ.values()))
-    alike = all(a * planned == b * given for a, b in differ.values())
+    given, planned, processes = next(iter(differ.values()))
+    alike = all(a * planned == b * given for a, b, _ in differ.values())
     if not alike or not 0 < given < planned:
         return None
     dims = {k: analysis.graph.inputs[k].rows for k in differ}
-    return BatchRows(given, planned, dims)
+    return BatchRows(given, planned, dims, processes)
 
 
 def fit_rows(
@@ -284,7 +290,7 @@ def fit_rows(
         said = f"the last row is repeated {rows.planned - rows.given} times"
     else:
         parts = _split(call, rows, plan)
-        wanted = rows.given * process_count // parts * parts // process_count
+        wanted = rows.given * rows.processes // parts * parts // rows.processes
         said = (
             f"{rows.given - wanted} of them are dropped"
             if wanted

@@ -239,6 +239,22 @@ def study_step(step: ParallelStep[..., Any], *args: Any, **kwargs: Any) -> None:
     step.preparation.analyse(arguments.abstract(call))
 
 
+def take_whole(step: ParallelStep[..., Any], position: int) -> None:
+    """Tells a step that one of its arguments is always a global array.
+
+    Plans then price no exchange of rows, as with ``whole_argnames=``.
+
+    Args:
+      step: the step, before it is planned.
+      position: position of the argument.
+    """
+    known = step._parameters
+    name, roles = known.positional(position + 1)[position], known.roles
+    if name not in roles.whole:
+        roles = dataclasses.replace(roles, whole=(*roles.whole, name))
+        step._parameters = dataclasses.replace(known, roles=roles)
+
+
 def enter_world(
     step: ParallelStep[..., Any],
     world: World,

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
-from autopar.runtime import arguments, placement
+from autopar.runtime import agreement, arguments, placement
 from autopar.runtime.batch_rows import Rows, place_rows
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
@@ -22,7 +22,13 @@ from autopar.steps.batch import rows_axes
 from autopar_passes import jax_compat
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.jax_meshes import off_mesh, without_mesh
-from autopar_passes.program.calls import Parameters, ResultForm, StepCall, flat_function
+from autopar_passes.program.calls import (
+    NamedRoles,
+    Parameters,
+    ResultForm,
+    StepCall,
+    flat_function,
+)
 from autopar_passes.program.flatten import on_one_replica, unbound_axis
 from autopar_passes.program.static_leaves import updating
 from autopar_passes.program.trace import opened_within, step_name
@@ -55,6 +61,7 @@ class Evaluation(Generic[P, R]):
         world: Callable[[], World],
         dims: Callable[[], Mapping[str, int]] = dict,
         static: str | Collection[str] = (),
+        whole: str | Sequence[str] = (),
     ) -> None:
         """See `ParallelStep.jit`, which creates evaluations.
 
@@ -65,6 +72,8 @@ class Evaluation(Generic[P, R]):
           dims: returns the dimensions of rows that callers of the step have stated, by
             path.
           static: names of static arguments.
+          whole: names of arguments that each of several processes passes whole, besides
+            those of the step.
 
         Raises:
           PlanError: the function is a ``jax.pmap``.
@@ -80,7 +89,8 @@ class Evaluation(Generic[P, R]):
         self._running = running
         self._world, self._dims = world, dims
         names = (static,) if isinstance(static, str) else static
-        self._parameters = Parameters.of(function, names)
+        roles = NamedRoles.of(whole=whole)
+        self._parameters = Parameters.of(function, names, roles)
         self._compiled: Recent[Hashable, tuple[Any, list[ResultForm]]] = Recent(
             FUNCTIONS
         )
@@ -137,27 +147,37 @@ class Evaluation(Generic[P, R]):
 
         A batch is split over the mesh axes that split the step's batch.
         """
-        running, count = self._running(), self._world().process_count
-        dims = self._row_dims(call)
+        running, dims = self._running(), self._row_dims(call)
+        paths, form = call.form.paths(call.arrays), running.analysis.pytrees.form
+        counts = [
+            1
+            if form.roles.is_whole(path) or call.form.roles.is_whole(path)
+            else self._world().process_count
+            for path in paths
+        ]
         if running.pipeline is not None:
-            return spread(call.arrays, dims, running.mesh, running.links)
+            return spread(call.arrays, dims, counts, running.mesh, running.links)
         devices = set(running.mesh.devices.flat)
         axes = batch_axes(running)
         placed: list[Any] = [None] * len(call.arrays)
         rows: dict[int, Rows] = {}
+        whole: dict[str, Any] = {}
         for k, x in enumerate(call.arrays):
             if isinstance(x, jax.Array) and x.sharding.device_set == devices:
                 # The step returned its state on the mesh that the caller has set, if
                 # any. This gives the state the shardings of the plan's mesh again.
                 (placed[k],) = placement.given_back([x], running.mesh, ())
                 continue
-            shape = placement.global_shape(x, count, dims[k])
+            shape = placement.global_shape(x, counts[k], dims[k])
             spec = _row_spec(running, shape, dims[k], axes)
             sharding = NamedSharding(running.mesh, spec)
-            if shape == tuple(jax.numpy.shape(x)):
-                placed[k] = placement.place(x, sharding)
-            else:
+            if shape != tuple(jax.numpy.shape(x)):
                 rows[k] = Rows(x, shape, sharding)
+                continue
+            if placement.held_here(x, sharding):
+                whole[paths[k]] = x
+            placed[k] = placement.place(x, sharding)
+        agreement.check_equal(self._world(), whole, first=False)
         for k, array in place_rows(rows).items():
             placed[k] = array
         return placed
@@ -210,6 +230,7 @@ def _is_state(x: Any, own: set[Any]) -> bool:
 def spread(
     arrays: Sequence[Any],
     row_dims: Sequence[int],
+    counts: Sequence[int],
     mesh: Mesh,
     links: Links | None = None,
 ) -> list[Any]:
@@ -222,15 +243,15 @@ def spread(
     Args:
       arrays: state, and a batch of which each process holds its rows.
       row_dims: the dimension of the rows of each array, for a batch.
+      counts: the number of processes among which the rows of each array are divided.
       mesh: all devices, along one axis.
       links: links to the other processes; None if there are none.
     """
     (axis,), count = mesh.axis_names, mesh.size
-    processes = 1 if links is None else links.world.process_count
     own = set(mesh.devices.flat)
     shapes: list[tuple[int, ...]] = []
     wanted: list[NamedSharding] = []
-    for x, rows in zip(arrays, row_dims, strict=True):
+    for x, rows, processes in zip(arrays, row_dims, counts, strict=True):
         state = _is_state(x, own)
         shape = tuple(jax.numpy.shape(x))
         shape = shape if state else placement.global_shape(x, processes, rows)

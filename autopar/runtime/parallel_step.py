@@ -483,7 +483,11 @@ class ParallelStep(HasNoise, Generic[P, R]):
         return self if instance is None else method_of(self, instance)
 
     def jit(
-        self, function: Callable[Q, S], *, static_argnames: str | Sequence[str] = ()
+        self,
+        function: Callable[Q, S],
+        *,
+        static_argnames: str | Sequence[str] = (),
+        whole_argnames: str | Sequence[str] = (),
     ) -> Evaluation[Q, S]:
         """Compiles a function, such as evaluation, for state with the step's shardings.
 
@@ -495,6 +499,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
         Args:
           function: such as ``evaluate(state, batch)``.
           static_argnames: names of static arguments.
+          whole_argnames: names of arguments that each of several processes passes
+            whole, such as weights of classes, besides those of the step. Other arrays
+            that are not state are rows of a batch.
 
         Raises:
           PlanError: the function is a ``jax.pmap``. A call raises it if the step has
@@ -506,6 +513,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             lambda: self.world,
             lambda: self._batches.dims,
             static_argnames,
+            whole_argnames,
         )
 
     def _running(self) -> PlannedStep:

@@ -82,6 +82,7 @@ def parallelize(
     static_argnames: Sequence[str] = ...,
     batch_argnames: BatchNames = ...,
     frozen_argnames: str | Sequence[str] = ...,
+    whole_argnames: str | Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
 ) -> ParallelStep[P, R]: ...
@@ -121,6 +122,7 @@ def parallelize(
     static_argnames: Sequence[str] = ...,
     batch_argnames: BatchNames = ...,
     frozen_argnames: str | Sequence[str] = ...,
+    whole_argnames: str | Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
 ) -> Callable[[Callable[P, R]], ParallelStep[P, R]]: ...
@@ -161,6 +163,7 @@ def parallelize(
     static_argnames: Sequence[str] = (),
     batch_argnames: BatchNames = None,
     frozen_argnames: str | Sequence[str] = (),
+    whole_argnames: str | Sequence[str] = (),
     last_batch: str = "run",
     cache: str | os.PathLike[str] | None = None,
 ) -> Any:
@@ -262,6 +265,9 @@ def parallelize(
         ``{"batch/x": 1}``. None: found from what the step does with its arguments.
       frozen_argnames: names of arguments that do not come back and are the same for all
         rows, such as the weights of a teacher; found likewise.
+      whole_argnames: names of arguments of which each of several processes passes the
+        whole array, instead of rows of its own. Plans then exchange no rows; the
+        processes check in each step that they pass equal values.
       last_batch: what a batch of fewer rows than the planned one does, such as the last
         of an epoch: ``run`` as it is, split over as many devices as divide it; ``drop``
         the rows that the plan's split does not divide; ``pad`` it with its last row,
@@ -306,6 +312,7 @@ def parallelize(
         static_argnames=static_argnames,
         batch_argnames=batch_argnames,
         frozen_argnames=frozen_argnames,
+        whole_argnames=whole_argnames,
     )
     if given is not None:
         _check_given(named, options)
@@ -326,7 +333,7 @@ def parallelize(
             "parallelize: devices=[] names no device: leave it out for all devices."
         )
     static = _names(static_argnames)
-    roles = NamedRoles.of(batch_argnames, frozen_argnames)
+    roles = NamedRoles.of(batch_argnames, frozen_argnames, whole_argnames)
 
     def decorate(function: Callable[..., Any]) -> ParallelStep[..., Any]:
         _check_step(function, static)

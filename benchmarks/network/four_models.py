@@ -6,10 +6,12 @@
 
 ``time`` measures steps over links of each rate, in turns: `dense` is data parallelism,
 `codecs` has the same layouts with ``compression="auto"``, `joint` also has layouts of
-the planner, and `one host` computes the whole batch alone. Every host, also the one,
-may use `CORES` of a core. Four hosts share the two cores' caches here; in `one busy`,
-the other hosts compute steps of their own beside the one host. In `local steps`, each
-host trains alone on its rows, and takes the mean of all hosts in every `PERIOD` steps.
+the planner, `whole` is the same where each host makes the whole batch
+(``whole_argnames=``), and `one host` computes the whole batch alone. Every host, also
+the one, may use `CORES` of a core. Four hosts share the two cores' caches here; in `one
+busy`, the other hosts compute steps of their own beside the one host. In `local steps`,
+each host trains alone on its rows, and takes the mean of all hosts in every `PERIOD`
+steps.
 Hosts and links are measured first, as ``autopar profile --distributed`` does. Rates
 above `MOST_MBIT` are not run: their seconds are those of the plans. ``train`` counts
 the steps until the smoothed loss is that of the last dense step, on simulated devices,
@@ -65,9 +67,10 @@ CORES = 0.4
 """Of a core: what a host may use. The four hosts share two cores."""
 MOST_MBIT = 2000.0
 WARM_STEPS = 2
-DENSE, CODECS, JOINT, ONE, BUSY, LOCAL = ARMS = (
-    "dense", "codecs", "joint", "one host", "one busy", "local steps"
+DENSE, CODECS, JOINT, WHOLE, ONE, BUSY, LOCAL = ARMS = (
+    "dense", "codecs", "joint", "whole", "one host", "one busy", "local steps"
 )  # fmt: skip
+WHOLE_BATCH: dict[str, Any] = {"whole_argnames": "batch"}
 PERIOD = 16
 LOCAL_STEPS: dict[str, Any] = {
     "every": PERIOD, "outer": MEAN, "codec": "int4", "fragments": 6,
@@ -233,8 +236,9 @@ def plan_of(model: Model, arm: str, cluster: autopar.Cluster) -> autopar.Plan:
     batch = jax.eval_shape(lambda: model.batch(0, 0))
     make = functools.partial(autopar.plan, step, state, batch)
     shared: dict[str, Any] = {"stages": 1, "microbatches": 1, "remat": 0}
-    if arm == JOINT:
-        return make(cluster=cluster, compression="auto", **shared)
+    if arm in (JOINT, WHOLE):
+        given = WHOLE_BATCH if arm == WHOLE else {}
+        return make(cluster=cluster, compression="auto", **given, **shared)
     if arm in (ONE, BUSY):
         own = autopar.Cluster.parse("1:cpu")
         return make(cluster=dataclasses.replace(own, device=cluster.device), **shared)
@@ -375,15 +379,17 @@ class Running:
         step, create_state = model.built()
         self._model, self._idle = model, arm == ONE and worker.rank() > 0
         self._part, self._parts = worker.rank(), worker.count()
-        if arm in (ONE, BUSY):
+        if arm in (ONE, BUSY, WHOLE):
             self._part, self._parts = 0, 1
+        if arm in (ONE, BUSY):
             self._run: Any = jax.jit(step, donate_argnums=0)
             self._state = jax.jit(create_state)(jax.random.key(0))
         else:
             if arm == LOCAL:
                 self._run = autopar.local_steps(step, cluster=cluster, **LOCAL_STEPS)
             else:
-                self._run = autopar.parallelize(step, plan=plan)
+                given = WHOLE_BATCH if arm == WHOLE else {}
+                self._run = autopar.parallelize(step, plan=plan, **given)
             batch = jax.eval_shape(lambda: model.batch(0, 0))
             key = jax.random.key(0)
             self._state = self._run.init(create_state, key, batch=batch)
@@ -504,7 +510,7 @@ def train(given: argparse.Namespace) -> list[dict[str, Any]]:
         plans = {
             json.dumps(r["codecs"], sort_keys=True): r["plan"]
             for r in rows
-            if r["model"] == name and r["codecs"] and r["arm"] == JOINT
+            if r["model"] == name and r["codecs"] and r["arm"] in (JOINT, WHOLE)
         }  # fmt: skip
         for seed in given.seeds:
             _, target = trained(model, None, seed, None)
@@ -625,35 +631,52 @@ def report(
     head = (
         "model", "Mbit/s", "dense ms", "one host ms (busy)", "joint ms (predicted)",
         "layouts and codecs of joint", "steps, dense and joint",
-        "times sooner than dense (bar)", "than one host", "than one busy host (bar)",
+        "times sooner than dense (bar)", "than one host (bar)",
+        "whole batches: ms (predicted)", "layouts and codecs", "than one host (bar)",
     )  # fmt: skip
     print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|")
     for (name, _, rate), rows in _grouped(timed).items():
         arms = {row["arm"]: row for row in rows}
-        joint = arms[JOINT]
-        step_s = {arm: _step_s(row) for arm, row in arms.items()}
-        steps = steps_of(joint, trainings)
+        joint, whole = arms[JOINT], arms.get(WHOLE)
         dense = float(MODELS[name].steps)
-        counted = steps is not None or _trained(joint, trainings)
-        steps = steps if counted else dense  # with a question mark
-        own_s = None if steps is None else steps * step_s[JOINT]
-        dense_s = {arm: dense * step_s[arm] for arm in step_s}
-        busy_s = dense_s.get(BUSY)
-        codecs = ", ".join(
-            f"{n} {c}" for c, n in joint["codecs"].items() if c != "dense"
-        )
-        told = "not reached" if steps is None else f"{steps:g}"
+        dense_s, one_s = (dense * _step_s(arms[arm]) for arm in (DENSE, ONE))
+        own_s, told = _to_loss(joint, trainings)
+        bar = BARS_OF_ONE.get(rate, 1.0)
+        more = ["", "", ""]
+        if whole is not None:
+            predicted = f"{_ms(whole)} ({1e3 * whole['predicted_s']:.0f})"
+            ratio = _sooner(one_s, _to_loss(whole, trainings)[0], bar)
+            more = [predicted, _layouts(whole), ratio]
         cells = [
             name, f"{rate:g}", _ms(arms[DENSE]),
             f"{_ms(arms[ONE])} ({_ms(arms.get(BUSY))})",
             f"{_ms(joint)} ({1e3 * joint['predicted_s']:.0f})",
-            f"{joint['scheme']}; {codecs}" if codecs else joint["scheme"],
-            f"{dense:g}, {told}{'' if counted else '?'}",
-            _sooner(dense_s[DENSE], own_s, BARS.get(rate, 0.0)),
-            _sooner(dense_s[ONE], own_s),
-            _sooner(busy_s, own_s, BARS_OF_ONE.get(rate, 1.0)),
+            _layouts(joint), f"{dense:g}, {told}",
+            _sooner(dense_s, own_s, BARS.get(rate, 0.0)),
+            _sooner(one_s, own_s, bar), *more,
         ]  # fmt: skip
         print("| " + " | ".join(cells) + " |")
+
+
+def _to_loss(
+    row: Mapping[str, Any], trainings: Sequence[Mapping[str, Any]]
+) -> tuple[float | None, str]:
+    """The seconds to the dense loss (None: not reached), and the steps as text.
+
+    Where the steps were not counted, those of dense are taken, with a question mark.
+    """
+    steps, counted = steps_of(row, trainings), True
+    if steps is None and not _trained(row, trainings):
+        steps, counted = float(MODELS[row["model"]].steps), False
+    if steps is None:
+        return None, "not reached"
+    return steps * _step_s(row), f"{steps:g}{'' if counted else '?'}"
+
+
+def _layouts(row: Mapping[str, Any]) -> str:
+    """Layouts and codecs of a row."""
+    codecs = [f"{n} {c}" for c, n in row["codecs"].items() if c != "dense"]
+    return "; ".join([row["scheme"], *filter(None, [", ".join(codecs)])])
 
 
 def report_local(

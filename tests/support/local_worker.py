@@ -17,25 +17,56 @@ import step_forms as forms
 import autopar
 from autopar.runtime.local.rules import Overlap
 
-EVERY, STEPS = 2, 5
+EVERY, STEPS, SAVED = 2, 5, 3
+OVERLAPS = (None, Overlap(1))
+
+
+def training(overlap: Overlap | None) -> autopar.LocalSteps:
+    """Two replicas; with an overlap, each process passes the whole batch."""
+    return autopar.local_steps(
+        forms.FORMS["plain"].step, every=EVERY, replicas=2, codec="int8",
+        cluster="2x2:cpu", overlap=overlap, seconds=1,
+        whole_argnames=() if overlap is None else "batch",
+    )  # fmt: skip
 
 
 def losses(
-    process: int, count: int, overlap: Overlap | None = None
+    process: int,
+    count: int,
+    overlap: Overlap | None = None,
+    folder: pathlib.Path | None = None,
 ) -> tuple[list[float], Any, list[str]]:
-    """The mean losses of this process's replicas, and parameters at the end."""
-    form = forms.FORMS["plain"]
-    made = autopar.local_steps(
-        form.step, every=EVERY, replicas=2, codec="int8", cluster="2x2:cpu",
-        overlap=overlap, seconds=1,
-    )  # fmt: skip
+    """The mean losses of this process's replicas, and parameters at the end.
+
+    Args:
+      process: number of this process.
+      count: number of processes.
+      overlap: how outer steps run beside training; None: they do not.
+      folder: a folder that has a checkpoint after step `SAVED`, or gets one. The
+        training goes on with the state that is restored from it.
+    """
+    form, made = forms.FORMS["plain"], training(overlap)
     rows = forms.BATCH // count
-    mine = slice(process * rows, (process + 1) * rows)
+    mine = slice(None) if overlap else slice(process * rows, (process + 1) * rows)
     given = [{k: v[mine] for k, v in b.items()} for b in forms.batches(STEPS)]
-    state = made.init(form.create, jax.random.key(0), batch=forms.batch_structs())
+    create = form.create, jax.random.key(0)
+    state, first = None, 0
+    if folder is None or not folder.exists():
+        state = made.init(*create, batch=forms.batch_structs())
+    else:
+        first = SAVED
     found = []
-    for rows_of_step in given:
-        state, *rest = made(state, rows_of_step)
+    for step in range(first, STEPS):
+        if folder is not None and step == SAVED:
+            checkpoints = autopar.Checkpoints(folder)
+            if state is not None:
+                checkpoints.save(made, state, step=step)
+                checkpoints.wait()
+            made = training(overlap)
+            restored = checkpoints.restore(made, *create, batch=forms.batch_structs())
+            assert restored.step == SAVED
+            state = restored.state
+        state, *rest = made(state, given[step])
         found.append(float(jax.tree.leaves(rest)[0]))
     state = made.synchronise(state)
     ends = [np.asarray(x, np.float64).tolist() for x in jax.tree.leaves(state.state)]
@@ -50,7 +81,10 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", 4 // count)
         jax.distributed.initialize(f"localhost:{port}", count, process)
     out = pathlib.Path(f"{sys.argv[4]}.{process}")
-    found = [losses(process, count, overlap) for overlap in (None, Overlap(1))]
+    found = [losses(process, count, overlap) for overlap in OVERLAPS]
+    for number, overlap in enumerate(OVERLAPS):
+        folder = out.with_name(f"saved-{number}")
+        found.append(losses(process, count, overlap, folder))
     out.write_text(json.dumps(found))
 
 

@@ -93,8 +93,9 @@ def failures(process: int) -> dict[str, tuple[str, float]]:
     fewer = {k: v[: len(v) - process] for k, v in batch.items()}
     w = np.eye(forms.WIDTH, dtype=np.float32)
 
-    def call(step: Any = _step, batch: Any = batch, w: Any = w) -> Any:
-        return autopar.parallelize(step, cluster=forms.cheap("2x2:cpu"))(w, batch)
+    def call(step: Any = _step, batch: Any = batch, w: Any = w, **options: Any) -> Any:
+        made = autopar.parallelize(step, cluster=forms.cheap("2x2:cpu"), **options)
+        return made(w, batch)
 
     def create() -> Any:
         step = autopar.parallelize(_step, cluster=forms.cheap("2x2:cpu"))
@@ -114,6 +115,9 @@ def failures(process: int) -> dict[str, tuple[str, float]]:
         "rows": lambda: call(batch=fewer),
         "code": lambda: call(_other),
         "values": lambda: call(w=w + process),
+        "whole": lambda: call(
+            batch={k: v + process for k, v in batch.items()}, whole_argnames="batch"
+        ),
     }
     found: dict[str, tuple[str, float]] = {}
     for name, run in cases.items():
@@ -243,6 +247,32 @@ def time_major(process: int) -> dict[str, float]:
     return found
 
 
+def whole(process: int) -> dict[str, Any]:
+    """Losses and an evaluation where each process passes the whole batch."""
+    del process
+    form = forms.FORMS["plain"]
+    step = autopar.parallelize(
+        form.step, cluster=forms.cheap("2x2:cpu"), last_batch="drop",
+        whole_argnames="batch",
+    )  # fmt: skip
+    batches = forms.batches(3)
+    state = step.init(form.create, jax.random.key(0), batch=batches[0])
+    batches[2] = {k: v[:9] for k, v in batches[2].items()}
+    losses: list[float] = []
+    for batch in batches:
+        *state, loss = step(*state, batch)
+        losses.append(float(loss))
+
+    def evaluate(params: Any, batch: Any, weights: Any) -> Any:
+        total = sum(jnp.sum(x) for x in jax.tree.leaves(params))
+        return total + jnp.sum(batch["x"]) + jnp.sum(weights)
+
+    run = step.jit(evaluate, whole_argnames="weights")
+    found = run(state[0], batches[1], np.arange(4, dtype=np.float32))
+    shapes = [list(shape) for shape in step.plan.written_shapes.values()]
+    return {"losses": losses, "evaluated": float(found), "shapes": shapes}
+
+
 def placed_wrong(process: int) -> list[str]:
     """Specs and types of batch arrays that were placed wrong in this process."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
@@ -276,7 +306,7 @@ def results(process: int) -> dict[str, Any]:
         found[f"{name} plan"] = msgspec.to_builtins(plan)
     more = {
         "keyed": keyed, "adapted": adapted, "replicated": replicated,
-        "time major": time_major,
+        "time major": time_major, "whole": whole,
     }  # fmt: skip
     return {**found, **{name: run(process) for name, run in more.items()}}
 

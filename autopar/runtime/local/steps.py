@@ -617,19 +617,22 @@ class LocalSteps:
         if rows is None:
             self._check_result(local, state)
             rows = self._rows.put(key, arguments.row_dims(self.function, local))
+        paths = call.form.paths(call.arrays)
+        whole = [call.form.roles.is_whole(path) for path in paths]
         for k, dim in rows.items():
-            count = self._count(call.arrays[k])
+            count = self._count(call.arrays[k], whole[k])
             if (size := call.arrays[k].shape[dim]) % count:
-                path = call.form.paths(call.arrays)[k]
+                path = paths[k]
                 raise PlanError(
                     f"{self.__name__}: '{path}' has {size} rows, which do not "
                     f"divide among {count} replicas; choose a multiple."
                 )
         found = []
-        for replica in range(len(self.steps)):
+        for replica, number in enumerate(self._own()):
             arrays = list(call.arrays)
             for k, dim in rows.items():
-                arrays[k] = rows_of(arrays[k], dim, replica, self._count(arrays[k]))
+                own, count = arrays[k], self._count(arrays[k], whole[k])
+                arrays[k] = rows_of(own, dim, number if whole[k] else replica, count)
             args, words = opened(call, arrays)
             found.append((args[len(given) :], words))
         return found
@@ -647,12 +650,16 @@ class LocalSteps:
 
         split_result(self.__name__, jax.eval_shape(whole, call.arrays), state)
 
-    def _count(self, rows: Any) -> int:
+    def _count(self, rows: Any, whole: bool) -> int:
         """The number of replicas that share the rows of an array, or of a struct.
 
         Structs have the rows of all processes, as in `ParallelStep.init`.
+
+        Args:
+          rows: the array or struct.
+          whole: whether each process passes the whole array.
         """
-        whole = isinstance(rows, jax.ShapeDtypeStruct)
+        whole = whole or isinstance(rows, jax.ShapeDtypeStruct)
         return self.replicas if whole else len(self.steps)
 
     @property

@@ -53,24 +53,30 @@ class NamedRoles:
       batch: names of the batch, each with the dimension of its rows or None. If
         ``batch`` is None, the batch is found automatically.
       frozen: names of arguments that are the same for all rows.
+      whole: names of arguments that each of several processes passes whole.
     """
 
     batch: tuple[tuple[str, int | None], ...] | None = None
     frozen: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
 
     @classmethod
     def of(
         cls,
         batch: BatchNames = None,
         frozen: str | Sequence[str] = (),
+        whole: str | Sequence[str] = (),
     ) -> NamedRoles:
-        """Reads the options ``batch_argnames`` and ``frozen_argnames``."""
+        """Reads the options ``{batch,frozen,whole}_argnames``."""
         if isinstance(batch, str):
             batch = (batch,)
         if batch is not None and not isinstance(batch, Mapping):
             batch = dict.fromkeys(batch)
-        frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
-        return cls(None if batch is None else tuple(batch.items()), frozen)
+        frozen, whole = (
+            (names,) if isinstance(names, str) else tuple(names)
+            for names in (frozen, whole)
+        )
+        return cls(None if batch is None else tuple(batch.items()), frozen, whole)
 
     def is_batch(self, path: str) -> bool:
         """Whether an array is named as a part of the batch."""
@@ -85,6 +91,10 @@ class NamedRoles:
         if any(_names(name, path) for name in self.frozen):
             return True
         return self.batch is not None and not self.is_batch(path)
+
+    def is_whole(self, path: str) -> bool:
+        """Whether each of several processes passes the whole array."""
+        return any(_names(name, path) for name in self.whole)
 
     def dim_of(self, path: str) -> int | None:
         """Returns the dimension of an array's rows; None if it is not given."""
@@ -103,6 +113,7 @@ class NamedRoles:
         batch = [name for name, _ in self.batch or ()]
         named = [("batch_argnames", name) for name in batch]
         named += [("frozen_argnames", name) for name in self.frozen]
+        named += [("whole_argnames", name) for name in self.whole]
         for option, name in named:
             found = [path for path in shapes if _names(name, path)]
             if not found:

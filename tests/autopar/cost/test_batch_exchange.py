@@ -14,12 +14,13 @@ from planner_steps import training
 from autopar import Cluster
 from autopar.cost.breakdown import step_s
 from autopar.cost.estimate import estimate
-from autopar.cost.rows import exchange_s, exchange_seconds
+from autopar.cost.rows import exchange_s, exchange_seconds, exchanges
 from autopar.layouts.strategies import strategy_space
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.reports.explain import BoundPlan, bind_plan
 from autopar.steps.analysis import analyse
+from autopar_passes.program.calls import NamedRoles
 
 ROWS, WIDTH, HOSTS = 64, 8, 4
 BATCH_BYTES = 4 * ROWS * (WIDTH + 1)
@@ -30,10 +31,12 @@ def loss(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(batch["x"] @ params["w"]).sum(1) - batch["y"]) ** 2)
 
 
-def planned(spec: P, text: str = TEXT) -> BoundPlan:
+def planned(spec: P, text: str = TEXT, whole: str = "") -> BoundPlan:
     params = {"w": jnp.ones((WIDTH, WIDTH))}
     batch = {"x": jnp.ones((ROWS, WIDTH)), "y": jnp.ones(ROWS)}
-    analysis, cluster = analyse(*training(loss, params, batch)), Cluster.parse(text)
+    roles = NamedRoles.of(whole=whole or ())
+    analysis = analyse(*training(loss, params, batch), roles=roles)
+    cluster = Cluster.parse(text)
     pins = {"params/*": P(), "batch/*": spec}
     options = PlanOptions(axis_names=("host", "local"), pins=pins)
     return bind_plan(analysis, plan_analysis(analysis, cluster, options), cluster)
@@ -84,6 +87,15 @@ def test_strategies_of_the_batch_pay_what_the_step_pays() -> None:
         total += paid[spaces[node].strategies.index(own)]
         assert np.all(paid >= 0.0)
     assert total == pytest.approx(exchange_s(bound.assignment, pricer))
+
+
+def test_nothing_is_exchanged_of_an_array_that_each_host_passes_whole() -> None:
+    """The vector is still exchanged, in a message of its own."""
+    bound = planned(P(), whole="batch/x")
+    (message,) = exchanges(bound.assignment, bound.pricer)
+    assert message.paths == ("batch/y",)
+    assert message.nbytes == 4 * ROWS
+    assert exchange_s(planned(P(), whole="batch").assignment, bound.pricer) == 0.0
 
 
 def test_one_host_exchanges_nothing() -> None:

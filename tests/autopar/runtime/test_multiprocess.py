@@ -59,6 +59,16 @@ def test_rows_are_in_the_dim_that_the_caller_stated(found: Any) -> None:
         )
 
 
+def test_each_process_passes_the_whole_batch(found: Any) -> None:
+    """Nine rows of the last batch are cut to eight, as four devices share them."""
+    want = found["one"]["whole"]
+    for process in ("first", "second"):
+        own = found[process]["whole"]
+        np.testing.assert_allclose(own["losses"], want["losses"], rtol=1e-5)
+        assert own["evaluated"] == pytest.approx(want["evaluated"], rel=1e-5)
+        assert own["shapes"] == want["shapes"]
+
+
 def test_rows_are_exchanged_for_every_sharding(found: Any) -> None:
     assert found["first"]["rows"] == found["second"]["rows"] == []
 
@@ -124,6 +134,7 @@ def test_a_failure_of_one_process_reaches_all(found: Any, name: str, told: str) 
         ("rows", ["'batch/x' is [12, 16] on process 0, [11, 16] on process 1"]),
         ("code", ["process 1 differs", "with 1.0 ->", "with 1.5 ->"]),
         ("values", ["'w': different values"]),
+        ("whole", ["'batch/x': different values"]),
     ],
 )
 def test_what_differs_is_named(found: Any, name: str, parts: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 from typing import Any
 
 import local_worker
@@ -16,9 +17,16 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of two processes found, without an overlap and with one."""
-    folder = tmp_path_factory.mktemp("local")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("local")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: pathlib.Path) -> list[Any]:
+    """What each of two processes found: losses without an overlap and with one.
+
+    Then the same from checkpoints.
+    """
     run_processes("local_worker.py", 2, [str(folder / "out")])
     return [json.loads((folder / f"out.{k}").read_text()) for k in range(2)]
 
@@ -36,3 +44,23 @@ def test_two_processes_train_as_one(trained: Any, overlap: Overlap | None) -> No
     # The parameters come first in the state: they are equal after an outer step.
     assert first[1][0] == second[1][0]
     assert first[1][-1] != second[1][-1]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_checkpoint_of_two_processes_goes_on(trained: Any, number: int) -> None:
+    """The state that two processes restore has equal bits."""
+    for found in trained:
+        assert found[2 + number] == found[number]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_process_restores_the_checkpoint_of_two(
+    trained: Any, folder: pathlib.Path, number: int
+) -> None:
+    overlap = local_worker.OVERLAPS[number]
+    saved = folder / f"saved-{number}"
+    losses, ends, _ = local_worker.losses(0, 1, overlap, saved)
+    means = np.mean([found[number][0][local_worker.SAVED :] for found in trained], 0)
+    np.testing.assert_allclose(means, losses, rtol=1e-5)
+    for own, one in zip(trained[0][number][1], ends, strict=True):
+        np.testing.assert_allclose(own, one, rtol=1e-4, atol=1e-6)
