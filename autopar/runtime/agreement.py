@@ -490,8 +490,9 @@ def refuse_different(world: World, digests: Mapping[str, str]) -> None:
     more = f" and {len(differ) - _MOST} more" if len(differ) > _MOST else ""
     raise PlanError(
         f"{', '.join(map(repr, differ[:_MOST]))}{more}: different values on the "
-        "processes. State, keys and scalars, which are not split over processes, must "
-        "be the same on each. Create them from the same seed, or with init(...)."
+        "processes. State, keys, scalars and arrays of whole_argnames=, which are not "
+        "split over processes, must be the same on each. Create them from the same "
+        "seed, or state with init(...)."
     )
 
 

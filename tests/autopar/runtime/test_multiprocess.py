@@ -134,7 +134,7 @@ def test_a_failure_of_one_process_reaches_all(found: Any, name: str, told: str) 
         ("rows", ["'batch/x' is [12, 16] on process 0, [11, 16] on process 1"]),
         ("code", ["process 1 differs", "with 1.0 ->", "with 1.5 ->"]),
         ("values", ["'w': different values"]),
-        ("whole", ["'batch/x': different values"]),
+        ("whole", ["'batch/x', 'batch/y': different values", "whole_argnames="]),
     ],
 )
 def test_what_differs_is_named(found: Any, name: str, parts: list[str]) -> None:
