@@ -36,6 +36,7 @@ from autopar.errors import PlanError
 from autopar.goodput.choice import Ratio
 from autopar.goodput.rates import Rule, rule_of
 from autopar.planner.options import parsed_codec
+from autopar.runtime.comparing import loss_among
 from autopar_errors import check_type
 
 
@@ -446,21 +447,14 @@ def loss_in(result: Any, *, alone: bool = True) -> float | None:
         see the same loss.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(result)
-    found = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in leaves
-        if np.ndim(leaf) == 0 and np.issubdtype(np.asarray(leaf).dtype, np.floating)
-    }
-    named = [leaf for name, leaf in found.items() if "loss" in name.lower()]
-    chosen = list(found.values()) if len(found) == 1 else named
-    if len(chosen) != 1:
+    array = loss_among({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
+    if array is None:
         return None
     if not alone:
-        array = chosen[0]
         shared = isinstance(array, jax.Array) and not array.is_fully_addressable
         if not (shared and array.is_fully_replicated):
             return None
-    return float(chosen[0])
+    return float(array)
 
 
 def finite(result: Any) -> bool:

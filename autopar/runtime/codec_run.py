@@ -135,7 +135,7 @@ class CodecRun:
             return self._saved
         texts = self.recoding.texts(plan, self._state["gradients"])
         state = {name: x for name, x in self._state.items() if name != "due"}
-        return {**jax.tree.map(_copy_array, state), "codecs": texts}
+        return {**jax.tree.map(copy_array, state), "codecs": texts}
 
     def restore(self, state: Any, *, held: bool) -> None:
         """Takes a saved codec state, which the next step places on its devices.
@@ -461,7 +461,7 @@ class CodecRun:
         return wish
 
 
-def _copy_array(array: Any) -> Any:
+def copy_array(array: Any) -> Any:
     """Returns a copy of an array; an array without local shards is not copied."""
     lies = getattr(array, "sharding", None)
     return jnp.copy(array) if lies is None or lies.addressable_devices else array

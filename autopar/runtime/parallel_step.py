@@ -19,6 +19,14 @@ from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, placement
 from autopar.runtime.arguments import LastBatch
 from autopar.runtime.codec_run import CodecRun, HasNoise, NoiseRun, Telemetry
+from autopar.runtime.comparing import (
+    Compared,
+    Comparer,
+    loss_among,
+    milder_options,
+    milder_text,
+    with_codec,
+)
 from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.gradients.recoding import CodecChange
 from autopar.runtime.planned import PlannedStep
@@ -28,6 +36,7 @@ from autopar.runtime.repeated_calls import RepeatedCall, repeated_call
 from autopar.runtime.state_mover import name_arrays
 from autopar.runtime.step_planner import ANALYSES, Analysed, StepPlanner
 from autopar.runtime.world import World
+from autopar_errors import warn_user
 from autopar_passes.jax_meshes import without_mesh
 from autopar_passes.program.calls import Parameters, StepCall
 from autopar_passes.program.static_leaves import is_object, updating
@@ -103,6 +112,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         parameters: Parameters | None = None,
         fewer: LastBatch = "run",
         cache: PlanCache | None = None,
+        comparer: Comparer | None = None,
     ) -> None:
         """See `autopar.parallelize`, which creates parallel steps.
 
@@ -116,6 +126,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
           parameters: how the step takes its arguments; None for the step's signature.
           fewer: what to do with a batch that has fewer rows than planned.
           cache: the plans on disk.
+          comparer: compares training with codecs with exact training.
         """
         functools.update_wrapper(self, step)
         self.__name__: str = step_name(step)
@@ -141,7 +152,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             lambda: self._codecs.errors,
         )
         agreement.announce_end()
-        self._codecs = codecs
+        self._codecs, self._comparer = codecs, comparer
         self._noise, self.finite = NoiseRun(), cast("Any", None)
         stated = {} if setting.plan is None else setting.plan.written_shapes
         self._batches = arguments.BatchArguments(step, ANALYSES, stated)
@@ -403,7 +414,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         planned = known.running.planned
         flat = self._issue_program(planned, placed)
         known.consume(given, placed, flat)
-        self._follow_policy(planned)
+        self._follow_up(planned, flat)
         return planned.analysis.pytrees.result.return_value(flat)
 
     def _run(
@@ -432,7 +443,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             self._repeated = repeated_call(
                 running, call, args, kwargs, placed, flat, carried
             )
-        self._follow_policy(planned)
+        self._follow_up(planned, flat)
         flat = placement.given_back(
             flat, home, frozenset(planned.analysis.carried_arguments.values())
         )
@@ -442,15 +453,82 @@ class ParallelStep(HasNoise, Generic[P, R]):
         """Runs a program on placed arrays; returns its flat results."""
         if planned.sums is not None:
             self._codecs.prepare(planned, placed, self.world)
+        if self._comparer is not None:
+            self._comparer.begin_step(planned, placed, self._edited, self._loss_of)
         flat = self._noise.run(planned, placed, self._codecs)
         if self._store.guard:
             flat, self.finite = planned.settle_results(placed, flat)
         return flat
 
-    def _follow_policy(self, planned: PlannedStep) -> None:
-        """Asks the policy for codecs, and uses the answer from the next step on."""
+    def _follow_up(self, planned: PlannedStep, flat: Sequence[Any]) -> None:
+        """Changes codecs from the next step on, by the policy or by a comparison.
+
+        Args:
+          planned: the step that has just run.
+          flat: its flat results.
+        """
+        if self._comparer is not None:
+            kind = self._comparer.end_step(flat, self._loss_of)
+            if kind:
+                self._withdraw(kind)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)
+
+    def _loss_of(self, flat: Sequence[Any]) -> float:
+        """The loss among the flat results of a step.
+
+        Raises:
+          PlanError: no result is surely the loss.
+        """
+        analysis = self.running.planned.analysis
+        state = set(analysis.carried_arguments.values())
+        paths = enumerate(analysis.output_paths)
+        loss = loss_among({path: flat[k] for k, path in paths if k not in state})
+        if loss is None:
+            raise PlanError(
+                f"{self.__name__}: comparison= does not know which result is the loss. "
+                "Return one floating-point scalar, or name it: {'loss': ...}."
+            )
+        return float(loss)
+
+    def _edited(self, plan: Plan) -> PlannedStep:
+        """Returns the compiled program of an edited plan for the last call."""
+        analysed = self.running.analysed
+        setting = dataclasses.replace(self._setting, plan=plan)
+        made = self._preparation.plan(analysed, setting)
+        planned = self._preparation.program(analysed, made, setting)
+        agreement.run_together(
+            self.world, "compiling", lambda: self._preparation.compile(planned)
+        )
+        return planned
+
+    def _withdraw(self, kind: str) -> None:
+        """Makes the codecs of one kind milder from the next step on."""
+        assert self._comparer is not None
+        running, result = self.running, self._comparer.results[-1]
+        plan = running.planned.plan
+        text = milder_text(plan, kind)
+        warn_user(
+            f"{self.__name__}: codecs cost progress: the loss is {result.loss:.4g}, "
+            f"and {result.exact_loss:.4g} with exact values (standard error "
+            f"{result.error:.2g}). From now on, {kind} are sent as '{text}'."
+        )
+        planned = self._edited(with_codec(plan, kind, text))
+        setting = self._setting
+        if setting.plan is not None:
+            setting = dataclasses.replace(setting, plan=planned.plan)
+        else:
+            asked = setting.codecs or self._preparation.planner.options
+            asked = milder_options(asked, kind, text)
+            setting = dataclasses.replace(setting, codecs=asked)
+        self._setting = setting
+        self._preparation.remember(running.analysed, setting, planned.plan)
+        self._current = Running(running.analysed, planned)
+
+    @property
+    def comparisons(self) -> tuple[Compared, ...]:
+        """The results of comparisons with exact training, the newest last."""
+        return () if self._comparer is None else tuple(self._comparer.results)
 
     def _follow(self, wish: Mapping[str, str]) -> None:
         """Sends gradients by the policy's codecs, unless the change is postponed."""

@@ -32,6 +32,7 @@ from autopar.planner.options import (
 from autopar.plans import Plan
 from autopar.runtime.arguments import LastBatch
 from autopar.runtime.codec_run import CodecRun
+from autopar.runtime.comparing import Comparer, Comparison
 from autopar.runtime.noise.averages import NoiseOptions, noise_options
 from autopar.runtime.parallel_step import ParallelStep, Setting
 from autopar.runtime.program_store import ProgramStore
@@ -60,6 +61,7 @@ def parallelize(
     least_gain: float = ...,
     telemetry_every: int = ...,
     noise_scale: bool | NoiseOptions = ...,
+    comparison: Comparison | None = ...,
     pins: Pins | None = ...,
     logical_axis_rules: LogicalRules | None = ...,
     axis_names: Sequence[str] | None = ...,
@@ -100,6 +102,7 @@ def parallelize(
     least_gain: float = ...,
     telemetry_every: int = ...,
     noise_scale: bool | NoiseOptions = ...,
+    comparison: Comparison | None = ...,
     pins: Pins | None = ...,
     logical_axis_rules: LogicalRules | None = ...,
     axis_names: Sequence[str] | None = ...,
@@ -141,6 +144,7 @@ def parallelize(
     least_gain: float = LEAST_GAIN,
     telemetry_every: int = TELEMETRY_EVERY,
     noise_scale: bool | NoiseOptions = False,
+    comparison: Comparison | None = None,
     pins: Pins | None = None,
     logical_axis_rules: LogicalRules | None = None,
     axis_names: Sequence[str] | None = None,
@@ -194,6 +198,9 @@ def parallelize(
         all of them with a policy or a fallback.
       noise_scale: whether each step measures how noisy its gradients are, or how it
         does; read `ParallelStep.noise_scale`.
+      comparison: when training with codecs is compared with exact training, beside it;
+        codecs that cost progress are then made milder (page 'Gradient compression' of
+        the documentation).
       pins: path pattern of an input -> its ``PartitionSpec``, as in
         ``{"state/params/*/kernel": PartitionSpec(None, "tensor")}``.
       logical_axis_rules: Flax's rules, pairs of a logical name and mesh axes; they pin
@@ -299,7 +306,7 @@ def parallelize(
         coupled=coupled,
         stages=stages,
         schedule=schedule,
-        spares=Spares(always=0 if donate else 1),
+        spares=Spares(always=(not donate) + (comparison is not None)),
         remat=remat,
         offload=offload,
         donate=donate,
@@ -320,6 +327,7 @@ def parallelize(
     safer = _fallback(fallback, least_gain, coded=coded)
     signals = _check_policy(policy, coded=coded, alone=safer is None)
     noise = noise_options(noise_scale)
+    _check_comparison(comparison, alone=policy is None and safer is None)
     kept = _plan_cache(cache or os.environ.get("AUTOPAR_CACHE") or None)
     for where, option, kind, wanted in (
         ("devices", devices, Iterable, "devices of JAX"),
@@ -350,6 +358,7 @@ def parallelize(
                 capacity=programs,
             ),
             codecs=CodecRun(policy),
+            comparer=None if comparison is None else Comparer(comparison),
             world=world,
             parameters=Parameters.of(function, static, roles),
             fewer=cast("LastBatch", options.last_batch),
@@ -357,6 +366,24 @@ def parallelize(
         )
 
     return decorate if step is None else decorate(step)
+
+
+def _check_comparison(comparison: Comparison | None, *, alone: bool) -> None:
+    """Checks the option ``comparison``.
+
+    Args:
+      comparison: the option.
+      alone: whether neither a policy nor fallbacks change codecs.
+    """
+    if comparison is None:
+        return
+    wanted = "an autopar.runtime.comparing.Comparison"
+    check_type("parallelize: comparison=", comparison, Comparison, wanted)
+    if not alone:
+        raise PlanError(
+            "parallelize: comparison= makes codecs milder by the loss, and policy= and "
+            "fallback= change them by errors. Leave one of them out."
+        )
 
 
 def _check_step(step: Any, static: Sequence[str]) -> None:
