@@ -20,6 +20,13 @@ loss of the last ``--last`` training steps, with codecs. Clicks are drawn anew f
 step, so that this is the loss of data that the model has not seen. Of the way ``none``,
 all ``--seeds`` are trained, on one device, for the spread of the loss; of the other
 ways the first ``--coded-seeds`` of them.
+
+``--compare N``: the ways with codecs are compared with exact training after every N
+steps (``comparison=``), which makes codecs milder where they cost progress:
+
+    python benchmarks/network/cut_codecs.py --rates --steps 2000 --batch 16 --add \\
+        --compare 300 --models gpt lstm --ways int8 int4:block=64 \\
+        eden:levels=32/eden:levels=6
 """
 
 from __future__ import annotations
@@ -46,6 +53,7 @@ import worker
 
 import autopar
 from autopar.reports.staged import bind_stages, links
+from autopar.runtime.comparing import Comparison
 from autopar.steps.analysis import analyse
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -149,7 +157,11 @@ def workload_of(model: str, options: argparse.Namespace, seed: int) -> Any:
 
 
 def staged(
-    workload: Any, way: str, cluster: autopar.Cluster, options: argparse.Namespace
+    workload: Any,
+    way: str,
+    cluster: autopar.Cluster,
+    options: argparse.Namespace,
+    comparison: Comparison | None = None,
 ) -> Any:
     """The step in two stages."""
     return autopar.parallelize(
@@ -160,6 +172,7 @@ def staged(
         microbatches=options.microbatches,
         cut_codecs=way,
         cut_error_budget=options.budget if way == "auto" else None,
+        comparison=comparison,
         seconds=2.0,
     )
 
@@ -328,7 +341,8 @@ def _trained(
     else:
         rate = options.plan_rate
         cluster = clusters.described(rate, HOSTS, clusters.load(None))
-        step = staged(workload, way, cluster, options)
+        compared = Comparison(every=options.compare) if options.compare else None
+        step = staged(workload, way, cluster, options, compared)
         state = start(step, workload)
     seen: list[float] = []
     for first in range(0, options.steps, options.turn):
@@ -341,6 +355,9 @@ def _trained(
     if way != EXACT:
         data = step.plan.pipeline
         row["codecs"] = [data.activation_codecs, data.cotangent_codecs]
+    if options.compare and way != EXACT:
+        row["kind"] = "compared"
+        row["comparisons"] = [dataclasses.asdict(x) for x in step.comparisons]
     return row
 
 
@@ -418,6 +435,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--last", type=int, default=200, help="steps with a mean training loss"
     )
+    parser.add_argument("--compare", type=int, default=0, help="steps; 0: never")
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--faster", type=float, default=20.0)
     parser.set_defaults(
