@@ -72,16 +72,16 @@ def plan(
       pins: path pattern of an input -> its ``PartitionSpec``, as in
         ``{"state/params/*/kernel": PartitionSpec(None, "tensor")}``.
       logical_axis_rules: Flax's rules, pairs of a logical name and mesh axes; they pin
-        what ``nn.with_logical_partitioning`` has named in the arguments.
+        the arguments that ``nn.with_logical_partitioning`` has named.
       axis_names: names of the mesh axes, outermost first; their number is that of the
         axes.
       max_axes: most mesh axes to try; None: two, or one for each level of the cluster.
       seconds: time limit of the solver, for each mesh, in seconds of its own work: a
         busy machine does not shorten it. Without a limit it goes on until the plan is
-        proved optimal, and the same call always gives the same plan; with one, plans
-        within the solver's gap of each other may take turns.
+        proved optimal, and the same call always gives the same plan; with one, calls
+        may give different plans, whose times differ by at most the solver's gap.
       split_batch: whether it is an error if no mesh axis divides the rows of the batch;
-        else the plan does without data parallelism.
+        False: the step is then planned without data parallelism.
       compile_check: whether plans near the limit of memory are compiled for the
         cluster's devices, which need not be there, and dropped where they do not fit
         (page 'Compilers without devices' of the documentation).
@@ -107,12 +107,12 @@ def plan(
         number of stages is given.
       remat: how many layers compute their activations again in the backward pass
         instead of keeping them: a number, ``all``, or with a level: ``4:dots`` keeps
-        matrix products, ``4:kernels`` results of attention kernels, ``4:names=a,b``
-        what `jax.ad_checkpoint.checkpoint_name` calls so; ``auto``: as is fastest of
-        what fits; 0: as the step says; ``0:kernels``: the same, but attention kernels
-        run once; ``none`` drops the step's own ``jax.checkpoint``. None: as the plan
-        given as ``layouts`` says, else ``auto``, or 0 where the number of stages is
-        given (page 'Rematerialisation' of the documentation).
+        matrix products, ``4:kernels`` results of attention kernels, ``4:names=a,b`` the
+        values that `jax.ad_checkpoint.checkpoint_name` names a and b; ``auto``: as is
+        fastest of what fits; 0: as the step says; ``0:kernels``: the same, but
+        attention kernels run once; ``none`` drops the step's own ``jax.checkpoint``.
+        None: as the plan given as ``layouts`` says, else ``auto``, or 0 where the
+        number of stages is given (page 'Rematerialisation' of the documentation).
       offload: which state lies in the memory of the hosts between steps: ``optimizer``:
         all arrays of optimizer state; ``state``: these and all parameters; ``none``:
         what the step itself puts there; ``auto``: as much optimizer state, and then
@@ -139,8 +139,9 @@ def plan(
       batch_argnames: names of the arguments that hold the batch, or patterns of paths
         such as ``batch/*``; with the dimension of the rows where it is not found:
         ``{"batch/x": 1}``. None: found from what the step does with its arguments.
-      frozen_argnames: names of arguments that do not come back and are the same for all
-        rows, such as the weights of a teacher; found likewise.
+      frozen_argnames: names of arguments that the step does not return and that are the
+        same for all rows, such as the weights of a teacher; without names they are
+        found, as the batch is.
       whole_argnames: names of arguments of which each of several processes passes the
         whole array, instead of rows of its own. Plans then exchange no rows; the
         processes check in each step that they pass equal values.
@@ -230,8 +231,9 @@ def audit(
       batch_argnames: names of the arguments that hold the batch, or patterns of paths
         such as ``batch/*``; with the dimension of the rows where it is not found:
         ``{"batch/x": 1}``. None: found from what the step does with its arguments.
-      frozen_argnames: names of arguments that do not come back and are the same for all
-        rows, such as the weights of a teacher; found likewise.
+      frozen_argnames: names of arguments that the step does not return and that are the
+        same for all rows, such as the weights of a teacher; without names they are
+        found, as the batch is.
       whole_argnames: names of arguments of which each of several processes passes the
         whole array, instead of rows of its own. Plans then exchange no rows; the
         processes check in each step that they pass equal values.

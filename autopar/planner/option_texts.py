@@ -75,8 +75,8 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "logical_axis_rules": Option(
         default=None,
-        text="Flax's rules, pairs of a logical name and mesh axes; they pin what "
-        "``nn.with_logical_partitioning`` has named in the arguments",
+        text="Flax's rules, pairs of a logical name and mesh axes; they pin the "
+        "arguments that ``nn.with_logical_partitioning`` has named",
         expected="pairs of a logical name and mesh axes, such as "
         "[('embed', 'data'), ('mlp', 'tensor')]",
         effect=PINS,
@@ -104,8 +104,8 @@ OPTIONS: Mapping[str, Option] = {
         text="time limit of the solver, for each mesh, in seconds of its own "
         "work: a busy machine does not shorten it. Without a limit it goes on "
         "until the plan is proved optimal, and the same call always gives the "
-        "same plan; with one, plans within the solver's gap of each other may "
-        "take turns",
+        "same plan; with one, calls may give different plans, whose times differ "
+        "by at most the solver's gap",
         expected="the time limit of the solver in seconds, such as 10.0: more "
         "than 0, or None for no limit",
         words="the time limit of the solver in seconds, such as 10: more than 0, "
@@ -118,7 +118,7 @@ OPTIONS: Mapping[str, Option] = {
     "split_batch": Option(
         default=True,
         text="whether it is an error if no mesh axis divides the rows of the "
-        "batch; else the plan does without data parallelism",
+        "batch; False: the step is then planned without data parallelism",
         expected="True or False",
         effect=EXCLUDES,
         flag="--split-batch",
@@ -249,17 +249,17 @@ OPTIONS: Mapping[str, Option] = {
         text="how many layers compute their activations again in the backward "
         "pass instead of keeping them: a number, ``all``, or with a level: "
         "``4:dots`` keeps matrix products, ``4:kernels`` results of attention kernels, "
-        "``4:names=a,b`` what `jax.ad_checkpoint.checkpoint_name` calls so; ``auto``: "
-        "as is fastest of what fits; 0: as the step says; ``0:kernels``: the same, but "
-        "attention kernels run once; ``none`` drops the step's own "
-        "``jax.checkpoint``. None: as the plan given as ``layouts`` says, else "
-        "``auto``, or 0 where the number of stages is given "
+        "``4:names=a,b`` the values that `jax.ad_checkpoint.checkpoint_name` names a "
+        "and b; ``auto``: as is fastest of what fits; 0: as the step says; "
+        "``0:kernels``: the same, but attention kernels run once; ``none`` drops the "
+        "step's own ``jax.checkpoint``. None: as the plan given as ``layouts`` says, "
+        "else ``auto``, or 0 where the number of stages is given "
         "(page 'Rematerialisation' of the documentation)",
         expected="how many layers compute their activations again, a whole number "
         "such as 4, 'all', '4:dots' or 'all:dots' to keep their matrix products, "
         "'0:kernels' or '4:kernels' to keep results of attention kernels, "
-        "'4:names=a,b' to keep what checkpoint_name calls so, 'auto', or 'none' "
-        "to drop the step's own jax.checkpoint",
+        "'4:names=a,b' to keep the values that checkpoint_name names a and b, 'auto', "
+        "or 'none' to drop the step's own jax.checkpoint",
         effect=PINS,
         metavar="{auto,none,N,all}[:dots|:kernels|:names=A,B]",
         flag="--remat",
@@ -349,8 +349,9 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "frozen_argnames": Option(
         default=(),
-        text="names of arguments that do not come back and are the same for all "
-        "rows, such as the weights of a teacher; found likewise",
+        text="names of arguments that the step does not return and that are the same "
+        "for all rows, such as the weights of a teacher; without names they are found, "
+        "as the batch is",
         group=ARGUMENTS,
     ),
     "whole_argnames": Option(
