@@ -46,7 +46,7 @@ from autopar.runtime.parallelize import parallelize
 from autopar.runtime.recent import Recent
 from autopar.runtime.state_mover import name_arrays
 from autopar.runtime.world import World
-from autopar.units import bytes_text, seconds_text
+from autopar.units import bytes_text, number_of, seconds_text
 from autopar_errors import check_type
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Parameters, StepCall
@@ -194,8 +194,9 @@ class LocalSteps:
         devices = world.devices
         if len(devices) < size * self.replicas:
             raise PlanError(
-                f"local_steps: {self.replicas} replicas of {size} devices need "
-                f"{size * self.replicas}; this world has {len(devices)}."
+                f"local_steps: {self.replicas} replicas of "
+                f"{number_of(size, 'device')} need {size * self.replicas}; "
+                f"this world has {len(devices)}."
             )
         found = []
         for k in range(self.replicas):
@@ -749,10 +750,11 @@ class LocalSteps:
         plan, outer = self.plan, self.outer_s
         fixed = not isinstance(self.every, RelativeChange)
         each = f", {seconds_text(self.step_s)} a step" if fixed else ""
+        devices = number_of(self.part.num_devices, "device")
         when = f"once in {self.interval} steps" if fixed else "where gradients change"
         return "\n".join(
             (
-                f"{self.replicas} replicas of {self.part.num_devices} devices{each}",
+                f"{self.replicas} replicas of {devices}{each}",
                 f"step     {seconds_text(plan.predicted.step_s)} of a replica alone",
                 f"outer    {seconds_text(outer)} {when}: "
                 f"{bytes_text(self.sent_bytes)} a device by {self.codec}",
