@@ -6,7 +6,7 @@ import html
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -16,14 +16,16 @@ from autopar.plans.specs import Spec, spec_text
 from autopar.reports.table import (
     bytes_text,
     communication_text,
+    cut_lines,
     input_rows,
     mesh_text,
     seconds_text,
+    sent_text,
     shape_of_plan,
     stage_text,
     template,
 )
-from autopar.reports.worth import unused_text, worth_facts
+from autopar.reports.worth import sends_by_codecs, unused_text, worth_facts
 
 # A picture of a mesh, and of arrays split over it, as SVG.
 #
@@ -164,22 +166,32 @@ def line(plan: Plan) -> str:
         f"<Plan {plan.cluster}, {shape_of_plan(plan)}, "
         f"step {seconds_text(expected.step_s)}, "
         f"{bytes_text(expected.peak_memory_bytes)} on each device, "
-        f"{plan.solver.text}, {codecs_text(plan)}{f', {unused}' if unused else ''}>"
+        f"{plan.solver.text}, {_all_codecs_text(plan)}"
+        f"{f', {unused}' if unused else ''}>"
     )
+
+
+def _all_codecs_text(plan: Plan) -> str:
+    """The codecs of gradients, of gathered parameters and of stage cuts."""
+    gathers = _counts_text(g.codec for stage in plan.stages for g in stage.gathers)
+    texts = [" ".join(text.split()) for text in cut_lines(plan)]
+    if gathers:
+        texts.insert(0, f"gathers {gathers}")
+    if sends_by_codecs(plan) or not texts:
+        texts.insert(0, codecs_text(plan))
+    return ", ".join(texts)
 
 
 def codecs_text(plan: Plan) -> str:
     """The codecs with their numbers of gradients, ``codecs int4 x12, dense x3``."""
-    counts = Counter(
-        gradient.codec.partition(":")[0]
-        for stage in plan.stages
-        for gradient in stage.gradients
-        if gradient.codec
-    )
-    if not counts:
-        return "no codecs"
-    named = [f"{name} x{count}" for name, count in counts.most_common()]
-    return f"codecs {', '.join(named)}"
+    counts = _counts_text(g.codec for stage in plan.stages for g in stage.gradients)
+    return f"codecs {counts}" if counts else "no codecs"
+
+
+def _counts_text(codecs: Iterable[str]) -> str:
+    """The names of codecs with their numbers; '' stands for no codec."""
+    counts = Counter(codec.partition(":")[0] for codec in codecs if codec)
+    return ", ".join(f"{name} x{count}" for name, count in counts.most_common())
 
 
 @set_renderer("cell")
@@ -212,7 +224,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
             f"{communication_text(expected)})",
         ),
         ("memory", f"{bytes_text(expected.peak_memory_bytes)} on each device"),
-        ("sends", f"{bytes_text(expected.communication_bytes)} from each device"),
+        ("sends", sent_text(plan)),
         *worth_facts(plan),
         ("solver", plan.solver.text),
         ("gradients", codecs_text(plan)),

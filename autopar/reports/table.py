@@ -82,7 +82,7 @@ def summary_lines(plan: Plan) -> list[str]:
         f"compute {seconds_text(expected.compute_s)}, "
         f"communication {communication_text(expected)}",
         *range_lines(expected),
-        f"sends    {bytes_text(expected.communication_bytes)} from each device",
+        f"sends    {sent_text(plan)}",
         *_wait_lines(plan),
         f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak"
         f"{compiled_text(plan)}",
@@ -95,6 +95,12 @@ def summary_lines(plan: Plan) -> list[str]:
         *replica_lines(plan),
         *worth_lines(plan),
     ]
+
+
+def sent_text(plan: Plan) -> str:
+    """The bytes that a device sends; those between stages are not among them."""
+    text = f"{bytes_text(plan.predicted.communication_bytes)} from each device"
+    return f"{text}, besides messages between stages" if len(plan.stages) > 1 else text
 
 
 # The extra of this package that installs the compiler for a kind of device. Compiling
@@ -144,7 +150,7 @@ def _offload_lines(plan: Plan) -> list[str]:
 
 
 # Level -> what a rematerialised layer keeps.
-_KEPT = {DOTS: " but their matrix products", KERNELS: " but their attention kernels"}
+_KEPT = {DOTS: ", except matrix products", KERNELS: ", except attention kernels"}
 
 
 def remat_text(plan: Plan) -> str:
@@ -162,7 +168,7 @@ def remat_text(plan: Plan) -> str:
     what = f"the activations of {len(remat.layers)} of {len(remat.starts)} layers"
     kept = _KEPT.get(remat.level, "")
     if names := names_of(remat.level):
-        kept = f" but {', '.join(names)}"
+        kept = f", except {', '.join(names)}"
     return f"{what}{kept}"
 
 
@@ -282,9 +288,14 @@ def stage_text(number: int, stage: StagePlan) -> str:
     """A stage in one line: its devices and their mesh."""
     first, last = min(stage.devices), max(stage.devices)
     row = last - first + 1 == len(stage.devices)
-    devices = f"{first} to {last}" if row else ", ".join(map(str, stage.devices))
+    if first == last:
+        devices = f"device {first}"
+    elif row:
+        devices = f"devices {first} to {last}"
+    else:
+        devices = f"devices {', '.join(map(str, stage.devices))}"
     name = "" if stage.name == f"stage {number}" else f", {stage.name}"
-    return f"stage {number}{name}: devices {devices}, mesh {mesh_text(stage)}"
+    return f"stage {number}{name}: {devices}, mesh {mesh_text(stage)}"
 
 
 def planning_times(plan: Plan) -> str:

@@ -11,6 +11,7 @@ import small_step
 import stage_plans
 
 import autopar
+from autopar.plans.records import PipelineData
 from autopar.reports.notebook import MOST_PARTS, largest_inputs, picture, two_dims
 
 AXES = {"data": 2, "tensor": 4}
@@ -36,6 +37,20 @@ def test_a_plan_in_one_line() -> None:
 
 def test_codecs_are_counted() -> None:
     assert ", codecs int8 x2>" in repr(stage_plans.make_plan())
+
+
+def test_codecs_of_stage_cuts_are_listed() -> None:
+    """Without codecs of gradients the line does not say 'no codecs'."""
+    plan = stage_plans.make_plan()
+    cuts = PipelineData(
+        layers=(0, 1),
+        parts=(0, 1),
+        activation_codecs=("int8",),
+        cotangent_codecs=("int4",),
+    )
+    stages = tuple(msgspec.structs.replace(s, gradients=()) for s in plan.stages)
+    coded = msgspec.structs.replace(plan, stages=stages, pipeline=cuts)
+    assert ", cuts activations int8, cotangents int4>" in repr(coded)
 
 
 def test_a_step_in_one_line() -> None:
