@@ -301,9 +301,9 @@ EARLY = "their sums cannot wait for the update"
 SMALL = f"a vector, or of fewer than {SMALLEST} elements"
 
 _REMEDIES = {
-    UNSUMMED: "under these layouts each device computes what it keeps by itself. A sum "
-    "is to be sent where the batch is split and the parameter is whole, as by "
-    "pins={path: PartitionSpec()}",
+    UNSUMMED: "under these layouts each device computes the gradients of what it "
+    "holds. A gradient is summed over devices only if they split the batch, and each "
+    "holds the whole parameter, as with pins={path: PartitionSpec()}",
     EARLY: "they are summed as without a codec (page 'Gradient compression' of the "
     "documentation, 'What is not compressed')",
 }
