@@ -6,6 +6,7 @@ import dataclasses
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -550,7 +551,8 @@ def _refusal(said: str, option: Option) -> PlanError:
 
 
 def _refused_word(option: Option, word: str) -> PlanError:
-    words = option.words or option.expected.replace("'", "")
+    # Without quotes around words; an apostrophe within a word stays.
+    words = option.words or re.sub(r"(?<!\w)'([^']*)'", r"\1", option.expected)
     return PlanError(f"{option.flag} {word}: expected {words}.")
 
 

@@ -217,7 +217,9 @@ def check_level(program: Program, level: str) -> None:
         )
     known = names_in(program)
     if missing := [name for name in names_of(level) if name not in known]:
-        has = f"it has {', '.join(known)}" if known else "it names none"
+        name = f"checkpoint_name(x, '{missing[0]}')"
+        none = f"it names none. Name a value in the model by {name}, or say 'dots'"
+        has = f"it has {', '.join(known)}" if known else none
         raise RematError(
             f"no value of the step is named '{missing[0]}' by "
             f"jax.ad_checkpoint.checkpoint_name; {has}."
