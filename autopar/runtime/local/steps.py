@@ -194,9 +194,8 @@ class LocalSteps:
         devices = world.devices
         if len(devices) < size * self.replicas:
             raise PlanError(
-                f"local_steps: {self.replicas} replicas of "
-                f"{number_of(size, 'device')} need {size * self.replicas}; "
-                f"this world has {len(devices)}."
+                f"local_steps: {self.replicas} replicas of {size} devices need "
+                f"{size * self.replicas}; this world has {len(devices)}."
             )
         found = []
         for k in range(self.replicas):
@@ -747,16 +746,15 @@ class LocalSteps:
 
     def __str__(self) -> str:
         """What a step and an outer step take, as predicted, and what is sent."""
-        plan, outer = self.plan, self.outer_s
+        plan, devices = self.plan, number_of(self.part.num_devices, "device")
         fixed = not isinstance(self.every, RelativeChange)
         each = f", {seconds_text(self.step_s)} a step" if fixed else ""
-        devices = number_of(self.part.num_devices, "device")
         when = f"once in {self.interval} steps" if fixed else "where gradients change"
         return "\n".join(
             (
                 f"{self.replicas} replicas of {devices}{each}",
                 f"step     {seconds_text(plan.predicted.step_s)} of a replica alone",
-                f"outer    {seconds_text(outer)} {when}: "
+                f"outer    {seconds_text(self.outer_s)} {when}: "
                 f"{bytes_text(self.sent_bytes)} a device by {self.codec}",
             )
         )
