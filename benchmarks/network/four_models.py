@@ -515,6 +515,9 @@ def train(given: argparse.Namespace) -> list[dict[str, Any]]:
         for seed in given.seeds:
             _, target = trained(model, None, seed, None)
             for codecs, file in plans.items():
+                if not (given.folder / file).exists():
+                    print(f"{name}: no {given.folder / file}: run `time` first")
+                    continue
                 plan = autopar.Plan.load(given.folder / file)
                 steps, _ = trained(model, plan, seed, target)
                 found.append({

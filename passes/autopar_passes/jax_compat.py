@@ -69,9 +69,17 @@ def source_line(eqn: Any) -> str:
     that a pass made has no line. ``source_info_util.user_frames`` is private (0.10.2),
     and its argument changed between releases. Any failure therefore only gives ''.
     """
+    with contextlib.suppress(Exception):
+        return _line_of(eqn.source_info.traceback)
+    return ""
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _line_of(traceback: Any) -> str:
+    """The line of `source_line`; equations that a pass copies share a traceback."""
     found = ""
     with contextlib.suppress(Exception):
-        for frame in _source_info.user_frames(eqn.source_info.traceback):
+        for frame in _source_info.user_frames(traceback):
             path = frame.file_name
             if path.startswith(_OURS):
                 break
