@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.compression.policies import LGreCo
 from autopar.runtime.batch_rows import Rows, place_rows
+from autopar.runtime.comparing import Comparison
 
 
 def rows() -> int:
@@ -205,13 +206,19 @@ def replicated(process: int) -> dict[str, Any]:
     case = dataclasses.replace(
         compressed_cases.data_parallel(), cluster="1x2:cpu+1x2:cpu,efficiency=0.2"
     )
-    step = case.parallel("int8", microbatches=[3, 1], noise_scale=True)
+    step = case.parallel(
+        "int8", microbatches=[3, 1], noise_scale=True,
+        comparison=Comparison(every=0, steps=3),
+    )  # fmt: skip
     mine = [_own_rows(whole, process) for whole in case.batches(3)]
     _, losses = case.train(step, case.state(), mine)
+    (compared,) = step.comparisons
     return {
         "losses": losses,
         "codecs": [g.codec for g in step.plan.gradients],
         "phi": step.noise_scale.phi,
+        "exact": compared.exact_loss,
+        "withdrawn": compared.withdrawn,
     }
 
 

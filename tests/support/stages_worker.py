@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.errors import AutoparError, PlanError
+from autopar.runtime.comparing import Comparison
 from autopar.runtime.stages import run, transport
 
 sys.path.append(str(ROOT / "tests" / "autopar" / "runtime" / "stages"))
@@ -126,6 +127,7 @@ def cut_codecs() -> dict[str, Any]:
     offer = transport.Links.offer
     for codecs in ("none", CODECS):
         sent: list[int] = []
+        comparison = None if codecs == "none" else Comparison(every=2, steps=3)
 
         def offered(self: Any, tag: Any, arrays: Any, routes: Any, sent: Any = sent):
             if tag[0] in ("forward", "backward") and arrays is not None:
@@ -133,8 +135,9 @@ def cut_codecs() -> dict[str, Any]:
             return offer(self, tag, arrays, routes)
 
         step = autopar.parallelize(
-            descended(chain_loss), **ASKED, stages=2, cut_codecs=codecs
-        )
+            descended(chain_loss), **ASKED, stages=2, cut_codecs=codecs,
+            comparison=comparison,
+        )  # fmt: skip
         params, losses = step.init(weights, batch=batch()), list[float]()
         for seed in range(3):
             rows = jax.tree.map(lambda x: x[mine], batch(seed))
@@ -142,6 +145,10 @@ def cut_codecs() -> dict[str, Any]:
                 params, loss = step(params, rows)
             losses.append(float(loss))
         out[codecs] = {"losses": losses, "bytes": sum(sent) / 3}
+    for seed in range(3, 5):
+        params, _ = step(params, jax.tree.map(lambda x: x[mine], batch(seed)))
+    (compared,) = step.comparisons
+    out[CODECS]["compared"] = compared.loss, compared.exact_loss
     return out
 
 

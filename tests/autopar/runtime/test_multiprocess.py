@@ -81,6 +81,8 @@ def test_replicas_send_by_codecs_between_processes(found: Any) -> None:
         assert own["codecs"] == want["codecs"]
         np.testing.assert_allclose(own["losses"], want["losses"], rtol=1e-5)
         assert own["phi"] == pytest.approx(want["phi"], rel=1e-4)
+        assert own["exact"] == pytest.approx(want["exact"], rel=1e-5)
+        assert own["withdrawn"] == want["withdrawn"] == ""
 
 
 def test_codecs_are_chosen_alike_everywhere(found: Any) -> None:

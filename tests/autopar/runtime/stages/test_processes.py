@@ -21,6 +21,7 @@ from stage_cases import (
 )
 
 import autopar
+from autopar.runtime.comparing import Comparison
 
 pytestmark = pytest.mark.cluster
 
@@ -71,14 +72,20 @@ def test_stages_of_both_processes_send_codes(found):
         stages=2,
         cut_codecs=cut_codec_cases.CODECS,
         donate=False,
+        comparison=Comparison(every=2, steps=3),
     )
-    _, losses = cut_codec_cases.run(step, cut_codec_cases.weights(), 3)
+    params, losses = cut_codec_cases.run(step, cut_codec_cases.weights(), 3)
+    for seed in range(3, 5):
+        params, _ = step(params, cut_codec_cases.batch(seed))
+    (compared,) = step.comparisons
     elements = cut_codec_cases.ROWS * cut_codec_cases.WIDTH
     # By process: activations in 4 bits, cotangents in 8; blocks of 32.
     for process, bits in zip(found, (4, 8), strict=True):
         dense, coded = process["cut_codecs"].values()
         np.testing.assert_allclose(coded["losses"], losses, rtol=CLOSE)
         assert dense["losses"] != coded["losses"]
+        means = compared.loss, compared.exact_loss
+        np.testing.assert_allclose(coded["compared"], means, rtol=CLOSE)
         assert dense["bytes"] == 4 * elements
         assert coded["bytes"] == elements * (bits / 8 + 2 / 32)
 
