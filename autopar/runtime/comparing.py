@@ -1,17 +1,26 @@
 """Compares training with codecs with exact training, from time to time.
 
-A *comparison* takes some steps twice, on equal batches and from equal states: with the
-codecs of the plan, and beside it with all values exact, in the same layouts. The exact
-steps have a state of their own, which is dropped afterwards. With ``c`` and ``e`` the
-losses that the steps of both return, and n steps::
+A *comparison* trains for some steps with the codecs of the plan, and beside it with all
+values exact, in the same layouts, on equal batches and from equal states. The exact
+training has a state of its own, which is dropped afterwards. Both have taken k steps
+when step k + 1 begins. On its batch, the exact program computes the losses of both
+states, ``c`` and ``e``. For k from 1 to n::
 
     difference = mean(c - e)
     error      = standard deviation(c - e) / sqrt(n)
+    fall       = fall of the mean loss in a step, since the last comparison
+    cost       = difference / (fall (n + 1) / 2)
 
-The batches are equal, so `error` is much smaller than the spread of losses. Codecs cost
-progress if ``difference - 2 error > most * |mean(e)|``, or if a loss with codecs is not
-finite and all exact ones are. The codecs of one kind are then made milder: first int8,
-then exact values. Kinds without error feedback come first: cuts, gathers, gradients.
+The batches are equal, so `error` is much smaller than the spread of losses. `cost` is
+the part of the progress that codecs cost: on average, the two have been apart for
+``(n + 1) / 2`` steps. Before the first comparison, the first n steps of the training
+stand for the last comparison.
+
+A step with codecs takes ``s`` seconds by its plan, and one with the next milder codecs
+``m``. The milder codecs make more progress in a second if ``cost > 1 - s / m``. So they
+are taken if this holds for ``difference - 3 error``, and if a loss with codecs is not
+finite and all exact ones are. First come int8 codes, then exact values; and kinds of
+values without error feedback come first: cuts, gathers, gradients.
 """
 
 from __future__ import annotations
@@ -31,6 +40,7 @@ from autopar.compression.cut_codes import EXACT
 from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
+from autopar.runtime import placement
 from autopar.runtime.codec_run import copy_array
 from autopar.runtime.gradients.recoding import Recoding
 from autopar.runtime.planned import PlannedStep
@@ -40,7 +50,10 @@ CUTS, GATHERS, GRADIENTS = KINDS = ("cuts", "gathers", "gradients")
 # Kind -> the options of planning that ask for its codecs.
 OPTIONS = {CUTS: "cut_codecs", GATHERS: "gather_codecs", GRADIENTS: "compression"}
 MILD = "int8"
-STANDARD_ERRORS = 2.0
+STANDARD_ERRORS = 3.0
+# A rise of the loss by a smaller part of it does not count, even if the loss falls no
+# more.
+LEAST_RISE = 1e-4
 # The shape of a gradient for which stated errors of codecs are compared.
 _SHAPE = (1024, 1024)
 
@@ -49,13 +62,13 @@ _SHAPE = (1024, 1024)
 class Comparison:
     """When training with codecs is compared with exact training.
 
-    During a comparison, devices hold the state twice.
+    During a comparison, devices hold the state three times.
 
     Attributes:
       every: steps from the end of a comparison to the begin of the next.
-      steps: steps of a comparison, which are also taken exactly.
-      most: the largest rise of the loss, as a part of the exact loss, with which codecs
-        stay in use.
+      steps: number of steps after which losses are compared, n.
+      most: the largest part of the progress that codecs may cost; None: as much as
+        their faster steps make up for, by the seconds of the plans.
 
     Raises:
       PlanError: a number is out of range.
@@ -63,16 +76,17 @@ class Comparison:
 
     every: int = 2000
     steps: int = 32
-    most: float = 0.01
+    most: float | None = None
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
         for name in ("every", "steps"):
             check_type(f"Comparison: {name}=", getattr(self, name), int, "a number")
-        if self.every < 0 or self.steps < 2 or not 0 <= self.most < math.inf:
+        most = 0.0 if self.most is None else self.most
+        if self.every < 0 or self.steps < 2 or not 0 <= most < math.inf:
             raise PlanError(
                 f"{self!r}: expected every= of at least 0, steps= of at least 2, and "
-                "most= of at least 0."
+                "most= of at least 0, or None."
             )
 
 
@@ -82,9 +96,12 @@ class Compared:
 
     Attributes:
       step: number of calls of the step before its end.
-      loss: mean of the losses with codecs.
-      exact_loss: mean of the losses of exact steps.
+      loss: mean of the losses of the states that were trained with codecs, which are
+        computed exactly.
+      exact_loss: mean of the losses of the states that were trained exactly.
       error: standard error of the difference of the means.
+      cost: the part of the progress that codecs cost; NaN if it is not known how fast
+        the loss falls, infinite if it does not fall.
       withdrawn: the kind of codecs that was made milder: ``cuts``, ``gathers`` or
         ``gradients``; '' if all codecs stayed.
     """
@@ -93,7 +110,19 @@ class Compared:
     loss: float
     exact_loss: float
     error: float
+    cost: float = math.nan
     withdrawn: str = ""
+
+    @property
+    def sure_cost(self) -> float:
+        """The least part of the progress that codecs cost, by `STANDARD_ERRORS`."""
+        if not math.isfinite(self.loss):
+            return math.inf if math.isfinite(self.exact_loss) else 0.0
+        difference = self.loss - self.exact_loss
+        sure = difference - STANDARD_ERRORS * self.error
+        if math.isnan(self.cost) or sure <= LEAST_RISE * abs(self.exact_loss):
+            return 0.0
+        return self.cost * sure / difference
 
 
 def kinds_of(plan: Plan) -> list[str]:
@@ -206,29 +235,43 @@ class _Beside:
             )
         self.planned, self._exact = planned, exact
         self._results = planned.analysis.carried_arguments
-        self._state = {k: copy_array(placed[k]) for k in self._results}
-        sums = exact.sums
-        self._codecs = () if sums is None else (sums.init(),)
+        self._state = self._copied(placed)
+        self._begun = False
         self.losses: list[tuple[float, float]] = []
-        self._last = math.nan
 
     def run(self, placed: Sequence[Any], loss_of: Callable[[Any], float]) -> None:
-        """Takes the exact step on the batch of the next step of training."""
-        exact = self._exact
-        arguments = [self._state.get(k, x) for k, x in enumerate(placed)]
-        noise = () if exact.noise is None else (exact.noise.init(),)
-        flat = exact.function(*arguments, *self._codecs, *noise)
-        if exact.sums is not None:
-            flat, state, *_ = flat
-            self._codecs = (state,)
-        elif noise:
-            flat = flat[:-1]
-        self._state = {k: flat[result] for k, result in self._results.items()}
-        self._last = loss_of(flat)
+        """Takes the exact step on the batch of the next step of training.
 
-    def take(self, loss: float) -> None:
-        """Takes the loss of the step with codecs."""
-        self.losses.append((loss, self._last))
+        Args:
+          placed: the arguments of the next step of training.
+          loss_of: returns the loss among the flat results of a step.
+        """
+        coarse = math.nan
+        if self._begun:
+            coarse = loss_of(self._step(placed, self._copied(placed)))
+        flat = self._step(placed, self._state)
+        self._state = {k: flat[result] for k, result in self._results.items()}
+        if self._begun:
+            self.losses.append((coarse, loss_of(flat)))
+        self._begun = True
+
+    def _copied(self, placed: Sequence[Any]) -> dict[int, Any]:
+        """Copies of the state among arguments, in the same kind of memory."""
+        return {
+            k: placement.place(copy_array(placed[k]), placed[k].sharding)
+            for k in self._results
+        }
+
+    def _step(self, placed: Sequence[Any], state: Mapping[int, Any]) -> list[Any]:
+        """The flat results of an exact step from a state, which is consumed."""
+        exact = self._exact
+        arguments = [state.get(k, x) for k, x in enumerate(placed)]
+        codecs = () if exact.sums is None else (exact.sums.init(),)
+        noise = () if exact.noise is None else (exact.noise.init(),)
+        flat = exact.function(*arguments, *codecs, *noise)
+        if codecs:
+            return flat[0]
+        return flat[:-1] if noise else flat
 
 
 class Comparer:
@@ -245,6 +288,10 @@ class Comparer:
         self.results: list[Compared] = []
         self._calls, self._since = 0, 0
         self._beside: _Beside | None = None
+        self._ended: Compared | None = None
+        self._first: list[float] = []  # losses of the first steps
+        # A mean loss, and the number of the step to which it belongs.
+        self._known: tuple[float, float] | None = None
 
     def begin_step(
         self,
@@ -270,44 +317,89 @@ class Comparer:
                 return
             self._beside = _Beside(planned, exact(exact_plan(planned.plan)), placed)
         self._beside.run(placed, loss_of)
+        if len(self._beside.losses) == self.options.steps:
+            self._ended = self._result(self._beside.losses)
+            self._beside, self._since = None, 0
 
-    def end_step(self, flat: Sequence[Any], loss_of: Callable[[Any], float]) -> str:
-        """Takes the results of the step; returns the kind of codecs to make milder.
+    def end_step(
+        self, flat: Sequence[Any], loss_of: Callable[[Any], float]
+    ) -> Compared | None:
+        """Takes the results of the step.
 
         Returns:
-          The kind; '' for none.
+          The result of a comparison that has ended; None otherwise. `end` adds it to
+          `results`.
         """
-        beside = self._beside
-        if beside is None:
-            return ""
-        beside.take(loss_of(flat))
-        if len(beside.losses) < self.options.steps:
-            return ""
-        self._beside, self._since = None, 0
-        result = judged(beside.losses, self._calls)
-        if self._is_costly(result):
-            result = dataclasses.replace(
-                result, withdrawn=kinds_of(beside.planned.plan)[0]
-            )
-            self._since = self.options.every  # the milder codecs are compared at once
-        self.results.append(result)
-        return result.withdrawn
+        ended, self._ended = self._ended, None
+        count = self.options.steps
+        if len(self._first) < count:
+            self._first.append(loss_of(flat))
+            if len(self._first) == count and self._known is None:
+                self._known = statistics.fmean(self._first), self._middle()
+        return ended
 
-    def _is_costly(self, result: Compared) -> bool:
-        """Whether codecs cost progress; see the module."""
-        if not math.isfinite(result.exact_loss):
-            return False
-        if not math.isfinite(result.loss):
-            return True
-        sure = result.loss - result.exact_loss - STANDARD_ERRORS * result.error
-        return sure > self.options.most * abs(result.exact_loss)
+    def _result(self, losses: Sequence[tuple[float, float]]) -> Compared:
+        """The result of the comparison that ends with this step."""
+        result = judged(losses, self._calls)
+        if self._known is not None:
+            before, then = self._known
+            fall = (before - result.exact_loss) / (self._middle() - then)
+            difference = result.loss - result.exact_loss
+            cost = cost_of(difference, fall, self.options.steps)
+            result = dataclasses.replace(result, cost=cost)
+        self._known = result.exact_loss, self._middle()
+        return result
+
+    def end(self, result: Compared, withdrawn: str) -> None:
+        """Keeps a result.
+
+        Args:
+          result: the result.
+          withdrawn: the kind of codecs that becomes milder; the milder codecs are
+            compared at once. '' for none.
+        """
+        self.results.append(dataclasses.replace(result, withdrawn=withdrawn))
+        if withdrawn:
+            self._since = self.options.every
+
+    def _middle(self) -> float:
+        """The number of the middle of the last steps."""
+        return self._calls - (self.options.steps - 1) / 2
+
+
+def cost_of(difference: float, fall: float, steps: int) -> float:
+    """The part of the progress that codecs cost.
+
+    Args:
+      difference: of the mean losses with codecs and without.
+      fall: of the loss in a step.
+      steps: of a comparison.
+    """
+    if not math.isfinite(fall):
+        return math.nan
+    if fall <= 0:
+        return math.copysign(math.inf, difference)
+    return difference / (fall * (steps + 1) / 2)
+
+
+def is_costly(result: Compared, most: float | None, saved: Callable[[], float]) -> bool:
+    """Whether milder codecs make more progress in a second.
+
+    Args:
+      result: of a comparison.
+      most: as in `Comparison`.
+      saved: returns the part of the seconds of a step that the codecs save against the
+        milder ones.
+    """
+    sure = result.sure_cost
+    return sure > 0 and sure > (saved() if most is None else most)
 
 
 def judged(losses: Sequence[tuple[float, float]], step: int) -> Compared:
     """The result of a comparison, from pairs of a loss with codecs and an exact one.
 
     >>> judged([(1.5, 1.0), (2.5, 2.0)], 7)
-    Compared(step=7, loss=2.0, exact_loss=1.5, error=0.0, withdrawn='')
+    Compared(step=7, loss=2.0, exact_loss=1.5, error=0.0, cost=nan, withdrawn='')
     """
     coarse, exact = (statistics.fmean(side) for side in zip(*losses, strict=True))
     apart = [a - b for a, b in losses]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
@@ -22,6 +23,8 @@ from autopar.runtime.codec_run import CodecRun, HasNoise, NoiseRun, Telemetry
 from autopar.runtime.comparing import (
     Compared,
     Comparer,
+    is_costly,
+    kinds_of,
     loss_among,
     milder_options,
     milder_text,
@@ -468,9 +471,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
           flat: its flat results.
         """
         if self._comparer is not None:
-            kind = self._comparer.end_step(flat, self._loss_of)
-            if kind:
-                self._withdraw(kind)
+            result = self._comparer.end_step(flat, self._loss_of)
+            if result is not None:
+                self._judge(result)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)
 
@@ -491,29 +494,51 @@ class ParallelStep(HasNoise, Generic[P, R]):
             )
         return float(loss)
 
+    def _carried_out(self, plan: Plan) -> Plan:
+        """Returns an edited plan, carried out for the last call."""
+        setting = dataclasses.replace(self._setting, plan=plan)
+        return self._preparation.plan(self.running.analysed, setting)
+
     def _edited(self, plan: Plan) -> PlannedStep:
         """Returns the compiled program of an edited plan for the last call."""
-        analysed = self.running.analysed
-        setting = dataclasses.replace(self._setting, plan=plan)
-        made = self._preparation.plan(analysed, setting)
-        planned = self._preparation.program(analysed, made, setting)
+        made = self._carried_out(plan)
+        planned = self._preparation.program(
+            self.running.analysed, made, dataclasses.replace(self._setting, plan=made)
+        )
         agreement.run_together(
             self.world, "compiling", lambda: self._preparation.compile(planned)
         )
         return planned
 
-    def _withdraw(self, kind: str) -> None:
-        """Makes the codecs of one kind milder from the next step on."""
+    def _judge(self, result: Compared) -> None:
+        """Makes the codecs of one kind milder if a comparison says so."""
         assert self._comparer is not None
-        running, result = self.running, self._comparer.results[-1]
-        plan = running.planned.plan
+        plan = self.running.planned.plan
+        kind = kinds_of(plan)[0]
         text = milder_text(plan, kind)
+        milder = with_codec(plan, kind, text)
+
+        def saved() -> float:
+            milder_s = self._carried_out(milder).predicted.step_s
+            return 1.0 - plan.predicted.step_s / milder_s
+
+        if not is_costly(result, self._comparer.options.most, saved):
+            self._comparer.end(result, "")
+            return
+        known = math.isfinite(result.cost)
+        part = f"{100 * result.cost:.0f} % of the " if known else ""
         warn_user(
-            f"{self.__name__}: codecs cost progress: the loss is {result.loss:.4g}, "
-            f"and {result.exact_loss:.4g} with exact values (standard error "
-            f"{result.error:.2g}). From now on, {kind} are sent as '{text}'."
+            f"{self.__name__}: codecs cost {part}progress: the loss is "
+            f"{result.loss:.4g}, and {result.exact_loss:.4g} with exact values "
+            f"(standard error {result.error:.2g}). From now on, {kind} are sent as "
+            f"'{text}'."
         )
-        planned = self._edited(with_codec(plan, kind, text))
+        self._withdraw(milder, kind, text)
+        self._comparer.end(result, kind)
+
+    def _withdraw(self, milder: Plan, kind: str, text: str) -> None:
+        """Uses milder codecs of a kind from the next step on, also in later plans."""
+        running, planned = self.running, self._edited(milder)
         setting = self._setting
         if setting.plan is not None:
             setting = dataclasses.replace(setting, plan=planned.plan)

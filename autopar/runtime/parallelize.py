@@ -307,7 +307,7 @@ def parallelize(
         coupled=coupled,
         stages=stages,
         schedule=schedule,
-        spares=Spares(always=(not donate) + (comparison is not None)),
+        spares=Spares(always=(not donate) + 2 * (comparison is not None)),
         remat=remat,
         offload=offload,
         donate=donate,

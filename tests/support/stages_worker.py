@@ -127,7 +127,7 @@ def cut_codecs() -> dict[str, Any]:
     offer = transport.Links.offer
     for codecs in ("none", CODECS):
         sent: list[int] = []
-        comparison = None if codecs == "none" else Comparison(every=2, steps=3)
+        comparison = None if codecs == "none" else Comparison(every=2, steps=2)
 
         def offered(self: Any, tag: Any, arrays: Any, routes: Any, sent: Any = sent):
             if tag[0] in ("forward", "backward") and arrays is not None:

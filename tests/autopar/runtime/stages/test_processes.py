@@ -72,7 +72,7 @@ def test_stages_of_both_processes_send_codes(found):
         stages=2,
         cut_codecs=cut_codec_cases.CODECS,
         donate=False,
-        comparison=Comparison(every=2, steps=3),
+        comparison=Comparison(every=2, steps=2),
     )
     params, losses = cut_codec_cases.run(step, cut_codec_cases.weights(), 3)
     for seed in range(3, 5):
