@@ -2,8 +2,8 @@
 
 Each host passes its own rows of the batch (`autopar.runtime.batch_rows`). If a plan
 does not split the rows of an array over all hosts, hosts that work on the same rows
-exchange them before the step. Nothing is exchanged of an array that each host passes
-whole. A host is assumed to be one process. One message carries
+exchange them before the step. Nothing is exchanged of an array of which each host
+has the rows that it needs. A host is assumed to be one process. One message carries
 all arrays, and no work overlaps with it.
 """
 
@@ -135,5 +135,5 @@ def _batch(graph: OperatorGraph) -> list[tuple[GraphInput, int]]:
     return [
         (given, graph.values[given.value].nbytes)
         for given in graph.inputs
-        if given.role is InputRole.BATCH and given.rows >= 0 and not given.whole
+        if given.role is InputRole.BATCH and given.rows >= 0 and not given.at_hand
     ]

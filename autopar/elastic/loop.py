@@ -397,7 +397,7 @@ class ElasticRun:
         count = 0
         if named or world.process_count > 1:
             count = len(state_shapes(create_state, args).arguments())
-            changing_batches.take_whole(self._train_step, count)
+            changing_batches.read_rows(self._train_step, count)
         if named:
             names = list(inspect.signature(self._train_step).parameters)
             named = {names[count]: rest[0], **named}

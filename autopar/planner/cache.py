@@ -96,7 +96,7 @@ def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> st
         repr(options.may_idle),
         repr(options.may_pad),
         *_figures(options.compression),
-        *(f"whole {given.path}" for given in analysis.graph.inputs if given.whole),
+        *(f"at hand {x.path}" for x in analysis.graph.inputs if x.at_hand),
     ]
     digest = hashlib.sha256("\0".join(parts).encode())
     digest.update(layouts)

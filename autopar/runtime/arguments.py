@@ -254,7 +254,8 @@ def fewer_rows(
         want, have = analysis.graph.values[given.value].shape, tuple(np.shape(x))
         dim = given.rows if given.output < 0 else -1
         if dim >= 0 and len(have) == len(want) and not placement.is_global(x):
-            parts = 1 if given.whole or have == tuple(want) else process_count
+            whole = have == tuple(want) or call.form.roles.is_whole(given.path)
+            parts = 1 if whole else process_count
             if _but(have, dim) != _but(want, dim):
                 return None
             if have[dim] * parts != want[dim]:

@@ -239,10 +239,10 @@ def study_step(step: ParallelStep[..., Any], *args: Any, **kwargs: Any) -> None:
     step.preparation.analyse(arguments.abstract(call))
 
 
-def take_whole(step: ParallelStep[..., Any], position: int) -> None:
-    """Tells a step that one of its arguments is always a global array.
+def read_rows(step: ParallelStep[..., Any], position: int) -> None:
+    """Tells a step that processes read the rows of an argument that they need.
 
-    Plans then price no exchange of rows, as with ``whole_argnames=``.
+    Plans then price no exchange of rows.
 
     Args:
       step: the step, before it is planned.
@@ -250,8 +250,8 @@ def take_whole(step: ParallelStep[..., Any], position: int) -> None:
     """
     known = step._parameters
     name, roles = known.positional(position + 1)[position], known.roles
-    if name not in roles.whole:
-        roles = dataclasses.replace(roles, whole=(*roles.whole, name))
+    if name not in roles.read:
+        roles = dataclasses.replace(roles, read=(*roles.read, name))
         step._parameters = dataclasses.replace(known, roles=roles)
 
 

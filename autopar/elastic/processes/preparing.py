@@ -148,7 +148,7 @@ class NextWorlds:
         samples = self.samples
         if rows != samples.batch:
             samples = samples.resize(0, rows)
-        changing_batches.take_whole(self.step, len(self.shapes.arguments()))
+        changing_batches.read_rows(self.step, len(self.shapes.arguments()))
         rest = rest_structs(self.step, samples, self.shapes, 0)
         self.step.prepare(*self.shapes.arguments(), *rest)
         planned_s = time.perf_counter() - begin

@@ -571,7 +571,7 @@ class TeamRun:
     def _study(self) -> None:
         """Analyses the step before a world forms, so that the world starts sooner."""
         self._shapes = state_shapes(self._create, programs.from_host(self._args))
-        changing_batches.take_whole(self._train_step, len(self._shapes.arguments()))
+        changing_batches.read_rows(self._train_step, len(self._shapes.arguments()))
         structs = (*self._shapes.arguments(), *self._rest(0))
         changing_batches.study_step(self._train_step, *structs)
 

@@ -128,8 +128,9 @@ def _with_role(given: GraphInput, meets: _Meetings, named: NamedRoles) -> GraphI
         dim = own.index(size) if size in own else 0
     unit = own[dim] // size if own[dim] % size == 0 else 0
     turns = meets.turns(given.value, dim)
-    whole = named.is_whole(given.path)
-    return dataclasses.replace(given, rows=dim, unit=unit, turns=turns, whole=whole)
+    return dataclasses.replace(
+        given, rows=dim, unit=unit, turns=turns, at_hand=named.is_at_hand(given.path)
+    )
 
 
 def _by_itself(value: Value, *, frozen: bool) -> InputRole:

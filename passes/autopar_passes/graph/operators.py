@@ -103,7 +103,7 @@ class GraphInput:
         batch; 0 if the number is not an integer.
       turns: the number of batches or microbatches in the dimensions before ``rows``; a
         loop of the step runs over them.
-      whole: whether each of several processes passes the whole array.
+      at_hand: whether each of several processes has all rows that it needs.
     """
 
     value: int
@@ -113,7 +113,7 @@ class GraphInput:
     rows: int = -1
     unit: int = 1
     turns: int = 1
-    whole: bool = False
+    at_hand: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -54,11 +54,14 @@ class NamedRoles:
         ``batch`` is None, the batch is found automatically.
       frozen: names of arguments that are the same for all rows.
       whole: names of arguments that each of several processes passes whole.
+      read: names of arguments of which each of several processes reads the rows that it
+        needs.
     """
 
     batch: tuple[tuple[str, int | None], ...] | None = None
     frozen: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -95,6 +98,10 @@ class NamedRoles:
     def is_whole(self, path: str) -> bool:
         """Whether each of several processes passes the whole array."""
         return any(_names(name, path) for name in self.whole)
+
+    def is_at_hand(self, path: str) -> bool:
+        """Whether each of several processes has all rows of an array that it needs."""
+        return any(_names(name, path) for name in (*self.whole, *self.read))
 
     def dim_of(self, path: str) -> int | None:
         """Returns the dimension of an array's rows; None if it is not given."""
