@@ -2,13 +2,14 @@
 
     python benchmarks/error_budget.py
 
-A model of ``small_models.py`` is trained exactly (``digits``, or ``characters``).
-Then the gradient of a probe batch is computed exactly and coarsely, as `WORKERS`
-workers with the same number of rows would compute it:
+A model is trained exactly: ``digits`` or ``characters`` of ``small_models.py``, or
+``gpt`` or ``lstm`` of ``cut_families.py``. Then the gradient of a probe batch is
+computed exactly and coarsely, as `WORKERS` workers with the same number of rows would
+compute it:
 
 - gathers: each matrix is replaced by ``decode(encode(matrix))`` in the forward and
   backward pass (``gather_codecs=``);
-- cuts: activations and cotangents behind layers 2 and 4 are encoded (``cut_codecs=``);
+- cuts: activations and cotangents at two `CUTS` are encoded (``cut_codecs=``);
 - sums: each worker's gradient of a matrix is encoded, and so is the sum
   (``compression=``, two shots, without error feedback).
 
@@ -20,12 +21,13 @@ which the squares of the errors of all kinds add up:
 - *stated*, that of the planner: a gathered parameter's error counts as an equal error
   of its gradient, and an error of cotangents counts `COTANGENT_WEIGHT` times;
 - *fitted*: the stated error of each kind times a factor, the root mean square of
-  measured over stated errors of arms with this kind alone, over the seeds ``--fit``;
+  measured over stated errors of arms with this kind alone, over the seeds ``--fit``
+  of ``--fit-models``;
 - *calibrated*: likewise with factors of the training itself, which are measured on
   calibration batches. Their rows are neither trained on nor among those of the probes.
 
-Arms with several kinds are part of no fit, and the seeds ``--seeds`` not of that over
-seeds.
+Arms with several kinds are part of no fit, and neither are the seeds ``--seeds`` nor
+models that are not among ``--fit-models``.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import cut_families
 import jax
 import numpy as np
 import small_models
@@ -50,7 +53,10 @@ from autopar.planner.stages.cut_choice import COTANGENT_WEIGHT
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WORKERS = 4
-CUTS = ("2", "4")
+MODELS = {**small_models.MODELS, "gpt": cut_families.gpt_model,
+          "lstm": cut_families.lstm_model}  # fmt: skip
+CUTS = {"digits": ("2", "4"), "characters": ("2", "4"), "gpt": ("1", "3"),
+        "lstm": ("1", "3")}  # fmt: skip
 KINDS = ("sums", "gathers", "activations", "cotangents")
 BAR = 0.25
 
@@ -109,14 +115,17 @@ def family(arm: Arm) -> small_models.Family:
 def matrices(params: Params) -> dict[str, Any]:
     """The arrays that have codecs, by path."""
     found, _ = jax.tree.flatten_with_path(params)
-    return {jax.tree_util.keystr(k): x for k, x in found if x.ndim == 2}
+    return {jax.tree_util.keystr(k): x for k, x in found if x.ndim >= 2}
 
 
-def gradients(model: Model, arm: Arm, params: Params, batches: Any) -> dict[str, Any]:
+def gradients(
+    model: Model, places: Sequence[str], arm: Arm, params: Params, batches: Any
+) -> dict[str, Any]:
     """The mean gradient of matrices over workers.
 
     Args:
       model: the model.
+      places: its cuts.
       arm: the codecs.
       params: the parameters.
       batches: the rows of each worker, with a leading dim.
@@ -124,9 +133,9 @@ def gradients(model: Model, arm: Arm, params: Params, batches: Any) -> dict[str,
 
     def loss(params: Params, batch: Any) -> Any:
         params = jax.tree.map(
-            lambda x: straight_through(arm.gathers, x) if x.ndim == 2 else x, params
+            lambda x: straight_through(arm.gathers, x) if x.ndim >= 2 else x, params
         )
-        cuts = Cuts(family(arm), CUTS, {})
+        cuts = Cuts(family(arm), places, {})
         return model.loss(model.logits(params, batch, cuts), batch)
 
     each = jax.lax.map(lambda batch: matrices(jax.grad(loss)(params, batch)), batches)
@@ -148,8 +157,8 @@ def error_of(coarse: dict[str, Any], exact: dict[str, Any]) -> float:
     return math.sqrt(squares / elements)
 
 
-def stated(arm: Arm, params: Params) -> dict[str, float]:
-    """Kind -> the error that the planner states for it."""
+def stated(arm: Arm, params: Params, cuts: int) -> dict[str, float]:
+    """Kind -> the error that the planner states for it, with so many cuts."""
     shapes = [x.shape for x in matrices(params).values()]
     sizes = [math.prod(shape) for shape in shapes]
 
@@ -163,7 +172,7 @@ def stated(arm: Arm, params: Params) -> dict[str, float]:
     out = {k: whole(getattr(arm, k)) for k in arm.kinds if k not in factors}
     for kind in set(arm.kinds) & set(factors):
         error = parse_codec(getattr(arm, kind)).error(rows)
-        out[kind] = math.sqrt(len(CUTS)) * factors[kind] * error
+        out[kind] = math.sqrt(cuts) * factors[kind] * error
     return out
 
 
@@ -184,13 +193,13 @@ def records(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each model, arm and seed, with errors of the root mean square."""
     rows: list[dict[str, Any]] = []
     for name in options.models:
-        model = small_models.MODELS[name]()
+        model, places = MODELS[name](), CUTS[name]
         seeds = [*options.fit, *options.seeds]
         trainer = small_models.Trainer(model, small_models.EXACTLY, (), options.steps)
         trained = [trainer.train(seed)[0] for seed in seeds]
         held_out = held_out_batches(model, options.probes)
         runs = {
-            arm: jax.jit(functools.partial(gradients, model, arm))
+            arm: jax.jit(functools.partial(gradients, model, places, arm))
             for arm in (Arm(), *ALONE, *TOGETHER)
         }
         for seed, params in zip(seeds, trained, strict=True):
@@ -208,7 +217,7 @@ def records(options: argparse.Namespace) -> list[dict[str, Any]]:
                 )
                 row = {"model": name, "seed": seed, "arm": arm._asdict()}
                 row |= {"measured": measured, "calibration": calibration}
-                rows.append(row | {"errors": stated(arm, params)})
+                rows.append(row | {"errors": stated(arm, params, len(places))})
                 print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -239,15 +248,34 @@ def predicted(row: dict[str, Any], factors: dict[str, float]) -> float:
     return math.hypot(*(factors[k] * error for k, error in row["errors"].items()))
 
 
+def _summary(
+    rows: Sequence[dict[str, Any]], model: str, by: str, seeds: Sequence[int]
+) -> dict[str, Any]:
+    """How far predictions of all kinds together are off, for a model."""
+    ratios = [
+        row["measured"] / row[by]
+        for row in rows
+        if row["model"] == model
+        and row["seed"] in seeds
+        and len(row["errors"]) == len(KINDS)
+    ]
+    within = [abs(ratio - 1) <= BAR for ratio in ratios]
+    return {
+        "model": model, "by": by, "least": min(ratios), "most": max(ratios),
+        "within": sum(within), "of": len(within),
+    }  # fmt: skip
+
+
 def parse() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--models", nargs="+", default=["digits"])
+    add("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    add("--fit-models", nargs="+", default=["digits", "characters"], choices=MODELS)
     add("--fit", type=int, nargs="+", default=[10, 11], help="seeds of the fit")
     add("--seeds", type=int, nargs="+", default=[3, 4, 5])
     add("--steps", type=int, default=300)
-    add("--probes", type=int, default=4, help="batches")
+    add("--probes", type=int, default=12, help="batches")
     add("--out", type=pathlib.Path, default=ROOT / "docs/data/error_budget.json")
     return parser.parse_args()
 
@@ -256,26 +284,21 @@ def main() -> int:
     """Runs the command; see the module."""
     options = parse()
     rows = records(options)
-    fitted = factors_of([r for r in rows if r["seed"] in options.fit], "measured")
+    own_rows = [
+        r for r in rows if r["seed"] in options.fit and r["model"] in options.fit_models
+    ]
+    fitted = factors_of(own_rows, "measured")
     for row in rows:
         same = ("model", "seed")
         own = [r for r in rows if all(r[k] == row[k] for k in same)]
         row["stated"] = predicted(row, dict.fromkeys(KINDS, 1.0))
         row["fitted"] = predicted(row, fitted)
         row["calibrated"] = predicted(row, factors_of(own, "calibration"))
-    summary: dict[str, dict[str, float]] = {}
-    for by in ("stated", "fitted", "calibrated"):
-        ratios = [
-            row["measured"] / row[by]
-            for row in rows
-            if row["seed"] in options.seeds and len(row["errors"]) == len(KINDS)
-        ]
-        within = [abs(ratio - 1) <= BAR for ratio in ratios]
-        summary[by] = {
-            "least": min(ratios),
-            "most": max(ratios),
-            "within": sum(within) / len(within),
-        }
+    summary = [
+        _summary(rows, name, by, options.seeds)
+        for name in options.models
+        for by in ("stated", "fitted", "calibrated")
+    ]
     command = " ".join(["python", "benchmarks/error_budget.py", *sys.argv[1:]])
     made = {
         "command": command,
