@@ -501,7 +501,11 @@ def axis_uses(
         for axis in _axes(assignment, done.op.index):
             split[axis] += seconds
     held = frozenset[int]().union(
-        *(axes_of(assignment.home_layout(i.value)) for i in assignment.graph.inputs)
+        *(
+            axes_of(assignment.home_layout(i.value))
+            for i in assignment.graph.inputs
+            if i.role is not InputRole.BATCH
+        )
     )
     uses = (
         AxisUse(

@@ -379,8 +379,9 @@ def _layouts(stage: StagePlan) -> Iterator[tuple[str, set[str]]]:
         yield owner, {axis for axes in spec for axis in axes}
 
 
-# An axis counts as unused if it splits less than this fraction of the work.
-LEAST_SPLIT = 1e-6
+# An axis counts as unused if it splits less than this fraction of the work. Where each
+# process passes rows of its own, casts before the exchange of rows are split.
+LEAST_SPLIT = 1e-3
 
 
 class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -391,7 +392,8 @@ class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
       size: number of devices along the axis.
       repeated: fraction of the seconds of work that all devices along the axis repeat,
         0 to 1.
-      holds: whether the layout of some input is sharded along the axis.
+      holds: whether the layout of some input, besides the batch, is sharded along the
+        axis.
       sums_s: for an unused axis, the seconds of an all-reduce of all gradients over the
         axis, without codecs and in one message; 0 for a used axis.
       pays_bytes_per_s: for an unused axis, the bandwidth of its link from which these
@@ -408,7 +410,7 @@ class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def is_unused(self) -> bool:
-        """Whether the axis splits no operator's work."""
+        """Whether the axis splits at most `LEAST_SPLIT` of the work."""
         return self.size > 1 and self.repeated > 1.0 - LEAST_SPLIT
 
     unused = is_unused  # deprecated name, kept for one release

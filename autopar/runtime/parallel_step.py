@@ -15,6 +15,7 @@ from autopar import progress
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
+from autopar.planner.edited import with_status
 from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, placement
@@ -497,7 +498,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def _carried_out(self, plan: Plan) -> Plan:
         """Returns an edited plan, carried out for the last call."""
         setting = dataclasses.replace(self._setting, plan=plan)
-        return self._preparation.plan(self.running.analysed, setting)
+        made = self._preparation.plan(self.running.analysed, setting)
+        return with_status(made, "codecs changed by a comparison")
 
     def _edited(self, plan: Plan) -> PlannedStep:
         """Returns the compiled program of an edited plan for the last call."""
