@@ -42,7 +42,9 @@ from autopar.cost.codecs import local_s
 from autopar.cost.collectives import collective_s
 from autopar.errors import PlanError
 from autopar.planner.replicas import axis_name
+from autopar.runtime import placement
 from autopar.runtime.local.rules import StepAhead
+from autopar_passes.layouts import HOST_MEMORY
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -592,9 +594,12 @@ def _at_least_1d(array: jax.Array) -> jax.Array:
     return array.reshape(array.shape or (1,))
 
 
-def joined_sharding(leaf: Leaf, mesh: Mesh) -> NamedSharding:
+def joined_sharding(
+    leaf: Leaf, mesh: Mesh, memory_kind: str | None = None
+) -> NamedSharding:
     """The sharding of all replicas' arrays, joined along the first dim."""
-    return NamedSharding(mesh, leaf.stacked_spec(mesh.axis_names[0]))
+    spec = leaf.stacked_spec(mesh.axis_names[0])
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
 def join_replicas(leaf: Leaf, arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
@@ -610,9 +615,8 @@ def join_replicas(leaf: Leaf, arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Ar
     if not leaf.shape:
         data = [x.reshape((1,)) for x in data]
     whole = (mesh.shape[mesh.axis_names[0]] * shape[0], *shape[1:])
-    return jax.make_array_from_single_device_arrays(
-        whole, joined_sharding(leaf, mesh), data
-    )
+    sharding = joined_sharding(leaf, mesh, arrays[0].sharding.memory_kind)
+    return jax.make_array_from_single_device_arrays(whole, sharding, data)
 
 
 def part_replicas(
@@ -655,6 +659,17 @@ def joined_mesh(
     return Mesh(devices.reshape(shape), (axis_name(mesh.axis_names), *mesh.axis_names))
 
 
+def _of_devices(sharding: Any) -> NamedSharding:
+    """The same sharding in the memory of the devices."""
+    if sharding.memory_kind != HOST_MEMORY:
+        return sharding
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def _on_devices(array: jax.Array) -> jax.Array:
+    return placement.place(array, _of_devices(array.sharding))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
     """The arrays of a fragment that lie on one mesh, and their exchange."""
@@ -662,10 +677,15 @@ class Group:
     exchange: Exchange
 
     def join(self, replicas: Sequence[Mapping[str, Any]]) -> list[jax.Array]:
-        """The arrays of all replicas, joined along the first dim, without copies."""
+        """The arrays of all replicas, joined along the first dim, on the devices.
+
+        Only arrays in the memory of the hosts are copied.
+        """
         return [
             join_replicas(
-                leaf, [own[leaf.path] for own in replicas], self.exchange.mesh
+                leaf,
+                [_on_devices(own[leaf.path]) for own in replicas],
+                self.exchange.mesh,
             )
             for leaf in self.exchange.leaves
         ]
@@ -675,10 +695,10 @@ class Group:
     ) -> None:
         """Writes joined arrays back to the arrays of this process's replicas."""
         for leaf, whole in zip(self.exchange.leaves, joined, strict=True):
-            shardings = [own[leaf.path].sharding for own in replicas]
-            parts = part_replicas(leaf, whole, shardings)
-            for own, part in zip(replicas, parts, strict=True):
-                own[leaf.path] = part
+            homes = [own[leaf.path].sharding for own in replicas]
+            parts = part_replicas(leaf, whole, [_of_devices(x) for x in homes])
+            for own, part, home in zip(replicas, parts, homes, strict=True):
+                own[leaf.path] = placement.place(part, home)
 
 
 def divide_evenly(leaves: Sequence[Leaf], count: int) -> list[list[Leaf]]:

@@ -115,7 +115,8 @@ class WholeState:
         found = {}
         for path in self._arrays[0]:
             leaf, mesh = self._joined(path)
-            found[f"replica/{path}"] = _struct(leaf, mesh)
+            kind = self._arrays[0][path].sharding.memory_kind
+            found[f"replica/{path}"] = _struct(leaf, mesh, kind)
         for _, _, exchange, leaf in self._leaves():
             sent = jax.ShapeDtypeStruct(
                 leaf.shape,
@@ -246,16 +247,22 @@ def _by_path(tree: Any) -> list[tuple[str, Any]]:
 def _of_bits(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """The sharding of an array's bits; those of random keys have one dim more."""
     spec = [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
-    return NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
+    return NamedSharding(
+        sharding.mesh,
+        jax.sharding.PartitionSpec(*spec),
+        memory_kind=sharding.memory_kind,
+    )
 
 
-def _struct(leaf: Leaf, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _struct(
+    leaf: Leaf, mesh: Mesh, memory_kind: str | None = None
+) -> jax.ShapeDtypeStruct:
     shape = leaf.shape or (1,)
     replicas = mesh.shape[mesh.axis_names[0]]
     return jax.ShapeDtypeStruct(
         (replicas * shape[0], *shape[1:]),
         leaf.dtype,
-        sharding=joined_sharding(leaf, mesh),
+        sharding=joined_sharding(leaf, mesh, memory_kind),
     )
 
 
