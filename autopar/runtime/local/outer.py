@@ -671,10 +671,33 @@ def _on_devices(array: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Cast:
+    """A parameter that the step returns as a cast of another array of its state.
+
+    Attributes:
+      path: the path of the parameter.
+      master: the path of the other array.
+      dtypes: the dtypes to which the master is converted, one after the other.
+    """
+
+    path: str
+    master: str
+    dtypes: tuple[Any, ...]
+
+    def write(self, arrays: dict[str, Any]) -> None:
+        """Computes the parameter among the arrays of a replica again."""
+        made = _on_devices(arrays[self.master])
+        for dtype in self.dtypes:
+            made = made.astype(dtype)
+        arrays[self.path] = placement.place(made, arrays[self.path].sharding)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """The arrays of a fragment that lie on one mesh, and their exchange."""
+    """The arrays of a fragment that lie on one mesh, their exchange and their casts."""
 
     exchange: Exchange
+    casts: tuple[Cast, ...]
 
     def join(self, replicas: Sequence[Mapping[str, Any]]) -> list[jax.Array]:
         """The arrays of all replicas, joined along the first dim, on the devices.
@@ -699,6 +722,9 @@ class Group:
             parts = part_replicas(leaf, whole, [_of_devices(x) for x in homes])
             for own, part, home in zip(replicas, parts, homes, strict=True):
                 own[leaf.path] = placement.place(part, home)
+        for own in replicas:
+            for cast in self.casts:
+                cast.write(own)
 
 
 def divide_evenly(leaves: Sequence[Leaf], count: int) -> list[list[Leaf]]:

@@ -32,7 +32,6 @@ from autopar.runtime.local.outer import (
     Outer,
     divide_evenly,
     joined_mesh,
-    leaf_of,
 )
 from autopar.runtime.local.rows import (
     join_results,
@@ -41,6 +40,7 @@ from autopar.runtime.local.rows import (
     split_result,
 )
 from autopar.runtime.local.rules import Auto, Overlap, RelativeChange, StepAhead
+from autopar.runtime.local.synchronised import synchronised_leaves
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.parallelize import parallelize
 from autopar.runtime.recent import Recent
@@ -48,7 +48,6 @@ from autopar.runtime.state_mover import name_arrays
 from autopar.runtime.world import World
 from autopar.units import bytes_text, number_of, seconds_text
 from autopar_errors import check_type
-from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Parameters, StepCall
 from autopar_passes.program.trace import opened_within
 
@@ -362,31 +361,20 @@ class LocalSteps:
     def find_fragments(self, state: Any) -> tuple[tuple[Group, ...], ...]:
         """The arrays that replicas synchronise, by fragment and mesh."""
         arrays = self.arrays(0, state, structs=True)
-        inputs = self.steps[0].running.analysed.analysis.graph.inputs
-        roles = {given.path: given.role for given in inputs}
-        leaves = [
-            leaf_of(path, x, outer=roles[path] is InputRole.PARAMETER)
-            for path, x in arrays.items()
-            if roles[path] is not InputRole.OPTIMIZER_STATE
-            and jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
-        ]
-        if not any(leaf.outer for leaf in leaves):
-            raise PlanError(
-                f"{self.__name__}: local steps found no parameters in the state: no "
-                "gradient of the step belongs to an array of it."
-            )
+        graph = self.steps[0].running.analysed.analysis.graph
+        leaves, casts = synchronised_leaves(self.__name__, graph, arrays)
         found = []
         for members in divide_evenly(leaves, self.fragments):
             by_mesh: dict[Any, list[Leaf]] = {}
             for leaf in members:
                 mesh = arrays[leaf.path].sharding.mesh
                 by_mesh.setdefault(mesh, []).append(leaf)
-            found.append(
-                tuple(
-                    Group(self._exchange(mesh, alike))
-                    for mesh, alike in by_mesh.items()
-                )
-            )
+            groups = []
+            for mesh, alike in by_mesh.items():
+                paths = {leaf.path for leaf in alike}
+                own = tuple(cast for cast in casts if cast.master in paths)
+                groups.append(Group(self._exchange(mesh, alike), own))
+            found.append(tuple(groups))
         return tuple(found)
 
     def _exchange(self, mesh: Any, leaves: list[Leaf]) -> Exchange:
