@@ -109,7 +109,7 @@ class _Lines:
     def __init__(self) -> None:
         self._message = "starting"
         self._begin = time.perf_counter()
-        self._ended = threading.Event()
+        self._ended, self._writing = threading.Event(), threading.Lock()
         threading.Thread(target=self._run, name="autopar progress", daemon=True).start()
 
     def say(self, message: str) -> None:
@@ -117,13 +117,16 @@ class _Lines:
         self._message = message
 
     def end(self) -> None:
-        """Stops writing lines."""
-        self._ended.set()
+        """Stops writing lines; none comes after this call."""
+        with self._writing:
+            self._ended.set()
 
     def _run(self) -> None:
         while not self._ended.wait(EVERY_S):
             spent = time.perf_counter() - self._begin
-            _write(f"autopar: {spent:.0f} s: {self._message}\n")
+            with self._writing:
+                if not self._ended.is_set():
+                    _write(f"autopar: {spent:.0f} s: {self._message}\n")
 
 
 def _write(text: str) -> None:

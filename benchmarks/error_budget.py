@@ -250,7 +250,7 @@ def predicted(row: dict[str, Any], factors: dict[str, float]) -> float:
 
 def _summary(
     rows: Sequence[dict[str, Any]], model: str, by: str, seeds: Sequence[int]
-) -> dict[str, Any]:
+) -> str:
     """How far predictions of all kinds together are off, for a model."""
     ratios = [
         row["measured"] / row[by]
@@ -259,11 +259,11 @@ def _summary(
         and row["seed"] in seeds
         and len(row["errors"]) == len(KINDS)
     ]
-    within = [abs(ratio - 1) <= BAR for ratio in ratios]
-    return {
-        "model": model, "by": by, "least": min(ratios), "most": max(ratios),
-        "within": sum(within), "of": len(within),
-    }  # fmt: skip
+    within = sum(abs(ratio - 1) <= BAR for ratio in ratios)
+    return (
+        f"{within} of {len(ratios)} within {BAR}, {min(ratios):.2f} to "
+        f"{max(ratios):.2f} times as large"
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -294,11 +294,11 @@ def main() -> int:
         row["stated"] = predicted(row, dict.fromkeys(KINDS, 1.0))
         row["fitted"] = predicted(row, fitted)
         row["calibrated"] = predicted(row, factors_of(own, "calibration"))
-    summary = [
-        _summary(rows, name, by, options.seeds)
+    summary = {
+        f"{name}, {by}": _summary(rows, name, by, options.seeds)
         for name in options.models
         for by in ("stated", "fitted", "calibrated")
-    ]
+    }
     command = " ".join(["python", "benchmarks/error_budget.py", *sys.argv[1:]])
     made = {
         "command": command,
