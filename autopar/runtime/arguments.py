@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, TraceError
 from autopar.plans import Plan
 from autopar.runtime import agreement, placement
 from autopar.runtime.planned import PlannedStep
@@ -101,7 +101,7 @@ class BatchArguments:
             self._checked.put(key, True)
         if rows is None:
             with agreement.tell_errors(world, "tracing the step"):
-                found = row_dims(self._step, local)
+                found = self._row_dims(call, local, world.process_count)
             found = self._as_stated(call, found, world.process_count)
             rows = self._rows.put(key, found)
         whole, paths = list(local.arrays), call.form.paths(local.arrays)
@@ -110,6 +110,50 @@ class BatchArguments:
                 continue
             whole[k] = _global(call.arrays[k], whole[k], world.process_count, dim)
         return dataclasses.replace(local, arrays=whole)
+
+    def _row_dims(
+        self, call: StepCall, local: StepCall, process_count: int
+    ) -> dict[int, int]:
+        """Returns the dimension of the rows of each batch array, by array position.
+
+        If some arrays are named whole, the step is traced with the global shapes of the
+        others, as far as they are known: rows of one process do not fit whole arrays.
+
+        Raises:
+          TraceError: the step cannot be traced.
+        """
+        paths, joined = call.form.paths(call.arrays), list(local.arrays)
+        own = [k for k, path in enumerate(paths) if not call.form.roles.is_whole(path)]
+        if len(own) == len(paths):
+            return row_dims(self._step, local)
+        for k in own:
+            x = call.arrays[k]
+            dim = self._stated_dim(paths[k], x, process_count)
+            if dim is not None:
+                joined[k] = _global(x, joined[k], process_count, dim)
+        try:
+            return row_dims(self._step, dataclasses.replace(local, arrays=joined))
+        except TraceError as error:
+            if error.__cause__ is None:  # the names are wrong, not the rows
+                raise
+            names = ", ".join(map(repr, call.form.roles.whole))
+            raise TraceError(
+                f"{error}\n"
+                "  if these are numbers of rows: a process passes all rows of "
+                f"whole_argnames={names}, but only its own rows of other arrays\n"
+                "  try: name all arrays of the batch, or state the shapes of the whole "
+                "batch by step.init(..., batch=) with ShapeDtypeStructs"
+            ) from error
+
+    def _stated_dim(self, path: str, array: Any, process_count: int) -> int | None:
+        """The dimension in which an array differs from the stated shape, if it does."""
+        shape, stated = tuple(np.shape(array)), self._stated.get(path, ())
+        if not isinstance(array, jax.ShapeDtypeStruct) and len(stated) == len(shape):
+            for dim in range(len(shape)):
+                grown = placement.global_shape(array, process_count, dim)
+                if grown == stated != shape:
+                    self.dims[path] = dim
+        return self.dims.get(path)
 
     def _as_stated(
         self, call: StepCall, found: Mapping[int, int], process_count: int
@@ -129,12 +173,8 @@ class BatchArguments:
                     self._stated[path] = shape
                     self._rows = Recent(self._capacity)
                 continue
-            stated = self._stated.get(path, ())
-            for dim in range(len(shape) if len(stated) == len(shape) else 0):
-                grown = placement.global_shape(call.arrays[k], process_count, dim)
-                if grown == stated != shape:
-                    self.dims[path] = dim
-            out[k] = self.dims.get(path, found[k])
+            dim = self._stated_dim(path, call.arrays[k], process_count)
+            out[k] = found[k] if dim is None else dim
         return out
 
 

@@ -19,7 +19,7 @@ from autopar import PlanError
 from autopar.runtime import agreement, arguments
 from autopar.runtime.world import JaxChannel, World
 from autopar_passes import jax_compat
-from autopar_passes.program.calls import StepCall
+from autopar_passes.program.calls import NamedRoles, StepCall
 from autopar_passes.program.trace import open_arguments
 
 PROCESSES, LOCAL = 2, 4
@@ -138,6 +138,28 @@ class TestBatches:
             ]
 
         assert everywhere(run) == [[(12, 8, 2), (6, 16, 2), (6, 16, 2), (5, 14, 2)]] * 2
+
+    def test_rows_of_a_process_beside_arrays_that_are_whole(self) -> None:
+        """The rows fit if the global shapes are stated, also of a smaller batch."""
+
+        def step(w: Any, x: Any, y: Any) -> Any:
+            return w - ((x - y) ** 2).sum() * w
+
+        def run(world: World) -> Any:
+            found = arguments.BatchArguments(step, 4, {})
+
+            def shapes(*rest: Any) -> list[tuple[int, ...]]:
+                roles = NamedRoles.of(whole="x")
+                made = open_arguments(step, (np.ones(3), *rest), roles=roles)
+                return [x.shape for x in found.structs(made, world).arrays[1:]]
+
+            x, y = np.ones((8, 2), np.float32), np.ones((4, 2), np.float32)
+            with pytest.raises(autopar.TraceError, match="whole_argnames='x'"):
+                shapes(x, y)
+            shapes(*[jax.ShapeDtypeStruct((8, 2), np.float32)] * 2)
+            return shapes(x, y), shapes(x[:6], y[:3])
+
+        assert everywhere(run) == [([(8, 2)] * 2, [(6, 2)] * 2)] * 2
 
     def test_unequal_rows(self) -> None:
         def run(world: World) -> Any:
