@@ -18,14 +18,15 @@ import pathlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.cli.failures import describe_error
 from autopar.errors import TargetError, TraceError
 from autopar.steps.analysis import Analysis, analyse
+from autopar_errors import check_type
 from autopar_passes.jax_compat import without_devices
-from autopar_passes.program.calls import NOT_NAMED, NamedRoles
+from autopar_passes.program.calls import NOT_NAMED, NamedRoles, argument_names
 
 EXAMPLE = "Example: train.py:workload."
 _BOOLEANS = {
@@ -126,14 +127,16 @@ def _from_dictionary(
             f"{target} returned a dictionary with {wrong}; it may hold "
             f"{', '.join(known)}."
         )
-    static = made.get("static_argnames", ())
+    args, kwargs = made.get("args", ()), made.get("kwargs", {})
+    check_type(f"{target}: 'args'", args, (tuple, list), "a tuple of arguments")
+    check_type(f"{target}: 'kwargs'", kwargs, Mapping, "a dictionary of arguments")
     return Workload(
         made["step"],
-        tuple(made.get("args", ())),
+        tuple(args),
         target,
         options,
-        dict(made.get("kwargs", {})),
-        (static,) if isinstance(static, str) else tuple(static),
+        dict(kwargs),
+        argument_names("static_argnames", made.get("static_argnames", ())),
         NamedRoles.of(
             made.get("batch_argnames"),
             made.get("frozen_argnames", ()),

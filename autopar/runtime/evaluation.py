@@ -88,9 +88,8 @@ class Evaluation(Generic[P, R]):
         self._function = function
         self._running = running
         self._world, self._dims = world, dims
-        names = (static,) if isinstance(static, str) else static
         roles = NamedRoles.of(whole=whole)
-        self._parameters = Parameters.of(function, names, roles)
+        self._parameters = Parameters.of(function, static, roles)
         self._compiled: Recent[Hashable, tuple[Any, list[ResultForm]]] = Recent(
             FUNCTIONS
         )

@@ -39,7 +39,12 @@ from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.world import World
 from autopar.steps.spares import Spares
 from autopar_errors import check_path, check_type
-from autopar_passes.program.calls import BatchNames, NamedRoles, Parameters
+from autopar_passes.program.calls import (
+    BatchNames,
+    NamedRoles,
+    Parameters,
+    argument_names,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -341,7 +346,7 @@ def parallelize(
         raise PlanError(
             "parallelize: devices=[] names no device: leave it out for all devices."
         )
-    static = _names(static_argnames)
+    static = argument_names("static_argnames", static_argnames)
     roles = NamedRoles.of(batch_argnames, frozen_argnames, whole_argnames)
 
     def decorate(function: Callable[..., Any]) -> ParallelStep[..., Any]:
@@ -427,15 +432,6 @@ def _plan_cache(folder: str | os.PathLike[str] | None) -> PlanCache | None:
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(path / "programs"))
     return PlanCache(path / "plans")
-
-
-def _names(static: Sequence[str]) -> tuple[str, ...]:
-    where, wanted = "parallelize: static_argnames=", "names of the step's arguments"
-    check_type(where, static, Iterable, wanted)
-    names = (static,) if isinstance(static, str) else tuple(static)
-    for name in names:
-        check_type(where, name, str, wanted)
-    return names
 
 
 # The options that may be given beside a plan: they apply to plans of later re-plans.

@@ -33,6 +33,7 @@ from autopar import (
     plan,
 )
 from autopar.compression.policies import topk_levels
+from autopar.errors import InputTypeError
 
 EIGHT = "8:cpu"
 ROWS, WIDTH = 16, 16
@@ -214,6 +215,23 @@ def test_what_cannot_be_split() -> None:
 def test_options_of_the_decorator(options: dict[str, Any], message: str) -> None:
     kind = ClusterError if "cluster" in options else PlanError
     refused(lambda: parallelize(step, **options), message, kind)
+
+
+@pytest.mark.parametrize("given", [3, True, [3], ("batch", None), b"batch"])
+@pytest.mark.parametrize("role", ["batch", "frozen", "static", "whole"])
+def test_names_of_arguments_are_texts(role: str, given: Any) -> None:
+    """For the decorator, and for a plan."""
+    option: dict[str, Any] = {f"{role}_argnames": given}
+    message = rf"{role}_argnames=: expected names of the step's arguments.*'batch'"
+    refused(lambda: parallelize(step, **option), message, InputTypeError)
+    refused(lambda: plan(step, W, X, cluster=EIGHT, **option), message, InputTypeError)
+
+
+@pytest.mark.parametrize("dim", ["0", 1.5, (0,)])
+def test_dimensions_of_rows_are_whole_numbers(dim: Any) -> None:
+    message = r"batch_argnames=\{'batch': \.\.\.\}: expected a dimension or None"
+    batch = {"batch": dim}
+    refused(lambda: parallelize(step, batch_argnames=batch), message, InputTypeError)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ import dataclasses
 import enum
 import fnmatch
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+import numbers
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import jax
 
+from autopar_errors import check_type
 from autopar_passes import jax_compat
 from autopar_passes.jax_meshes import UserMesh, user_mesh
 from autopar_passes.program.static_leaves import (
@@ -41,6 +43,21 @@ _POSITIONAL = (
 
 # The types of batch names that `NamedRoles.of` accepts.
 BatchNames: TypeAlias = str | Sequence[str] | Mapping[str, int | None] | None
+
+
+def argument_names(option: str, given: object) -> tuple[str, ...]:
+    """Reads an option that takes the name of an argument, or several.
+
+    Raises:
+      InputTypeError: the value has another type.
+    """
+    names = (given,) if isinstance(given, str | bytes) else given
+    wanted = "names of the step's arguments, such as 'batch'"
+    check_type(f"{option}=", names, Iterable, wanted)
+    found = tuple[Any, ...](cast(Iterable[Any], names))
+    for name in found:
+        check_type(f"{option}=", name, str, wanted)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,15 +87,23 @@ class NamedRoles:
         frozen: str | Sequence[str] = (),
         whole: str | Sequence[str] = (),
     ) -> NamedRoles:
-        """Reads the options ``{batch,frozen,whole}_argnames``."""
-        if isinstance(batch, str):
-            batch = (batch,)
+        """Reads the options ``{batch,frozen,whole}_argnames``.
+
+        Raises:
+          InputTypeError: a value is no name, or no dimension.
+        """
         if batch is not None and not isinstance(batch, Mapping):
-            batch = dict.fromkeys(batch)
-        frozen, whole = (
-            (names,) if isinstance(names, str) else tuple(names)
-            for names in (frozen, whole)
-        )
+            batch = dict.fromkeys(argument_names("batch_argnames", batch))
+        for name, dim in (batch or {}).items():
+            argument_names("batch_argnames", (name,))
+            if dim is not None:
+                where, wanted = (
+                    f"batch_argnames={{{name!r}: ...}}",
+                    "a dimension or None",
+                )
+                check_type(where, dim, numbers.Integral, wanted)
+        frozen = argument_names("frozen_argnames", frozen)
+        whole = argument_names("whole_argnames", whole)
         return cls(None if batch is None else tuple(batch.items()), frozen, whole)
 
     def is_batch(self, path: str) -> bool:
@@ -189,6 +214,9 @@ class Parameters:
           static: names of static arguments, in addition to those of ``jax.jit`` around
             the step.
           roles: the roles of arguments, as the user names them.
+
+        Raises:
+          InputTypeError: ``static`` has something else than names.
         """
         try:
             signature = inspect.signature(step)
@@ -197,7 +225,8 @@ class Parameters:
         given = signature.parameters.values() if signature else ()
         names = tuple(p.name for p in given if p.kind in _POSITIONAL)
         told = jax_compat.static_argument_names(step)
-        return cls(step, signature, names, frozenset(static) | told, roles)
+        stated = frozenset(argument_names("static_argnames", static))
+        return cls(step, signature, names, stated | told, roles)
 
     def positional(self, count: int) -> tuple[str, ...]:
         """The names of the first ``count`` arguments; ``args2`` if one has no name."""
