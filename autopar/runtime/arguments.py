@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
@@ -354,16 +355,16 @@ def fit_rows(
 
 
 def _split(call: StepCall, rows: BatchRows, plan: Plan) -> int:
-    """Returns the number of shards into which the plan splits the rows of the batch."""
+    """Returns the number of equal parts into which the plan splits the batch's rows:
+    microbatches, times the shards of each.
+    """
     paths = call.form.paths(call.arrays)
-    axes = plan.mesh["axes"]
-    found = 1
+    shards = 1
     for k, dim in rows.dims.items():
-        split = 1
-        for name in plan.inputs[paths[k]][dim]:
-            split *= axes[name]
-        found = max(found, split)
-    return found
+        axes = dict(plan.home_axes[plan.home(paths[k])])
+        names = plan.home_spec(paths[k])[dim]
+        shards = max(shards, math.prod(axes[name] for name in names))
+    return plan.microbatches * shards
 
 
 def _resize_rows(array: Any, size: int, dim: int) -> Any:

@@ -86,6 +86,28 @@ def test_drop() -> None:
     assert np.isfinite(loss)
 
 
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [({"stages": 2, "microbatches": 2}, 10), ({"microbatches": 4, "pins": PINS}, 8)],
+)
+def test_dropped_rows_leave_equal_microbatches(asked: Any, left: int) -> None:
+    """Of one stage and of several: 11 rows have no two or four equal parts."""
+    step = autopar.parallelize(
+        forms.plain_step, cluster=forms.cheap("2:cpu"), last_batch="drop", **asked
+    )
+    plain, losses = jax.jit(forms.plain_step), list[tuple[float, float]]()
+    state, alone = (forms.create_plain(jax.random.key(0)) for _ in range(2))
+    first, second = forms.batches(2)
+    *state, loss = step(*state, first)
+    *alone, wanted = plain(*alone, first)
+    losses.append((float(loss), float(wanted)))
+    with pytest.warns(UserWarning, match=f"{11 - left} of them are dropped"):
+        *state, loss = step(*state, {k: x[:11] for k, x in second.items()})
+    *alone, wanted = plain(*alone, {k: x[:left] for k, x in second.items()})
+    losses.append((float(loss), float(wanted)))
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
+
+
 def test_pad() -> None:
     step = autopar.parallelize(
         forms.plain_step, cluster=CLUSTER, pins=PINS, last_batch="pad"
