@@ -127,7 +127,7 @@ def cut_codecs() -> dict[str, Any]:
     offer = transport.Links.offer
     for codecs in ("none", CODECS):
         sent: list[int] = []
-        comparison = None if codecs == "none" else Comparison(every=2, steps=2)
+        comparison = None if codecs == "none" else Comparison(every=3, steps=2)
 
         def offered(self: Any, tag: Any, arrays: Any, routes: Any, sent: Any = sent):
             if tag[0] in ("forward", "backward") and arrays is not None:
@@ -145,7 +145,7 @@ def cut_codecs() -> dict[str, Any]:
                 params, loss = step(params, rows)
             losses.append(float(loss))
         out[codecs] = {"losses": losses, "bytes": sum(sent) / 3}
-    for seed in range(3, 5):
+    for seed in range(3, 6):
         params, _ = step(params, jax.tree.map(lambda x: x[mine], batch(seed)))
     (compared,) = step.comparisons
     out[CODECS]["compared"] = compared.loss, compared.exact_loss

@@ -72,10 +72,10 @@ def test_stages_of_both_processes_send_codes(found):
         stages=2,
         cut_codecs=cut_codec_cases.CODECS,
         donate=False,
-        comparison=Comparison(every=2, steps=2),
+        comparison=Comparison(every=3, steps=2),
     )
     params, losses = cut_codec_cases.run(step, cut_codec_cases.weights(), 3)
-    for seed in range(3, 5):
+    for seed in range(3, 6):
         params, _ = step(params, cut_codec_cases.batch(seed))
     (compared,) = step.comparisons
     elements = cut_codec_cases.ROWS * cut_codec_cases.WIDTH
