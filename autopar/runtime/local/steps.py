@@ -267,8 +267,8 @@ class LocalSteps:
         """
         creation.check_creation(self.__name__, create_state, batch, others)
         rest = creation.arguments_after(batch, others)
-        state = jax.eval_shape(create_state, *args)
-        parts = self._divide(state, *(rest or ((), {})))
+        shapes = creation.state_shapes(create_state, args)
+        parts = self._divide(shapes.state(shapes.structs), *(rest or ((), {})))
         made = [
             step.init(
                 create_state,
@@ -326,9 +326,8 @@ class LocalSteps:
         `init`.
         """
         rest = creation.arguments_after(batch, others)
-        state = jax.eval_shape(create_state, *args)
-        parts = self._divide(state, *(rest or ((), {})))
         shapes = creation.state_shapes(create_state, args)
+        parts = self._divide(shapes.state(shapes.structs), *(rest or ((), {})))
         replicas = []
         for step, part in zip(self.steps, parts, strict=True):
             planned = step.prepare(*shapes.arguments(), *part[0], **part[1])
@@ -603,8 +602,9 @@ class LocalSteps:
         key = arguments.signature(local)
         rows = self._rows.get(key)
         if rows is None:
+            found = arguments.row_dims(self.function, local)
             self._check_result(local, state)
-            rows = self._rows.put(key, arguments.row_dims(self.function, local))
+            rows = self._rows.put(key, found)
         paths = call.form.paths(call.arrays)
         whole = [call.form.roles.is_whole(path) for path in paths]
         for k, dim in rows.items():
@@ -632,11 +632,11 @@ class LocalSteps:
           PlanError: it does not.
         """
 
-        def whole(arrays: Sequence[Any]) -> Any:
+        def check(arrays: Sequence[Any]) -> None:
             args, words = opened(call, arrays)
-            return self.function(*args, **words)
+            split_result(self.__name__, self.function(*args, **words), state)
 
-        split_result(self.__name__, jax.eval_shape(whole, call.arrays), state)
+        jax.eval_shape(check, call.arrays)
 
     def _count(self, rows: Any, whole: bool) -> int:
         """The number of replicas that share the rows of an array, or of a struct.

@@ -81,6 +81,27 @@ def test_arguments_after_the_batch(named: bool) -> None:
     np.testing.assert_allclose(state.state, w, atol=1e-6)
 
 
+def test_states_with_functions() -> None:
+    """As a planned step takes them: a function is part of the program."""
+
+    def applied(state: Any, x: Any) -> Any:
+        w, loss = step(state["w"], state["apply"](x))
+        return {**state, "w": w}, loss
+
+    x = rows(8, 4)
+    run = autopar.local_steps(applied, **OPTIONS)
+    begun = run.init(lambda: {"w": create(), "apply": jnp.tanh}, batch=x)
+    state, _ = run(begun, x)
+    w, _ = jax.jit(step)(create(), np.tanh(x))
+    np.testing.assert_allclose(state.state["w"], w, atol=1e-6)
+    assert run.agreed(state)["apply"] is jnp.tanh
+
+
+def test_a_missing_batch_is_told() -> None:
+    with pytest.raises(autopar.TraceError, match="argument: 'x'"):
+        autopar.local_steps(step, **OPTIONS).init(create)
+
+
 def test_what_was_restored_can_be_printed(tmp_path: pathlib.Path) -> None:
     x = rows(8, 4)
     run = autopar.local_steps(step, **OPTIONS)
