@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from autopar.planner.options import as_cluster
 from autopar.runtime.local.outer import Outer
 from autopar.runtime.local.rules import Auto, Overlap, RelativeChange, StepAhead
 from autopar.runtime.local.steps import LocalSteps
+from autopar.runtime.parallelize import parallelize
 from autopar.runtime.world import World
 from autopar_errors import check_type
 
@@ -92,6 +94,14 @@ def local_steps(
             f"local_steps: {wrong[0]}= is of one step; each replica plans for its own "
             "devices. Leave it out."
         )
+    known = inspect.signature(parallelize).parameters
+    if unknown := [name for name in options if name not in known]:
+        raise PlanError(
+            f"local_steps: there is no option {unknown[0]!r}; options besides its own "
+            "are those of autopar.parallelize, such as microbatches=2."
+        )
+    if world is not None:
+        check_type("local_steps: world=", world, World, "an autopar.World")
     if outer is not None:
         check_type("local_steps: outer=", outer, Outer, "an Outer")
     made = parse_codec(codec)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ from autopar.cost.collectives import collective_s
 from autopar.errors import PlanError
 from autopar.planner.replicas import axis_name
 from autopar.runtime import placement
-from autopar.runtime.local.rules import StepAhead
+from autopar.runtime.local.rules import StepAhead, check_numbers
 from autopar_passes.layouts import HOST_MEMORY
 
 
@@ -58,6 +59,7 @@ class Outer:
       nesterov: whether the momentum is Nesterov's, as in DiLoCo.
 
     Raises:
+      InputTypeError: a value has a wrong type.
       PlanError: a value is out of range.
     """
 
@@ -67,6 +69,7 @@ class Outer:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
+        check_numbers(self, rate=numbers.Real, momentum=numbers.Real)
         if not (math.isfinite(self.rate) and self.rate > 0.0):
             raise PlanError(f"Outer: rate must be positive, got {self.rate!r}.")
         if not 0.0 <= self.momentum < 1.0:

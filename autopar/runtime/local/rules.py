@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar_errors import InputTypeError, check_type
+
+
+def check_numbers(settings: object, **kinds: type) -> None:
+    """Checks the types of fields: `numbers.Integral` or `numbers.Real` by name.
+
+    Raises:
+      InputTypeError: a field has another type.
+    """
+    for name, kind in kinds.items():
+        where = f"{type(settings).__name__}: {name}="
+        wanted = "a whole number" if kind is numbers.Integral else "a number"
+        check_type(where, getattr(settings, name), kind, wanted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +43,7 @@ class RelativeChange:
       most: most steps without an outer step; None: no limit.
 
     Raises:
+      InputTypeError: a value has a wrong type.
       PlanError: a value is out of range.
     """
 
@@ -39,6 +54,13 @@ class RelativeChange:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
+        check_numbers(self, delta=numbers.Real, weight=numbers.Real)
+        if not callable(self.norm):
+            raise InputTypeError(
+                f"RelativeChange: norm=: expected a function, got {self.norm!r}."
+            )
+        if self.most is not None:
+            check_numbers(self, most=numbers.Integral)
         if not (math.isfinite(self.delta) and self.delta >= 0.0):
             raise PlanError(
                 f"RelativeChange: delta must be at least 0, got {self.delta!r}."
@@ -59,8 +81,18 @@ class RelativeChange:
         Args:
           average: the average before this step; NaN before the first.
           results: what the step returned besides the state.
+
+        Raises:
+          PlanError: ``norm`` returns no number.
         """
-        now = float(self.norm(*results))
+        norm = self.norm(*results)
+        try:
+            now = float(norm)
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"RelativeChange: norm returned {norm!r}; expected the squared norm of "
+                "the gradient, a scalar out of what the step returns."
+            ) from error
         if math.isnan(average):
             return now, True
         after = average + self.weight * (now - average)
@@ -86,6 +118,7 @@ class Overlap:
         in DaSGD, arXiv 2006.00441). Streaming DiLoCo mixes by 0.5.
 
     Raises:
+      InputTypeError: a value has a wrong type.
       PlanError: a value is out of range.
     """
 
@@ -94,6 +127,9 @@ class Overlap:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
+        check_numbers(self, steps=numbers.Integral)
+        if self.mixing is not None:
+            check_numbers(self, mixing=numbers.Real)
         if self.steps < 1:
             raise PlanError(f"Overlap: steps must be at least 1, got {self.steps!r}.")
         if self.mixing is not None and not 0.0 <= self.mixing < 1.0:
@@ -119,6 +155,7 @@ class StepAhead:
         replicas; 0: never. SAEF's is 20.
 
     Raises:
+      InputTypeError: a value has a wrong type.
       PlanError: a value is out of range.
     """
 
@@ -127,6 +164,7 @@ class StepAhead:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
+        check_numbers(self, part=numbers.Real, average=numbers.Integral)
         if not 0.0 < self.part <= 1.0:
             raise PlanError(
                 f"StepAhead: part must be above 0 and at most 1, got {self.part!r}."
@@ -152,6 +190,7 @@ class Auto:
       most: the largest number of steps. DiLoCo's is 500 (arXiv 2311.08105).
 
     Raises:
+      InputTypeError: a value has a wrong type.
       PlanError: a value is out of range.
     """
 
@@ -160,6 +199,7 @@ class Auto:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
+        check_numbers(self, share=numbers.Real, most=numbers.Integral)
         if not (math.isfinite(self.share) and self.share > 0.0):
             raise PlanError(f"Auto: share must be positive, got {self.share!r}.")
         if self.most < 1:

@@ -12,8 +12,9 @@ import optax
 import pytest
 
 import autopar
+from autopar.errors import InputTypeError
 from autopar.runtime.local.outer import MEAN, Outer
-from autopar.runtime.local.rules import Auto, Overlap, RelativeChange
+from autopar.runtime.local.rules import Auto, Overlap, RelativeChange, StepAhead
 from autopar_passes.audit.compiled import compiled_audit
 
 TX = optax.adam(1e-2)
@@ -347,6 +348,8 @@ def test_auto_chooses_the_least_interval_that_costs_little() -> None:
         ({"every": 2, "overlap": Overlap(3)}, "at most as many"),
         ({"every": "often"}, "whole number"),
         ({"every": 2, "overlap": 1}, "an Overlap"),
+        ({"every": 2, "microbatch": 1}, "no option 'microbatch'"),
+        ({"every": 2, "world": 1}, "World"),
     ],
 )
 def test_refused_options(given: Any, words: str) -> None:
@@ -356,6 +359,32 @@ def test_refused_options(given: Any, words: str) -> None:
 
     with pytest.raises((autopar.AutoparError, ValueError, TypeError), match=words):
         begin()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        (Overlap, (1.5,), "Overlap: steps=: expected a whole number"),
+        (Overlap, (1, "x"), "Overlap: mixing=: expected a number"),
+        (Auto, ("x",), "Auto: share=: expected a number"),
+        (Outer, ("x",), "Outer: rate=: expected a number"),
+        (StepAhead, (1, 1.5), "StepAhead: average=: expected a whole number"),
+        (RelativeChange, (0.1, 3), "RelativeChange: norm=: expected a function"),
+        (RelativeChange, ("x", abs), "RelativeChange: delta=: expected a number"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_refused(
+    kind: Any, given: tuple[Any, ...], words: str
+) -> None:
+    with pytest.raises(InputTypeError, match=words):
+        kind(*given)
+
+
+@pytest.mark.parametrize("norm", [None, np.ones(3), "x"])
+def test_a_norm_that_is_no_number_is_refused(norm: Any) -> None:
+    rule = RelativeChange(0.1, lambda _: norm)
+    with pytest.raises(autopar.PlanError, match=r"norm returned .* a scalar"):
+        rule.observe(1.0, (0.5,))
 
 
 def test_refused_calls_change_nothing() -> None:
