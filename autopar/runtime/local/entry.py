@@ -101,7 +101,9 @@ def local_steps(
             "are those of autopar.parallelize, such as microbatches=2."
         )
     if world is not None:
-        check_type("local_steps: world=", world, World, "an autopar.World")
+        check_type(
+            "local_steps: world=", world, World, "an autopar.runtime.world.World"
+        )
     if outer is not None:
         check_type("local_steps: outer=", outer, Outer, "an Outer")
     made = parse_codec(codec)
