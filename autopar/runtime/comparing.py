@@ -419,7 +419,8 @@ def loss_among(results: Mapping[str, Any]) -> Any:
     found = {
         name: x
         for name, x in results.items()
-        if np.ndim(x) == 0 and jax.numpy.issubdtype(jax.typeof(x).dtype, np.floating)
+        if np.ndim(x) == 0
+        and jax.numpy.issubdtype(jax.numpy.result_type(x), np.floating)
     }
     named = [name for name in found if "loss" in name.lower()]
     chosen = list(found) if len(found) == 1 else named

@@ -435,6 +435,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
             planned = self._use(self._codecs.resume_plan(planned.plan))
         assert self._current is not None
         first = not self._current.ready
+        if first and self._comparer is not None:
+            self._loss_in(_result_structs(planned))  # before the state is consumed
         placed = self._preparation.place_arguments(planned, call.arrays, first=first)
         self._make_ready()
         running, carried = self._current, self._store.consumed_arguments(planned)
@@ -479,7 +481,11 @@ class ParallelStep(HasNoise, Generic[P, R]):
             self._follow(wish)
 
     def _loss_of(self, flat: Sequence[Any]) -> float:
-        """The loss among the flat results of a step.
+        """The loss among the flat results of a step, as a number."""
+        return float(self._loss_in(flat))
+
+    def _loss_in(self, flat: Sequence[Any]) -> Any:
+        """The loss among the flat results of a step, or among their structs.
 
         Raises:
           PlanError: no result is surely the loss.
@@ -487,13 +493,15 @@ class ParallelStep(HasNoise, Generic[P, R]):
         analysis = self.running.planned.analysis
         state = set(analysis.carried_arguments.values())
         paths = enumerate(analysis.output_paths)
-        loss = loss_among({path: flat[k] for k, path in paths if k not in state})
+        loss = loss_among(
+            {p: flat[k] for k, p in paths if k not in state and flat[k] is not None}
+        )
         if loss is None:
             raise PlanError(
                 f"{self.__name__}: comparison= does not know which result is the loss. "
                 "Return one floating-point scalar, or name it: {'loss': ...}."
             )
-        return float(loss)
+        return loss
 
     def _carried_out(self, plan: Plan) -> Plan:
         """Returns an edited plan, carried out for the last call."""
@@ -762,3 +770,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def setting(self) -> Setting:
         """The cluster, devices and plan that the step was given."""
         return self._setting
+
+
+def _result_structs(planned: PlannedStep) -> list[jax.ShapeDtypeStruct | None]:
+    """The struct of each flat result of a step; None for a constant."""
+    graph = planned.analysis.graph
+    values = [None if v is None else graph.values[v] for v in graph.outputs]
+    return [v and jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]

@@ -216,6 +216,7 @@ def test_results_without_a_loss_are_refused() -> None:
     params = run.init(create, KEY, batch=batch(0))
     with pytest.raises(autopar.PlanError, match="which result is the loss"):
         run(params, batch(0))
+    assert not params["w0"].is_deleted()
 
 
 @pytest.mark.parametrize(
