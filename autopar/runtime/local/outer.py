@@ -87,6 +87,9 @@ class Outer:
         return anchor - self.rate * step, kept
 
 
+# Other state than parameters is sent as it is if it has fewer elements.
+SMALL = 1024
+
 MEAN = Outer(rate=1.0, momentum=0.0, nesterov=False)
 """The outer optimizer of local SGD: the mean of the parameters."""
 
@@ -224,7 +227,8 @@ class Exchange:
         self, number: int, leaf: Leaf, sizes: dict[str, int], codec: Any, kind: Any
     ) -> Gradient:
         shape = leaf.local_shape(sizes)
-        if codec.check(shape, scatter=False):
+        small = len(leaf.shape) < 2 or math.prod(leaf.shape) < SMALL
+        if (small and not leaf.outer) or codec.check(shape, scatter=False):
             # A codec of matrices, say, sends biases as they are.
             codec, kind = parse_codec("dense"), "none"
         every = self.ahead.average if self.ahead and kind == "residual" else 0
@@ -502,10 +506,13 @@ class Exchange:
                 for x, anchor in zip(differences, anchors, strict=True)
             ]
             new, *rest = self._moved(number, taken, anchors, momenta, states)
-            moves = [
-                _at_least_1d(after - (before - x))
-                for after, before, x in zip(new, anchors, taken, strict=True)
-            ]
+            moves = []
+            for leaf, after, anchor, x in zip(
+                self.leaves, new, anchors, taken, strict=True
+            ):
+                own = _begin(leaf, anchor) - x
+                # Equal infinities have no difference that could be added.
+                moves.append(_at_least_1d(jnp.where(after == own, 0, after - own)))
             return moves, new, *rest
 
         stacked = self._sent_stacked_specs
@@ -523,8 +530,9 @@ class Exchange:
         def merged(arrays: Any, given: Any) -> list[jax.Array]:
             found = []
             for leaf, array, x in zip(self.leaves, arrays, given, strict=True):
-                whole = self._whole(leaf, x).reshape(array.shape)
-                new = own * array.astype(jnp.float32) + part * whole
+                new = part * self._whole(leaf, x).reshape(array.shape)
+                if own:  # 0 times infinity is not 0
+                    new = own * array.astype(jnp.float32) + new
                 found.append(new.astype(leaf.dtype))
             return found
 
@@ -536,8 +544,8 @@ class Exchange:
         """The anchors minus the parts of its arrays that a device sends, float32."""
         owns = [self._own(leaf, x) for leaf, x in zip(self.leaves, arrays, strict=True)]
         return [
-            anchor - own.astype(jnp.float32)
-            for anchor, own in zip(anchors, owns, strict=True)
+            _begin(leaf, anchor) - own.astype(jnp.float32)
+            for leaf, anchor, own in zip(self.leaves, anchors, owns, strict=True)
         ]
 
     def _moved(
@@ -558,8 +566,10 @@ class Exchange:
         for k, leaf in enumerate(self.leaves):
             mean = totals[k] / self.replicas
             means.append(jnp.sum(jnp.square(mean)) / self._parts(leaf))
-            outer = self.outer if leaf.outer else MEAN
-            anchor, momentum = outer.move(anchors[k], momenta[k], mean)
+            if leaf.outer:
+                anchor, momentum = self.outer.move(anchors[k], momenta[k], mean)
+            else:
+                anchor, momentum = _begin(leaf, anchors[k]) - mean, momenta[k]
             new_anchors.append(anchor)
             new_momenta.append(momentum)
         norms = jnp.stack([rows[:, 0], rows[:, 1]], axis=1)
@@ -591,6 +601,15 @@ class Exchange:
         if leaf.dim < 0:
             return part
         return jax.lax.all_gather(part, leaf.copies, axis=leaf.dim, tiled=True)
+
+
+def _begin(leaf: Leaf, anchor: jax.Array) -> jax.Array:
+    """Where the differences of an array begin.
+
+    Other state than parameters may hold infinities, such as the least loss so far
+    before the first step. Its differences then begin at 0.
+    """
+    return anchor if leaf.outer else jnp.where(jnp.isfinite(anchor), anchor, 0.0)
 
 
 def _at_least_1d(array: jax.Array) -> jax.Array:

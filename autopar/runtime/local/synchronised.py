@@ -1,10 +1,12 @@
 """Which arrays of a replica's state outer steps synchronise.
 
 These are the parameters, and other floating-point state of the model such as running
-averages. The state of the inner optimizer stays with its replica, with one exception: a
-step may keep wide *masters* of its parameters, update these, and compute the parameters
-from them. Whatever an outer step wrote to such parameters would be lost in the next
-step, so the masters are synchronised in their place, and cast again.
+averages. Arrays that the step returns as they are, such as the weights of a frozen
+model, are equal on all replicas and stay so. The state of the inner optimizer stays
+with its replica, with one exception: a step may keep wide *masters* of its parameters,
+update these, and compute the parameters from them. Whatever an outer step wrote to such
+parameters would be lost in the next step, so the masters are synchronised in their
+place, and cast again.
 """
 
 from __future__ import annotations
@@ -47,12 +49,18 @@ def synchronised_leaves(
     masters, made = {x.master for x in casts}, {x.path for x in casts}
     leaves = []
     for path, x in arrays.items():
-        role = given[path].role
+        own, role = given[path], given[path].role
         if path in made or (role is _OPTIMIZER and path not in masters):
             continue
+        if graph.outputs[own.output] == own.value:  # the step does not change it
+            continue
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            _check_unchanged(name, graph, given[path])
-        elif jnp.issubdtype(x.dtype, jnp.floating):
+            raise PlanError(
+                f"{name}: '{path}' is complex, and outer steps synchronise real arrays "
+                "only. Keep its real and its imaginary part as two arrays, and join "
+                "them in the step by jax.lax.complex."
+            )
+        if jnp.issubdtype(x.dtype, jnp.floating):
             outer = role is InputRole.PARAMETER or path in masters
             leaves.append(leaf_of(path, x, outer=outer))
     if not any(leaf.outer for leaf in leaves):
@@ -61,20 +69,6 @@ def synchronised_leaves(
             "step belongs to an array of it."
         )
     return leaves, casts
-
-
-def _check_unchanged(name: str, graph: OperatorGraph, given: GraphInput) -> None:
-    """Checks that a complex array stays as it is, and so equal on all replicas.
-
-    Raises:
-      PlanError: the step changes the array.
-    """
-    if graph.outputs[given.output] != given.value:
-        raise PlanError(
-            f"{name}: '{given.path}' is complex, and outer steps synchronise real "
-            "arrays only. Keep its real and its imaginary part as two arrays, and join "
-            "them in the step by jax.lax.complex."
-        )
 
 
 def _casts(

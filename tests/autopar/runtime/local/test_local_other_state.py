@@ -1,0 +1,91 @@
+"""State of local steps that is no parameter and no state of the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.runtime.local.outer import MEAN
+from autopar.runtime.local.rules import Overlap
+
+WIDTH, EVERY, STEPS = 4, 2, 6
+
+
+def create(key: jax.Array) -> Any:
+    return {
+        "w": 0.1 * jax.random.normal(key, (WIDTH, WIDTH)),
+        "frozen": jax.random.normal(key, (WIDTH, WIDTH)),
+        "mask": jnp.where(jnp.tri(WIDTH) > 0, 0.0, -jnp.inf),
+        "least": jnp.float32(jnp.inf),
+    }
+
+
+def step(state: Any, batch: Any) -> Any:
+    def loss_of(w: jax.Array) -> jax.Array:
+        out = batch["x"] @ state["frozen"] @ jax.nn.softmax(w + state["mask"])
+        return jnp.mean((out - batch["x"]) ** 2)
+
+    loss, gradient = jax.value_and_grad(loss_of)(state["w"])
+    least = jnp.minimum(state["least"], loss)
+    return {**state, "w": state["w"] - 0.1 * gradient, "least": least}, loss
+
+
+def rows(number: int) -> np.ndarray:
+    drawn = np.random.default_rng(number).normal(size=(8, WIDTH))
+    return drawn.astype(np.float32)
+
+
+def by_hand(overlap: Overlap | None) -> list[Any]:
+    """The states of two replicas, whose arrays are replaced by their means."""
+    states, move = [create(jax.random.key(0)) for _ in range(2)], [{}, {}]
+    for number in range(1, STEPS + 1):
+        for r in range(2):
+            part = {"x": rows(number)[4 * r : 4 * r + 4]}
+            states[r], _ = jax.jit(step)(states[r], part)
+            for name, x in move[r].items():
+                states[r][name] = states[r][name] + x
+        move = [{}, {}]
+        if number % EVERY:
+            continue
+        for name in ("w", "least"):
+            mean = (states[0][name] + states[1][name]) / 2
+            for r in range(2):
+                if overlap is None:
+                    states[r][name] = mean
+                else:
+                    move[r][name] = mean - states[r][name]
+    return states
+
+
+@pytest.mark.parametrize("overlap", [None, Overlap(1)])
+@pytest.mark.parametrize("codec", ["dense", "int8"])
+def test_infinities_of_other_state_stay_what_they_are(
+    codec: str, overlap: Overlap | None
+) -> None:
+    """A mask of infinities, and a least loss that begins as infinity."""
+    train_step = autopar.local_steps(
+        step, every=EVERY, outer=MEAN, codec=codec, overlap=overlap, cluster="2x1:cpu"
+    )
+    state = train_step.init(create, jax.random.key(0), batch={"x": rows(0)})
+    for number in range(1, STEPS + 1):
+        state, _ = train_step(state, {"x": rows(number)})
+    assert np.isfinite(train_step.agreed(state)["least"])
+    rtol = 1e-5 if codec == "dense" else 1e-2
+    for own, expected in zip(state.replicas, by_hand(overlap), strict=True):
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol),
+            own,
+            expected,
+        )
+
+
+def test_unchanged_arrays_are_not_sent() -> None:
+    train_step = autopar.local_steps(step, every=EVERY, cluster="2x1:cpu")
+    train_step.init(create, jax.random.key(0), batch={"x": rows(0)})
+    sent = [leaf.path for group in train_step.groups for leaf in group.exchange.leaves]
+    assert sorted(sent) == ["state/least", "state/w"]
