@@ -194,6 +194,8 @@ class Exchange:
         outer: Outer,
         codec: str,
         ahead: StepAhead | None = None,
+        *,
+        donate: bool = True,
     ) -> None:
         """Describes the outer step.
 
@@ -204,6 +206,8 @@ class Exchange:
           outer: the outer optimizer.
           codec: the codec of the differences, as text.
           ahead: how replicas apply their residuals ahead; None: they do not.
+          donate: whether `run`, `send` and `merge` consume their arrays. If not, only
+            the differences that `send` gets are consumed.
 
         Raises:
           InputError: there is no such codec, or it cannot send an array.
@@ -218,10 +222,13 @@ class Exchange:
             self._gradient(k, leaf, sizes, made, kind) for k, leaf in enumerate(leaves)
         ]
         self._states = [init_state(g, self.replicas) for g in self.gradients]
-        self.program = jax.jit(self._exchange, donate_argnums=(1, 2, 3, 4))
+        consumed = (1, 2, 3, 4) if donate else ()
+        self.program = jax.jit(self._exchange, donate_argnums=consumed)
         self._taking = jax.jit(self._take)
-        self._sending = jax.jit(self._send, donate_argnums=(1, 2, 3, 4))
-        self._merging = jax.jit(self._merge, donate_argnums=0, static_argnums=2)
+        self._sending = jax.jit(self._send, donate_argnums=(1, *consumed[1:]))
+        self._merging = jax.jit(
+            self._merge, donate_argnums=0 if donate else (), static_argnums=2
+        )
 
     def _gradient(
         self, number: int, leaf: Leaf, sizes: dict[str, int], codec: Any, kind: Any

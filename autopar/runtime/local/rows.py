@@ -34,6 +34,21 @@ def rows_of(array: Any, dim: int, part: int, count: int) -> Any:
     return array[tuple(index)]
 
 
+def check_alive(name: str, state: Any) -> None:
+    """Checks that no array of a state was donated to an earlier call, which freed it.
+
+    Raises:
+      PlanError: an array was donated.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise PlanError(
+                f"{name}: the LocalState{jax.tree_util.keystr(path)} was consumed by "
+                "an earlier call, to reuse its memory. Pass the state that the last "
+                "call returned, or keep the old one with local_steps(donate=False)."
+            )
+
+
 def split_result(name: str, out: Any, state: Any) -> tuple[Any, tuple[Any, ...] | None]:
     """The new state in a step's result, and the other results; None without others.
 

@@ -34,6 +34,7 @@ from autopar.runtime.local.outer import (
     joined_mesh,
 )
 from autopar.runtime.local.rows import (
+    check_alive,
     join_results,
     opened,
     rows_of,
@@ -381,8 +382,15 @@ class LocalSteps:
         if key not in self._exchanges:
             joined = self.mesh_of_all(mesh)
             axis = joined.axis_names[0]
-            made = Exchange(leaves, joined, axis, self.outer, self.codec, self.feedback)
-            self._exchanges[key] = made
+            self._exchanges[key] = Exchange(
+                leaves,
+                joined,
+                axis,
+                self.outer,
+                self.codec,
+                self.feedback,
+                donate=self._options.get("donate", True),
+            )
         return self._exchanges[key]
 
     # Running.
@@ -391,7 +399,8 @@ class LocalSteps:
         """Runs one step of every replica of this process, and outer steps that are due.
 
         Args:
-          state: the state from `init` or from the last call, which is consumed.
+          state: the state from `init` or from the last call, which is consumed, unless
+            ``donate=False``.
           rest: the other arguments of the step. The rows of the batch are divided
             evenly among the replicas of this process, the first rows to the first
             replica. Under ``jax.distributed`` each process passes its own rows.
@@ -426,6 +435,7 @@ class LocalSteps:
 
     def _check(self, state: Any) -> None:
         check_type(self.__name__, state, LocalState, "the state that init returned")
+        check_alive(self.__name__, state)
         if not self._by_fragment:
             # A state that was restored: its layouts are those of its plan.
             self._by_fragment = self.find_fragments(state.state)
@@ -477,7 +487,7 @@ class LocalSteps:
         return state
 
     def synchronise(self, state: LocalState) -> LocalState:
-        """Runs the outer step of all fragments now; the state is consumed.
+        """Runs the outer step of all fragments now; consumes the state as a call does.
 
         Outer steps that are under way are merged before.
         """

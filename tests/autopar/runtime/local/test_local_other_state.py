@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.errors import PlanError
 from autopar.runtime.local.outer import MEAN
 from autopar.runtime.local.rules import Overlap
 
@@ -89,3 +90,27 @@ def test_unchanged_arrays_are_not_sent() -> None:
     train_step.init(create, jax.random.key(0), batch={"x": rows(0)})
     sent = [leaf.path for group in train_step.groups for leaf in group.exchange.leaves]
     assert sorted(sent) == ["state/least", "state/w"]
+
+
+def test_without_donation_states_stay_valid() -> None:
+    """Also if an outer step moves their anchors and residuals."""
+    train_step = autopar.local_steps(
+        step, every=1, codec="int4", cluster="2x1:cpu", donate=False
+    )
+    first = train_step.init(create, jax.random.key(0), batch={"x": rows(0)})
+    second, _ = train_step(first, {"x": rows(1)})
+    made = [train_step(second, {"x": rows(2)})[0] for _ in range(2)]
+    made.append(train_step.synchronise(second))
+    made.append(train_step.synchronise(second))
+    for own, expected in (made[:2], made[2:]):
+        jax.tree.map(np.testing.assert_array_equal, own, expected)
+
+
+@pytest.mark.parametrize("codec", ["dense", "int4"])
+def test_consumed_states_are_named(codec: str) -> None:
+    train_step = autopar.local_steps(step, every=1, codec=codec, cluster="2x1:cpu")
+    state = train_step.init(create, jax.random.key(0), batch={"x": rows(0)})
+    train_step.synchronise(state)
+    for call in (train_step.synchronise, train_step.agreed):
+        with pytest.raises(PlanError, match=r"LocalState.* was consumed"):
+            call(state)
