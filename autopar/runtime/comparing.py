@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,8 @@ STANDARD_ERRORS = 3.0
 # A rise of the loss by a smaller part of it does not count, even if the loss falls no
 # more.
 LEAST_RISE = 1e-4
+# The end of the path of a result with the name "loss": `metrics/loss`, `['loss']`.
+_LOSS = re.compile(r"(?i)(^|\W)loss\W*$")
 # The shape of a gradient for which stated errors of codecs are compared.
 _SHAPE = (1024, 1024)
 
@@ -215,41 +218,70 @@ def milder_options(options: PlanOptions, kind: str, text: str) -> PlanOptions:
 class _Beside:
     """Exact steps beside training, from the state at their begin."""
 
-    def __init__(
-        self, planned: PlannedStep, exact: PlannedStep, placed: Sequence[Any]
-    ) -> None:
+    def __init__(self, planned: PlannedStep, placed: Sequence[Any]) -> None:
         """Copies the state.
 
         Args:
           planned: the step with codecs.
-          exact: the same step with exact values.
           placed: the arguments of the next step of training.
+        """
+        self._results = planned.analysis.carried_arguments
+        self._state = self._copied(placed)
+        self._begun = False
+        # Shapes of arguments -> the step with codecs, and the same with exact values.
+        self._steps: dict[tuple[Any, ...], tuple[PlannedStep, PlannedStep]] = {}
+        self.losses: list[tuple[float, float]] = []
+
+    def goes_on(self, planned: PlannedStep, placed: Sequence[Any]) -> bool:
+        """Whether a step continues the training: its batch may have another shape.
+
+        Args:
+          planned: the step.
+          placed: its arguments.
+        """
+        known = self._steps.get(_shapes(placed))
+        if known is not None:
+            return known[0] is planned  # else codecs or devices have changed
+        # Other processes do not pass on the copy of a state that has to move.
+        return planned.links is None or all(
+            x.sharding == planned.in_shardings[k] for k, x in self._state.items()
+        )
+
+    def run(
+        self,
+        planned: PlannedStep,
+        placed: Sequence[Any],
+        exact: Callable[[Plan], PlannedStep],
+        loss_of: Callable[[Any], float],
+    ) -> None:
+        """Takes the exact step on the batch of the next step of training.
+
+        Args:
+          planned: the next step of training.
+          placed: its arguments.
+          exact: as for `Comparer.begin_step`.
+          loss_of: returns the loss among the flat results of a step.
 
         Raises:
           PlanError: the steps lay out their arguments differently.
         """
-        if planned.in_shardings != exact.in_shardings:
-            raise PlanError(
-                "comparison=: the exact step has other layouts of its arguments than "
-                "the step with codecs. Leave comparison= out for this plan."
-            )
-        self.planned, self._exact = planned, exact
-        self._results = planned.analysis.carried_arguments
-        self._state = self._copied(placed)
-        self._begun = False
-        self.losses: list[tuple[float, float]] = []
-
-    def run(self, placed: Sequence[Any], loss_of: Callable[[Any], float]) -> None:
-        """Takes the exact step on the batch of the next step of training.
-
-        Args:
-          placed: the arguments of the next step of training.
-          loss_of: returns the loss among the flat results of a step.
-        """
+        shapes = _shapes(placed)
+        if shapes not in self._steps:
+            made = exact(exact_plan(planned.plan))
+            if planned.in_shardings != made.in_shardings:
+                raise PlanError(
+                    "comparison=: the exact step has other layouts of its arguments "
+                    "than the step with codecs. Leave comparison= out for this plan."
+                )
+            self._steps[shapes] = planned, made
+        _, made = self._steps[shapes]
         coarse = math.nan
         if self._begun:
-            coarse = loss_of(self._step(placed, self._copied(placed)))
-        flat = self._step(placed, self._state)
+            coarse = loss_of(self._step(made, placed, self._copied(placed)))
+        state = {
+            k: placement.place(x, made.in_shardings[k]) for k, x in self._state.items()
+        }
+        flat = self._step(made, placed, state)
         self._state = {k: flat[result] for k, result in self._results.items()}
         if self._begun:
             self.losses.append((coarse, loss_of(flat)))
@@ -262,9 +294,10 @@ class _Beside:
             for k in self._results
         }
 
-    def _step(self, placed: Sequence[Any], state: Mapping[int, Any]) -> list[Any]:
+    def _step(
+        self, exact: PlannedStep, placed: Sequence[Any], state: Mapping[int, Any]
+    ) -> list[Any]:
         """The flat results of an exact step from a state, which is consumed."""
-        exact = self._exact
         arguments = [state.get(k, x) for k, x in enumerate(placed)]
         codecs = () if exact.sums is None else (exact.sums.init(),)
         noise = () if exact.noise is None else (exact.noise.init(),)
@@ -272,6 +305,10 @@ class _Beside:
         if codecs:
             return flat[0]
         return flat[:-1] if noise else flat
+
+
+def _shapes(placed: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((x.shape, x.dtype) for x in placed)
 
 
 class Comparer:
@@ -299,25 +336,30 @@ class Comparer:
         placed: Sequence[Any],
         exact: Callable[[Plan], PlannedStep],
         loss_of: Callable[[Any], float],
+        *,
+        full: bool,
     ) -> None:
         """Takes the exact step beside the next step, if there is a comparison.
 
         Args:
           planned: the step of training.
           placed: its arguments.
-          exact: returns the compiled program of an edited plan.
+          exact: returns the compiled program of an edited plan of this step.
           loss_of: returns the loss among the flat results of a step.
+          full: whether the step has a full batch. Comparisons begin and end in such
+            steps, as a milder codec changes the plan of the step.
         """
         self._calls += 1
-        if self._beside is not None and self._beside.planned is not planned:
-            self._beside = None  # the codecs or the devices have changed
+        if self._beside is not None and not self._beside.goes_on(planned, placed):
+            self._beside = None
         if self._beside is None:
             self._since += 1
-            if self._since <= self.options.every or not kinds_of(planned.plan):
+            wanted = full and self._since > self.options.every
+            if not (wanted and kinds_of(planned.plan)):
                 return
-            self._beside = _Beside(planned, exact(exact_plan(planned.plan)), placed)
-        self._beside.run(placed, loss_of)
-        if len(self._beside.losses) == self.options.steps:
+            self._beside = _Beside(planned, placed)
+        self._beside.run(planned, placed, exact, loss_of)
+        if full and len(self._beside.losses) >= self.options.steps:
             self._ended = self._result(self._beside.losses)
             self._beside, self._since = None, 0
 
@@ -412,9 +454,10 @@ def judged(losses: Sequence[tuple[float, float]], step: int) -> Compared:
 
 
 def loss_among(results: Mapping[str, Any]) -> Any:
-    """The loss among results by name; None if no result is surely the loss.
+    """The loss among results by path; None if no result is surely the loss.
 
-    It is the only floating-point scalar, or else the only one with "loss" in its name.
+    It is the only floating-point scalar, or else the only one with the name "loss", or
+    else the only one with "loss" in its name.
     """
     found = {
         name: x
@@ -423,5 +466,8 @@ def loss_among(results: Mapping[str, Any]) -> Any:
         and jax.numpy.issubdtype(jax.numpy.result_type(x), np.floating)
     }
     named = [name for name in found if "loss" in name.lower()]
-    chosen = list(found) if len(found) == 1 else named
-    return found[chosen[0]] if len(chosen) == 1 else None
+    exactly = [name for name in named if _LOSS.search(name)]
+    for names in (list(found), exactly, named):
+        if len(names) == 1:
+            return found[names[0]]
+    return None

@@ -460,7 +460,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
         if planned.sums is not None:
             self._codecs.prepare(planned, placed, self.world)
         if self._comparer is not None:
-            self._comparer.begin_step(planned, placed, self._edited, self._loss_of)
+            full = self.running.full is None
+            self._comparer.begin_step(
+                planned, placed, self._edited, self._loss_of, full=full
+            )
         flat = self._noise.run(planned, placed, self._codecs)
         if self._store.guard:
             flat, self.finite = planned.settle_results(placed, flat)
@@ -499,7 +502,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
         if loss is None:
             raise PlanError(
                 f"{self.__name__}: comparison= does not know which result is the loss. "
-                "Return one floating-point scalar, or name it: {'loss': ...}."
+                "Return one floating-point scalar, or one with the name 'loss', as in "
+                "{'loss': ...}."
             )
         return loss
 

@@ -24,6 +24,7 @@ from autopar.runtime.comparing import (
     cost_of,
     is_costly,
     judged,
+    loss_among,
 )
 
 WIDTH, ROWS, LAYERS = 32, 128, 4
@@ -64,8 +65,8 @@ def step(params: Any, batch: Any) -> Any:
     return jax.tree.map(lambda x, g: x - 0.05 * g, params, grads), {"loss": loss}
 
 
-def batch(number: int) -> Any:
-    x = np.random.default_rng(number).standard_normal((ROWS, WIDTH)).astype(np.float32)
+def batch(number: int, rows: int = ROWS) -> Any:
+    x = np.random.default_rng(number).standard_normal((rows, WIDTH)).astype(np.float32)
     return {"x": x, "y": np.sin(x[:, ::-1])}
 
 
@@ -187,15 +188,15 @@ def test_progress_is_measured_from_comparison_to_comparison(
 ) -> None:
     """A step lowers the loss by 0.9 with codecs, and by 1 without."""
     comparer = Comparer(Comparison(every=4, steps=2))
-    planned: Any = mock.Mock(in_shardings=[], sums=None, noise=None)
+    state = jnp.float32(0.0)
+    planned: Any = mock.Mock(in_shardings=[state.sharding], sums=None, noise=None)
     planned.analysis.carried_arguments = {0: 0}
     planned.function = lambda state: [state + 1.0]
     monkeypatch.setattr(comparing, "kinds_of", lambda plan: ["gradients"])
     monkeypatch.setattr(comparing, "exact_plan", lambda plan: plan)
-    state = jnp.float32(0.0)
     for _ in range(14):
         comparer.begin_step(
-            planned, [state], lambda _: planned, lambda flat: -float(flat[0])
+            planned, [state], lambda _: planned, lambda x: -float(x[0]), full=True
         )
         state = state + 0.9
         found = comparer.end_step([state], lambda flat: -float(flat[0]))
@@ -205,6 +206,46 @@ def test_progress_is_measured_from_comparison_to_comparison(
     for result in comparer.results:
         assert result.loss - result.exact_loss == pytest.approx(0.15, rel=1e-4)
         assert 0.1 < result.cost < 0.12
+
+
+@pytest.mark.parametrize("kind", ["gradients", "cuts"])
+def test_comparisons_go_on_with_the_last_batch_of_an_epoch(kind: str) -> None:
+    """An epoch has three batches, and a comparison four steps."""
+    options = Comparison(every=1, steps=4, most=1e9)
+    run = autopar.parallelize(step, comparison=options, **KINDS[kind])
+    params, exact, losses = run.init(create, KEY, batch=batch(0)), None, []
+    batches = [batch(k, ROWS // 2 if k % 3 == 2 else ROWS) for k in range(7)]
+    for k, rows in enumerate(batches):
+        if k == 1:
+            exact = jax.device_get(params)
+        if exact is not None:
+            coarse = float(loss_of(jax.device_get(params), rows))
+            exact, found = jax.jit(step)(exact, rows)
+            losses.append((coarse, float(found["loss"])))
+        params, _ = run(params, rows)
+    (result,) = run.comparisons
+    expected = judged(losses[1 : result.step - 1], result.step)
+    assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert result.exact_loss == pytest.approx(expected.exact_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["loss", "aux_loss", "norm"], "loss"),
+        (["metrics/loss", "metrics/aux_loss"], "metrics/loss"),
+        (["[0]['aux_loss']", "[0]['Loss']"], "[0]['Loss']"),
+        (["norm", "mean_loss"], "mean_loss"),
+        (["value"], "value"),
+        (["a_loss", "b_loss"], None),
+        (["0/loss", "1/loss"], None),
+        (["a", "b"], None),
+    ],
+)
+def test_the_loss_is_found_by_its_name(names: list[str], chosen: str | None) -> None:
+    values = {name: jnp.float32(k) for k, name in enumerate(names)}
+    found = loss_among(values)
+    assert found is (None if chosen is None else values[chosen])
 
 
 def test_results_without_a_loss_are_refused() -> None:
