@@ -332,7 +332,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         if codecs == "auto":
             analysed = self._current.analysed
             made = self._preparation.recode_plan(analysed, self._setting, plan)
-            self._use(recoding.with_inputs(plan, made, often=often))
+            self._use(recoding.plan_as_chosen(plan, made, often=often))
         else:
             self._use(recoding.change_codecs(plan, codecs, often=often))
 
@@ -345,7 +345,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         planned = self._preparation.coded_step(analysed, plan, self._setting, current)
         self._codecs.adoption.withdrawn()
         self._preparation.remember(analysed, self._setting, plan)
-        self._current = Running(analysed, planned)
+        self._current = Running(analysed, planned, full=self._current.full)
         return planned
 
     @without_mesh()
@@ -364,6 +364,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
                 analysed = self._preparation.analyse(structs)
                 near = None if beside is None else beside.plan
                 plan = self._preparation.plan(analysed, setting, near)
+                if self._current is not None:
+                    used = self._current.planned.plan
+                    plan = self._codecs.recoding.plan_as_used(plan, used)
                 planned = self._preparation.program(analysed, plan, setting)
                 self._preparation.remember(analysed, setting, plan)
                 self._current = Running(analysed, planned, full=beside)

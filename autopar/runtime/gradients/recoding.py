@@ -124,6 +124,48 @@ class Recoding:
             wanted |= changed_families(before.gradients, after.gradients)
         return adjusted_plan(after, wanted) if wanted else after
 
+    def plan_as_used(self, plan: Plan, used: Plan) -> Plan:
+        """Returns a plan with the codecs that another plan has been changed to.
+
+        Gradients whose codecs have not been changed, and gradients that these codecs
+        cannot send, keep the codecs of ``plan``.
+
+        Args:
+          plan: the plan for a batch of another shape.
+          used: the plan of the step before.
+        """
+        changed = self._planned_of(used)
+        known = {g.name: g for g in used.gradients if g.codec and g.name in changed}
+        made: dict[str, GradientDecision] = {}
+        for g in plan.gradients:
+            wanted = known.get(g.name)
+            if not g.codec or wanted is None or wanted.codec == g.codec:
+                continue
+            codec = parse_codec(wanted.codec)
+            if not codec.check(g.local_shape, scatter=g.scatter):
+                made[g.name] = with_codec(g, codec, feedback=wanted.feedback)
+        if not made:
+            return plan
+        after = plan.with_gradients([made.get(g.name, g) for g in plan.gradients])
+        new = self.with_inputs(used, after, often=False)
+        return self._remember_decisions(plan, new.gradients)
+
+    def plan_as_chosen(self, plan: Plan, chosen: Plan, *, often: bool) -> Plan:
+        """Returns the plan with the codecs that were chosen for it anew.
+
+        Args:
+          plan: the plan.
+          chosen: the same plan with other codecs.
+          often: as for `change_codecs`.
+        """
+        new = self.with_inputs(plan, chosen, often=often)
+        now = {g.name: g.codec for g in new.gradients}
+        before = {g.name: g.codec for g in plan.gradients}
+        changed = {name: x for name, x in before.items() if now.get(name, x) != x}
+        if changed:
+            self._planned.put(content_digest(new), changed | self._planned_of(plan))
+        return new
+
     def plan_as_saved(self, plan: Plan, state: Any) -> Plan:
         """Returns the plan with the codecs that were saved with a state.
 
