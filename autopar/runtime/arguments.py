@@ -350,7 +350,7 @@ def fit_rows(
     arrays = list(call.arrays)
     for k, dim in rows.dims.items():
         size = arrays[k].shape[dim] * wanted // rows.given
-        arrays[k] = _resize_rows(arrays[k], size, dim)
+        arrays[k] = resize_rows(arrays[k], size, dim)
     return dataclasses.replace(call, arrays=arrays)
 
 
@@ -367,7 +367,7 @@ def _split(call: StepCall, rows: BatchRows, plan: Plan) -> int:
     return plan.microbatches * shards
 
 
-def _resize_rows(array: Any, size: int, dim: int) -> Any:
+def resize_rows(array: Any, size: int, dim: int) -> Any:
     """Returns the first ``size`` rows; if there are fewer, repeats the last row."""
     xp = jax.numpy if isinstance(array, jax.Array) else np
     places = np.minimum(np.arange(size), array.shape[dim] - 1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar.errors import PlanError
+from autopar.runtime import arguments
 from autopar_passes.program.calls import StepCall
 from autopar_passes.program.static_leaves import Static
 
@@ -32,6 +35,58 @@ def rows_of(array: Any, dim: int, part: int, count: int) -> Any:
     index = [slice(None)] * array.ndim
     index[dim] = slice(part * size, (part + 1) * size)
     return array[tuple(index)]
+
+
+def fit_rows(
+    name: str,
+    call: StepCall,
+    rows: Mapping[int, int],
+    counts: Mapping[int, int],
+    how: str,
+) -> StepCall:
+    """A call whose rows divide among the replicas: with others dropped or repeated.
+
+    Args:
+      name: the name of the step, for errors and warnings.
+      call: the call.
+      rows: position of an array -> the dimension of its rows.
+      counts: position of an array -> the number of replicas that share its rows.
+      how: as ``last_batch`` of `autopar.parallelize`; ``run`` changes nothing.
+
+    Raises:
+      PlanError: the rows do not divide, and are not dropped or repeated.
+    """
+    sizes = {k: call.arrays[k].shape[dim] for k, dim in rows.items()}
+    uneven = [k for k, size in sizes.items() if size % counts[k]]
+    if not uneven:
+        return call
+    # Arrays may have several rows for each sample: all keep the same samples.
+    first = min(uneven, key=lambda k: sizes[k])
+    size, count = sizes[first], counts[first]
+    wanted = size // count * count + (count if how == "pad" else 0)
+    made = {k: n * wanted // size for k, n in sizes.items()}
+    fits = all(made[k] * size == n * wanted for k, n in sizes.items())
+    if how == "run" or not wanted or not fits or any(made[k] % counts[k] for k in made):
+        path = call.form.paths(call.arrays)[first]
+        raise PlanError(
+            f"{name}: '{path}' has {size} rows, which do not divide among {count} "
+            "replicas; choose a multiple, or last_batch='drop' or 'pad' for the last "
+            "batch of an epoch."
+        )
+    said = (
+        f"{size - wanted} of them are dropped"
+        if how == "drop"
+        else f"the last row is repeated {wanted - size} times"
+    )
+    warnings.warn(
+        f"{name}: a batch of {size} rows for {count} replicas: {said} "
+        f"(last_batch={how!r}).",
+        stacklevel=4,
+    )
+    arrays = list(call.arrays)
+    for k, dim in rows.items():
+        arrays[k] = arguments.resize_rows(arrays[k], made[k], dim)
+    return dataclasses.replace(call, arrays=arrays)
 
 
 def check_alive(name: str, state: Any) -> None:

@@ -35,6 +35,7 @@ from autopar.runtime.local.outer import (
 )
 from autopar.runtime.local.rows import (
     check_alive,
+    fit_rows,
     join_results,
     opened,
     rows_of,
@@ -416,7 +417,8 @@ class LocalSteps:
           PlanError: the state is not of this training, or the rows cannot be divided.
         """
         self._check(state)
-        parts = self._divide(state.state, rest, named)
+        fewer = self._options.get("last_batch", "run")
+        parts = self._divide(state.state, rest, named, fewer)
         states: list[Any] = []
         results: list[Any] = []
         for step, own, part in zip(self.steps, state.replicas, parts, strict=True):
@@ -598,9 +600,13 @@ class LocalSteps:
         )
 
     def _divide(
-        self, state: Any, rest: Sequence[Any], named: Mapping[str, Any]
+        self,
+        state: Any,
+        rest: Sequence[Any],
+        named: Mapping[str, Any],
+        fewer: str = "run",
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments after the state of each replica of this process."""
+        """The arguments after the state, by replica; ``fewer`` is ``last_batch``."""
         given = state if type(state) is tuple else (state,)
         call = opened_within(self._parameters, (*given, *rest), dict(named))
         if call.form.objects:
@@ -617,20 +623,14 @@ class LocalSteps:
             rows = self._rows.put(key, found)
         paths = call.form.paths(call.arrays)
         whole = [call.form.roles.is_whole(path) for path in paths]
-        for k, dim in rows.items():
-            count = self._count(call.arrays[k], whole[k])
-            if (size := call.arrays[k].shape[dim]) % count:
-                path = paths[k]
-                raise PlanError(
-                    f"{self.__name__}: '{path}' has {size} rows, which do not "
-                    f"divide among {count} replicas; choose a multiple."
-                )
+        counts = {k: self._count(call.arrays[k], whole[k]) for k in rows}
+        call = fit_rows(self.__name__, call, rows, counts, fewer)
         found = []
         for replica, number in enumerate(self._own()):
             arrays = list(call.arrays)
             for k, dim in rows.items():
-                own, count = arrays[k], self._count(arrays[k], whole[k])
-                arrays[k] = rows_of(own, dim, number if whole[k] else replica, count)
+                place = number if whole[k] else replica
+                arrays[k] = rows_of(arrays[k], dim, place, counts[k])
             args, words = opened(call, arrays)
             found.append((args[len(given) :], words))
         return found

@@ -139,9 +139,9 @@ def test_only_rows_may_be_fewer() -> None:
     assert arguments._but((4, 5, 6), 2) == (4, 5)
     rows = np.arange(6.0).reshape(3, 2)
     np.testing.assert_array_equal(
-        arguments._resize_rows(rows, 5, 0), rows[[0, 1, 2, 2, 2]]
+        arguments.resize_rows(rows, 5, 0), rows[[0, 1, 2, 2, 2]]
     )
-    np.testing.assert_array_equal(arguments._resize_rows(rows, 1, 1), rows[:, :1])
+    np.testing.assert_array_equal(arguments.resize_rows(rows, 1, 1), rows[:, :1])
 
 
 def test_evaluation_splits_rows_as_the_batch_that_is_split_most() -> None:
