@@ -13,6 +13,7 @@ layouts. So they are never chosen without being asked for.
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -222,15 +223,14 @@ class LocalSteps:
     def steps(self) -> tuple[ParallelStep[..., Any], ...]:
         """The planned step of each replica of this process."""
         if not self._steps:
-            part = self.part
+            part, own = self.part, self._own()
+            # A policy remembers what it has seen of one replica.
+            options = [self._options, *map(copy.deepcopy, [self._options] * len(own))]
             self._steps = tuple(
                 parallelize(
-                    self.function,
-                    cluster=part,
-                    world=World(self._devices(k)),
-                    **self._options,
+                    self.function, cluster=part, world=World(self._devices(k)), **given
                 )
-                for k in self._own()
+                for k, given in zip(own, options, strict=False)
             )
         return self._steps
 

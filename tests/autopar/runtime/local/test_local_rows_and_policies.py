@@ -1,4 +1,4 @@
-"""Last batches of local steps with several replicas in a process."""
+"""Last batches and policies of local steps with several replicas in a process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.errors import PlanError
@@ -58,3 +59,36 @@ def test_other_batches_must_divide_among_the_replicas() -> None:
     state = train_step.init(create, jax.random.key(0), batch={"x": rows(16)})
     with pytest.raises(PlanError, match=r"'batch/x' has 13 rows.*last_batch='drop'"):
         train_step(state, {"x": rows(13)})
+
+
+class Counts:
+    """A policy that counts what it observes."""
+
+    every = 1
+
+    def __init__(self) -> None:
+        """Begins at zero."""
+        self.seen = 0
+
+    def observe(self, seen: Any) -> dict[str, str]:
+        self.seen += 1
+        return {}
+
+
+def test_each_replica_has_a_policy_of_its_own() -> None:
+    policy = Counts()
+    train_step = autopar.local_steps(
+        step,
+        every=2,
+        cluster="2x2:cpu,network=1Gb/s",
+        compression="int8",
+        policy=policy,
+        stages=1,
+        microbatches=1,
+        pins={"state/*": PartitionSpec(), "batch/*": PartitionSpec("data")},
+        axis_names=("data",),
+    )
+    state = train_step.init(create, jax.random.key(0), batch={"x": rows(16)})
+    for _ in range(3):
+        state, _ = train_step(state, {"x": rows(16)})
+    assert policy.seen == 3
