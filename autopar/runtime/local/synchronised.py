@@ -61,7 +61,8 @@ def synchronised_leaves(
                 "them in the step by jax.lax.complex."
             )
         if jnp.issubdtype(x.dtype, jnp.floating):
-            outer = role is InputRole.PARAMETER or path in masters
+            trained = role is InputRole.PARAMETER and _is_trained(graph, own)
+            outer = trained or path in masters
             leaves.append(leaf_of(path, x, outer=outer))
     if not any(leaf.outer for leaf in leaves):
         raise PlanError(
@@ -69,6 +70,32 @@ def synchronised_leaves(
             "step belongs to an array of it."
         )
     return leaves, casts
+
+
+def _is_trained(graph: OperatorGraph, own: GraphInput) -> bool:
+    """Whether gradients change an array, and not only the question if all are finite.
+
+    A loss scale is a scalar that the loss reads, and that changes by this question. An
+    outer optimizer with momentum would move it on and on, below zero.
+    """
+    if graph.values[own.value].shape:
+        return True
+    made_by, seen = producers(graph.operators), set[int]()
+    waiting = [graph.outputs[own.output]]
+    while waiting:
+        now = waiting.pop()
+        op = None if now is None or now in seen else made_by.get(now)
+        if now is None or op is None:
+            continue
+        seen.add(now)
+        if op.role is Role.BACKWARD:
+            return True
+        waiting += [
+            x
+            for x in op.inputs
+            if x is not None and jnp.issubdtype(graph.values[x].dtype, jnp.floating)
+        ]
+    return False
 
 
 def _casts(

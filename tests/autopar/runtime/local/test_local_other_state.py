@@ -114,3 +114,40 @@ def test_consumed_states_are_named(codec: str) -> None:
     for call in (train_step.synchronise, train_step.agreed):
         with pytest.raises(PlanError, match=r"LocalState.* was consumed"):
             call(state)
+
+
+def test_a_loss_scale_is_no_parameter() -> None:
+    """The outer optimizer's momentum would move it on, below zero."""
+
+    def scaled(state: Any, batch: Any) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            loss = jnp.mean((params["gain"] * batch["x"] @ params["w"]) ** 2)
+            return loss * state["scale"]
+
+        loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+        finite = jnp.all(jnp.isfinite(gradients["w"]))
+        params = jax.tree.map(
+            lambda x, g: jnp.where(finite, x - 1e-2 * g / state["scale"], x),
+            state["params"],
+            gradients,
+        )
+        scale = jnp.where(finite, state["scale"], state["scale"] / 2)
+        return {"params": params, "scale": scale}, loss / state["scale"]
+
+    train_step = autopar.local_steps(scaled, every=1, cluster="2x1:cpu")
+    params = {"w": jnp.ones((WIDTH, WIDTH)), "gain": jnp.float32(1.0)}
+    state = train_step.init(
+        lambda: {"params": params, "scale": jnp.float32(1024.0)}, batch={"x": rows(0)}
+    )
+    sent = {
+        x.path: x.outer for group in train_step.groups for x in group.exchange.leaves
+    }
+    assert sent == {
+        "state/params/gain": True,
+        "state/params/w": True,
+        "state/scale": False,
+    }
+    for number in range(6):
+        x = np.full_like(rows(0), np.inf) if number == 1 else rows(number)
+        state, _ = train_step(state, {"x": x})
+    assert float(state.state["scale"]) == 512.0
