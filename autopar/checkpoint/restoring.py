@@ -36,8 +36,8 @@ def check_model(folder: pathlib.Path, manifest: Manifest, wanted: Any) -> None:
       CheckpointError: paths, shapes or dtypes differ.
     """
     have = manifest.state
-    told = [
-        f"'{path}' is {have[path].text}, and the step has {_text(wanted[path])}"
+    other = [
+        path
         for path in sorted(have.keys() & wanted.keys())
         if have[path].text != _text(wanted[path])
     ]
@@ -45,15 +45,27 @@ def check_model(folder: pathlib.Path, manifest: Manifest, wanted: Any) -> None:
         ("checkpoint", have.keys() - wanted),
         ("step", wanted.keys() - have.keys()),
     )
+    told = [
+        f"'{path}' is {have[path].text}, and the step has {_text(wanted[path])}"
+        for path in other
+    ]
     told = [first_items("; ".join, told)] if told else []
     for who, paths in alone:
         if names := [f"'{path}'" for path in sorted(paths)]:
             told.append(f"only the {who} has {first_items(', '.join, names)}")
-    if told:
+    if not told:
+        return
+    if all(path.startswith("codec/") for path in (*other, *alone[0][1], *alone[1][1])):
         raise CheckpointError(
-            f"{folder}: a checkpoint of another model ('{manifest.name}', step "
-            f"{manifest.step}): {'; '.join(told)}."
+            f"{folder}: a checkpoint of other layouts of the replicas: "
+            f"{'; '.join(told)}. This state of a codec restores into equal layouts "
+            "only. Plan the replicas as before, or train from the start with a codec "
+            "without it: int4:server_feedback=false has none, and int4 has."
         )
+    raise CheckpointError(
+        f"{folder}: a checkpoint of another model ('{manifest.name}', step "
+        f"{manifest.step}): {'; '.join(told)}."
+    )
 
 
 def first_items(join: Callable[[Sequence[str]], str], items: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ In shapes: r replicas, n the first dim of an array of a replica.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from autopar.errors import PlanError
 from autopar.runtime import creation, placement
 from autopar.runtime.local.outer import (
+    Exchange,
     Leaf,
     join_replicas,
     joined_sharding,
@@ -36,8 +38,9 @@ class WholeState:
 
     The paths begin with what an array is: ``replica`` (an array of the replicas'
     states, (r * n, ...)), ``anchor``, ``momentum``, ``move`` (r * n, ...), ``residual``
-    (r * n, ...) and ``codec``. ``count`` is of the numbers of steps and of outer steps,
-    of when outer steps are merged, and of a rule's averages.
+    (r * n, ...) and ``codec``, with a digest of its layout. ``count`` is of the numbers
+    of steps and of outer steps, of when outer steps are merged, and of a rule's
+    averages.
     """
 
     def __init__(self, train_step: LocalSteps, like: LocalState) -> None:
@@ -105,7 +108,7 @@ class WholeState:
                     whole = exchange.whole_residual(leaf, x)
                     found[f"residual/{leaf.path}"] = whole
                 else:
-                    found[f"codec/{leaf.path}{path}"] = x
+                    found[_codec_path(exchange, leaf, path)] = x
         for name, value in self._counts(state).items():
             found[f"count/{name}"] = value
         return found
@@ -131,7 +134,7 @@ class WholeState:
                 if path == _RESIDUAL:
                     found[f"residual/{leaf.path}"] = exchange.sent_struct(leaf, x.dtype)
                 else:
-                    found[f"codec/{leaf.path}{path}"] = x
+                    found[_codec_path(exchange, leaf, path)] = x
         for name, shape in self._count_shapes().items():
             leaf, mesh = self._count(name, shape)
             found[f"count/{name}"] = _struct(leaf, mesh)
@@ -161,7 +164,7 @@ class WholeState:
             made = [
                 exchange.parted_residual(leaf, arrays[f"residual/{leaf.path}"])
                 if path == _RESIDUAL
-                else arrays[f"codec/{leaf.path}{path}"]
+                else arrays[_codec_path(exchange, leaf, path)]
                 for path, _ in _by_path(shape)
             ]
             codecs[number].append(jax.tree.unflatten(jax.tree.structure(shape), made))
@@ -242,6 +245,21 @@ def _by_path(tree: Any) -> list[tuple[str, Any]]:
         (jax.tree_util.keystr(path), x)
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
     ]
+
+
+def _codec_path(exchange: Exchange, leaf: Leaf, path: str) -> str:
+    """The path of a codec's own state, with a digest of the parts that devices send.
+
+    Two layouts may have parts of equal shapes, of other elements. Their states have
+    equal shapes, too, and must not be taken for each other.
+    """
+    sharding = NamedSharding(exchange.mesh, leaf.sent_spec)
+    where = sharding.devices_indices_map(leaf.shape)
+    parts = [
+        [s.indices(n) for s, n in zip(where[device], leaf.shape, strict=True)]
+        for device in exchange.mesh.devices[0].flat
+    ]
+    return f"codec/{leaf.path}@{zlib.crc32(repr(parts).encode()):08x}{path}"
 
 
 def _of_bits(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:

@@ -45,9 +45,11 @@ def batch(number: int) -> Any:
     return {"x": x, "y": np.sin(np.tile(x, 2)[:, :12])}
 
 
-def steps_of(split: bool = False, **options: Any) -> autopar.LocalSteps:
+def steps_of(
+    split: bool = False, *, dim: int = 1, **options: Any
+) -> autopar.LocalSteps:
     """A training by two replicas of two devices, whose plan may split the matrix."""
-    where = PartitionSpec(None, "x") if split else PartitionSpec()
+    where = PartitionSpec(*(None,) * dim, "x") if split else PartitionSpec()
     pins = {"state/params/w": where, "state/velocity/w": where}
     given = {"every": 3, "codec": "int4", "seconds": 1, **options}
     return autopar.local_steps(
@@ -107,6 +109,20 @@ def test_a_restored_state_trains_as_the_saved_one(
         )
         with pytest.raises(autopar.CheckpointError, match="another model"):
             checkpoints.restore(more, create, KEY, batch=batch(1))
+
+
+def test_the_state_of_a_codec_needs_equal_layouts(tmp_path: pathlib.Path) -> None:
+    """Parts of 8x6 and of 4x12 elements have second residuals of equal shapes."""
+    made, other = steps_of(every=1), steps_of(split=True, dim=0, every=1)
+    state, _ = run(made, made.init(create, KEY, batch=batch(1)), 1, 1)
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(made, state, step=1)
+        checkpoints.wait()
+        with pytest.raises(autopar.CheckpointError, match="equal layouts only"):
+            checkpoints.restore(other, create, KEY, batch=batch(1))
+    there = other.describe(create, KEY, batch=batch(1))
+    with pytest.raises(autopar.PlanError, match="needs equal layouts"):
+        move_state(state, made, other, there)
 
 
 @pytest.mark.parametrize("mixing", [None, 0.5])
