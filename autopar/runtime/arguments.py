@@ -18,6 +18,7 @@ from autopar.runtime import agreement, placement
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
+from autopar.steps.batch import check_has_rows
 from autopar_passes.graph.build import step_graph
 from autopar_passes.program.calls import StepCall
 from autopar_passes.program.static_leaves import struct_of
@@ -188,6 +189,7 @@ def named_shapes(call: StepCall) -> dict[str, tuple[int, ...]]:
 
 def row_dims(step: Callable[..., Any], call: StepCall) -> dict[int, int]:
     """Returns the dimension of the rows of each batch array, by array position."""
+    check_has_rows(step, call)
     traced = trace_call(step, call)
     owners = call.form.argument_of(call.arrays)
     state = {owners[k] for k in traced.carried}

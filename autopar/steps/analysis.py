@@ -16,7 +16,13 @@ from autopar.plans.records import AS_WRITTEN, Rematerialisation
 from autopar.progress import say
 from autopar.steps import spares
 from autopar.steps.attention import Attention, written_attention
-from autopar.steps.batch import DimLabels, Labels, dim_labels, factor_labels
+from autopar.steps.batch import (
+    DimLabels,
+    Labels,
+    check_has_rows,
+    dim_labels,
+    factor_labels,
+)
 from autopar.steps.fusion import BOUNDARY, Fusion, fusion, looked_up, made_again
 from autopar.steps.independence import Independent, independent
 from autopar.steps.lifetimes import (
@@ -601,6 +607,7 @@ def analyse(
 
     Raises:
       TraceError: JAX cannot trace the step.
+      PlanError: the batch has no rows.
     """
     return analyse_call(step, open_arguments(step, args, kwargs, static, roles))
 
@@ -610,6 +617,7 @@ def analyse_call(step: Callable[..., Any], call: StepCall) -> Analysis:
     """Like `analyse`, for a call whose arrays have already been extracted."""
     start = time.perf_counter()
     say(f"tracing {step_name(step)}")
+    check_has_rows(step, call)
     traced = trace_call(step, call)
     traced_at = time.perf_counter()
     made = analyse_program(

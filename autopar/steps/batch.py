@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from autopar.errors import PlanError
 from autopar.steps.nodes import Contraction
 from autopar_errors import TraceError
+from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph, readers
 from autopar_passes.graph.roles import InputRole, Role
+from autopar_passes.program.calls import StepCall
+from autopar_passes.program.static_leaves import struct_of
+from autopar_passes.program.trace import trace_call
 
 BATCH = "batch"
 SEQUENCE = "sequence"
@@ -122,6 +127,34 @@ def batch_rows(graph: OperatorGraph) -> int:
         if given.rows >= 0 and given.unit == 1
     )
     return max(shapes, default=0)
+
+
+def check_has_rows(step: Callable[..., Any], call: StepCall) -> None:
+    """Checks that the batch of a call has rows.
+
+    The rows of an empty batch are found by a trace with two rows in the place of none.
+
+    Raises:
+      PlanError: an array of the batch has no rows.
+    """
+    structs = [struct_of(x) for x in call.arrays]
+    shapes = [tuple(x.shape) for x in structs]
+    if not any(0 in shape for shape in shapes):
+        return
+    arrays = [x.update(shape=tuple(n or 2 for n in x.shape)) for x in structs]
+    try:
+        traced = trace_call(step, dataclasses.replace(call, arrays=arrays))
+    except Exception:
+        # The step needs its empty arrays to be empty; its code may raise any exception.
+        return
+    graph = step_graph(traced)
+    for k, dim in batch_dims(graph).items():
+        if shapes[k][dim] == 0:
+            raise PlanError(
+                f"{traced.name}: the batch has 0 rows: '{graph.inputs[k].path}' has "
+                f"shape {shapes[k]}, and dimension {dim} is its rows. A step needs at "
+                "least one row: leave empty batches out."
+            )
 
 
 def rows_axes(

@@ -189,6 +189,37 @@ def test_what_cannot_be_split() -> None:
     )
 
 
+@pytest.mark.parametrize("how", ["run", "drop", "pad"])
+def test_batches_without_rows(how: Any) -> None:
+    """Also of a step that was planned for rows, whose state stays as it was."""
+    message = r"the batch has 0 rows: 'batch' has shape \(0, 16\).*leave empty batches"
+    refused(lambda: plan(step, W, X[:0], cluster=EIGHT), message)
+    refused(lambda: plan(step, W, X[:0], cluster=EIGHT, stages=2), message)
+    run = parallelize(step, cluster=EIGHT, last_batch=how)
+    w = run.init(lambda: jnp.asarray(W), batch=X)
+    refused(lambda: run(w, X[:0]), message)
+    run(w, X)
+
+
+def test_empty_arrays_beside_rows() -> None:
+    """A batch of graphs may have no edge."""
+
+    def on_graph(w: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = batch["nodes"] @ w
+            near = (
+                jnp.zeros_like(h).at[batch["edges"][:, 0]].add(h[batch["edges"][:, 1]])
+            )
+            return ((h + near) ** 2).mean()
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grad, value
+
+    graph = {"nodes": X, "edges": np.zeros((0, 2), np.int32)}
+    made = plan(on_graph, W, graph, cluster=EIGHT, microbatches=1)
+    assert made.written_shapes["batch/edges"] == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
