@@ -105,17 +105,18 @@ def is_integer(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.integer))
 
 
-def batch_dims(graph: OperatorGraph) -> dict[int, int]:
+def batch_dims(graph: OperatorGraph, least: int = 2) -> dict[int, int]:
     """Flat input that holds rows of the batch -> the dimension of the rows.
 
-    All these inputs have the same number of rows, which is more than 1.
+    All these inputs have the same number of rows, which is at least ``least``. With one
+    row, no operator's rule names the dimension.
     """
     return {
         k: given.rows
         for k, given in enumerate(graph.inputs)
         if given.rows >= 0
         and given.unit == 1
-        and graph.values[given.value].shape[given.rows] > 1
+        and graph.values[given.value].shape[given.rows] >= least
     }
 
 

@@ -88,7 +88,7 @@ def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> A
     def make() -> Analysis:
         if count == 1:
             base = padded_whole(whole)
-            found = unsplit(base.pytrees, base.graph, batch_dims(base.graph))
+            found = unsplit(base.pytrees, base.graph, batch_dims(base.graph, 1))
             return dataclasses.replace(base, split=found, whole=whole)
         start = time.perf_counter()
         found = _remember_split(whole, count, couple)
@@ -124,6 +124,14 @@ def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatch
       PlanError: the step cannot be split, with the reason.
     """
     name, rows = analysis.pytrees.name, batch_rows(analysis.graph)
+    if rows % count:
+        most = max(n for n in range(1, min(rows, count) + 1) if rows % n == 0)
+        raise PlanError(
+            f"{name}: the batch cannot be split into {count} microbatches: it has "
+            f"{rows} rows, which {count} does not divide. Give a number that divides "
+            f"the rows, such as microbatches={most}; for the last batch of an epoch, "
+            "give last_batch='pad' or 'drop'."
+        )
     base = padded_whole(analysis, count)
     padded = padded_rows(rows, analysis.row_multiple, count)
     try:

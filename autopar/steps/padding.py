@@ -136,7 +136,7 @@ def trace_rows(analysis: Analysis, count: int | Fraction) -> TracedStep:
       MicrobatchError: the number is not whole, the step was not traced from a
         function, or the function fails on so many rows.
     """
-    origin, dims = analysis.origin, batch_dims(analysis.graph)
+    origin, dims = analysis.origin, batch_dims(analysis.graph, 1)
     if origin is None:
         raise MicrobatchError("it was not traced from a step.")
     times = Fraction(count) / max(1, batch_rows(analysis.graph))

@@ -190,7 +190,7 @@ def needed_again(layers: LayerMap) -> frozenset[int]:
 def batch_inputs(analysis: Analysis) -> frozenset[int]:
     """Returns the inputs that are split into microbatches."""
     inputs = analysis.graph.inputs
-    return frozenset(inputs[k].value for k in batch_dims(analysis.graph))
+    return frozenset(inputs[k].value for k in batch_dims(analysis.graph, 1))
 
 
 def layer_map(

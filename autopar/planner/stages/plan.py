@@ -299,13 +299,13 @@ def layers_of(
 
 
 def rows_to_split(analysis: Analysis) -> int:
-    """Returns the number of rows of the batch, which must be more than one.
+    """Returns the number of rows of the batch.
 
     Raises:
       PlanError: no input has rows.
     """
     rows = batch_rows(analysis.graph)
-    if rows < 2:
+    if rows < 1:
         raise PlanError(
             "the step has no batch: an argument that does not come back, with rows. "
             "Name it with batch_argnames, or plan it without microbatches."

@@ -248,6 +248,31 @@ def test_options_of_the_calling_thread_hold_in_every_stage():
         assert float(loss) == pytest.approx(float(expected), rel=1e-12)
 
 
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe", "remat": "all"}])
+def test_one_row_runs_in_stages(options):
+    """As a batch of its own, and after batches that are in several microbatches."""
+    made, state, _ = adam(LOSSES["mean"])
+    alone = jax.tree.map(lambda x: x[:1], batch())
+    expected, expected_losses = copied(state), []
+    step, state = staged(microbatches=None, **options)
+    losses = []
+    for given in (alone, batch(), alone):
+        state, loss = step(state, given)
+        expected, expected_loss = jax.jit(made)(expected, given)
+        losses.append(float(loss))
+        expected_losses.append(float(expected_loss))
+        assert len(step.plan.stages) == 2
+    np.testing.assert_allclose(losses, expected_losses, rtol=CLOSE)
+    assert distance(expected, state) < CLOSE
+
+
+def test_more_microbatches_than_rows_are_refused():
+    step, state = staged()
+    alone = jax.tree.map(lambda x: x[:1], batch())
+    with pytest.raises(PlanError, match=r"has 1 rows, which 4 does not divide.*'pad'"):
+        step(state, alone)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
