@@ -77,6 +77,7 @@ class Evaluation(Generic[P, R]):
 
         Raises:
           PlanError: the function is a ``jax.pmap``.
+          TraceError: the function has no argument of a name that is given as static.
         """
         if jax_compat.is_pmapped(function):
             raise PlanError(
@@ -148,6 +149,8 @@ class Evaluation(Generic[P, R]):
         """
         running, dims = self._running(), self._row_dims(call)
         paths, form = call.form.paths(call.arrays), running.analysis.pytrees.form
+        if problem := call.form.roles.problem(dict.fromkeys(paths, ()), ()):
+            raise PlanError(f"{self.__name__}: {problem}")
         counts = [
             1
             if form.roles.is_whole(path) or call.form.roles.is_whole(path)

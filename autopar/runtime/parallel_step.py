@@ -89,7 +89,10 @@ def _bind_step(step: Any, instance: Any) -> Any:
         store=step._store.empty(),
         codecs=type(step._codecs)(step._codecs.policy),
         world=step._world,
-        parameters=Parameters.of(bound, known.static, known.roles),
+        # The object may be named static, and is no argument of the bound step.
+        parameters=dataclasses.replace(
+            Parameters.of(bound, roles=known.roles), static=known.static
+        ),
         fewer=step._last_batch,
         cache=step._cache,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -291,6 +290,7 @@ def parallelize(
     Raises:
       ClusterError: the text describes no cluster.
       PlanError: options contradict each other, or there is no such plan or codec.
+      TraceError: the step has no argument of a name that is given as static.
     """
     given = None if plan is None else as_plan(plan)
     named = None if cluster is None else as_cluster(cluster)
@@ -350,7 +350,7 @@ def parallelize(
     roles = NamedRoles.of(batch_argnames, frozen_argnames, whole_argnames)
 
     def decorate(function: Callable[..., Any]) -> ParallelStep[..., Any]:
-        _check_step(function, static)
+        _check_step(function)
         return ParallelStep(
             function,
             setting=Setting(cluster=named, plan=given, devices=chosen),
@@ -392,23 +392,11 @@ def _check_comparison(comparison: Comparison | None, *, alone: bool) -> None:
         )
 
 
-def _check_step(step: Any, static: Sequence[str]) -> None:
-    """Checks that a step can be called, and has the arguments that are named static."""
+def _check_step(step: Any) -> None:
+    """Checks that a step can be called."""
     if not callable(step):
         raise PlanError(
             f"parallelize: expected a train step, a function, got {step!r}."
-        )
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):
-        return
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return
-    names = [p.name for p in parameters]
-    if unknown := [name for name in static if name not in names]:
-        raise PlanError(
-            f"parallelize: static_argnames={', '.join(unknown)!r}: the step has no "
-            f"such argument; it has {', '.join(names)}."
         )
 
 

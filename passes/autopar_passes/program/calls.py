@@ -13,12 +13,13 @@ import enum
 import fnmatch
 import inspect
 import numbers
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
 
-from autopar_errors import check_type
+from autopar_errors import TraceError, check_type
 from autopar_passes import jax_compat
 from autopar_passes.jax_meshes import UserMesh, user_mesh
 from autopar_passes.program.static_leaves import (
@@ -217,6 +218,7 @@ class Parameters:
 
         Raises:
           InputTypeError: ``static`` has something else than names.
+          TraceError: the step has no argument of such a name.
         """
         try:
             signature = inspect.signature(step)
@@ -226,6 +228,8 @@ class Parameters:
         names = tuple(p.name for p in given if p.kind in _POSITIONAL)
         told = jax_compat.static_argument_names(step)
         stated = frozenset(argument_names("static_argnames", static))
+        if signature is not None:
+            _check_names(signature, stated)
         return cls(step, signature, names, stated | told, roles)
 
     def positional(self, count: int) -> tuple[str, ...]:
@@ -246,6 +250,23 @@ class Parameters:
             return tuple(args), {}
         found = (self.signature or inspect.signature(self.step)).bind(*args, **kwargs)
         return found.args, dict(sorted(found.kwargs.items()))
+
+
+def _check_names(signature: inspect.Signature, static: Collection[str]) -> None:
+    """Checks that a step has the arguments that are named static."""
+    given = signature.parameters.values()
+    kinds = {p.kind for p in given}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return
+    known = [p.name for p in given if p.kind is not inspect.Parameter.VAR_POSITIONAL]
+    unknown = sorted(set(static).difference(known))
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        unknown = [name for name in unknown if not re.fullmatch(r"args\d+", name)]
+    if unknown:
+        raise TraceError(
+            f"static_argnames={', '.join(unknown)!r}: the step has no such argument; "
+            f"it has {', '.join(known)}."
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
