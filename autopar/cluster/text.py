@@ -56,8 +56,12 @@ def parse_quantity(text: str, unit: str) -> float:
 def format_quantity(value: float, unit: str) -> str:
     """The shortest text from which `parse_quantity` reads exactly this value.
 
+    Speeds of networks are in bits per second, as is usual.
+
     >>> format_quantity(40_000_000_000, "bytes")
     '40GB'
+    >>> format_quantity(10_000_000_000, "bytes per second")
+    '80Gb/s'
     """
     written = [
         f"{value / scale:.17g}".removesuffix(".0") + name
@@ -66,7 +70,7 @@ def format_quantity(value: float, unit: str) -> str:
     short = [f"{value / scale:g}{name}" for name, scale in _UNITS[unit].items()]
     exact = [text for text in short + written if parse_quantity(text, unit) == value]
     # For a whole number with more digits than a float, no text is exact.
-    return min(exact or written, key=len)
+    return min(exact or written, key=lambda text: (not text.endswith("b/s"), len(text)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

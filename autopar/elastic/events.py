@@ -29,7 +29,7 @@ from autopar.cluster.members import list_names, size_of
 from autopar.cluster.specs import MOST_DEVICES, ClusterError, show
 from autopar.errors import AutoparError, EventError
 from autopar.runtime.recent import Recent
-from autopar.units import seconds_text
+from autopar.units import bytes_text, count_text, seconds_text
 
 # The kinds of events.
 KINDS = ("gone", "added", "cluster", "link")
@@ -198,7 +198,11 @@ def _check_link(event: Event) -> None:
 
 def _rate(event: Event) -> str:
     rate, latency = event.bandwidth_bytes_per_s, event.latency_s
-    parts = [] if rate is None else [f"{rate / 1e9:.4g} GB/s"]
+    parts: list[str] = []
+    if rate is not None:
+        inside = event.level == "device"
+        text = f"{bytes_text(rate)}/s" if inside else f"{count_text(8 * rate)}b/s"
+        parts.append(text)
     parts += [] if latency is None else [f"{seconds_text(latency)}"]
     return ", ".join(parts)
 

@@ -216,6 +216,11 @@ class TestQuantities:
     def test_units(self, text, unit, value):
         assert parse_quantity(text, unit) == pytest.approx(value, rel=1e-15)
 
+    @pytest.mark.parametrize("network", ["80Gb/s", "8Gb/s", "100Gb/s", "20Mb/s"])
+    def test_networks_are_written_in_bits(self, network):
+        text = f"2x4:cpu,network={network}"
+        assert str(Cluster.parse(text)) == text
+
     @given(positive, st.sampled_from(["bytes", "bytes per second", "seconds"]))
     def test_format_round_trip(self, value, unit):
         assert parse_quantity(format_quantity(value, unit), unit) == value

@@ -58,6 +58,14 @@ class TestReading:
         assert event.source == "file:x"
 
     @pytest.mark.parametrize(
+        ("level", "text"), [("host", "8.00 Gb/s"), ("device", "1.00 GB/s")]
+    )
+    def test_networks_are_told_in_bits(self, level: str, text: str) -> None:
+        found = {"kind": "link", "level": level, "bandwidth_bytes_per_s": 1e9}
+        event = Event.from_data(found)
+        assert str(event) == f"link {level}: {text}"
+
+    @pytest.mark.parametrize(
         ("data", "text"),
         [
             (3, "an object with a kind"),
