@@ -131,6 +131,11 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     low_s: float = 0.0
     high_s: float = 0.0
 
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of communication that do not overlap with work."""
+        return self.communication_s - self.hidden_s
+
     def scaled_interval(self, step_s: float) -> tuple[float, float]:
         """``low_s`` and ``high_s``, scaled to a step with another predicted time."""
         times = step_s / self.step_s if self.step_s > 0 else 0.0

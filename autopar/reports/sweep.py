@@ -8,10 +8,16 @@ from typing import Any
 
 from autopar.plans import Plan, Worth
 from autopar.plans.schema import Predicted
+from autopar.reports.schedule import bubble
+from autopar.reports.worth import unused_text
 from autopar.terminal import columns, shorten
-from autopar.units import bytes_text, count_text, seconds_text, share_text
+from autopar.units import bytes_text, count_text, number_of, seconds_text, share_text
 
-_FIGURES = ("step", "rows/s", "MFU", "efficiency", "memory", "fits")
+_FIGURES = ("step", "rows/s", "MFU", "efficiency", "memory", "lost to", "fits")
+# From this efficiency on, a table does not say what the rest is lost to.
+_HIGH = 0.9
+# The least part of a step or of its work that counts as a loss.
+_LEAST_LOST = 0.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +59,33 @@ class Point:
         return self.worth and self.worth.efficiency
 
     @property
+    def losses(self) -> tuple[str, ...]:
+        """What devices lose time to, each in a few words; nothing if they lose little.
+
+        Parts are parts of a step's seconds.
+        """
+        plan, worth = self.plan, self.worth
+        if plan is None or worth is None:
+            return ()
+        found: list[str] = []
+        if worth.devices < self.devices:
+            found.append(f"{number_of(self.devices - worth.devices, 'device')} idle")
+        if worth.efficiency >= _HIGH:
+            return tuple(found)
+        found += filter(None, [unused_text(worth)])
+        found += (
+            f"{axis.name} ({axis.size}) repeats {share_text(axis.repeated)} of the work"
+            for axis in worth.axes
+            if axis.size > 1 and not axis.is_unused and axis.repeated >= _LEAST_LOST
+        )
+        if plan.pipeline is not None:
+            name, part = "waits of stages", bubble(plan)
+        else:
+            name, part = "messages", plan.predicted.exposed_s / plan.predicted.step_s
+        found += [f"{name} {share_text(part)}"] if part >= _LEAST_LOST else []
+        return tuple(found)
+
+    @property
     def data(self) -> dict[str, Any]:
         """The point as plain data."""
         worth, expected = self.worth, self.predictions
@@ -69,6 +102,7 @@ class Point:
             "mfu": worth and worth.mfu,
             "speed_up": worth and worth.speed_up,
             "efficiency": self.efficiency,
+            "lost_to": list(self.losses),
             "scheme": worth and worth.scheme,
         }
 
@@ -152,7 +186,7 @@ def table_lines(points: Sequence[Point]) -> list[str]:
     names = list(dict.fromkeys(name for p in points for name in p.options))
     heading = (*names, "cluster", *_FIGURES)
     rows = [heading, *((*_point_names(p, names), *_figures(p)) for p in points)]
-    return columns(rows, right=range(len(names) + 1, len(heading) - 1))
+    return columns(rows, right=range(len(names) + 1, len(heading) - 2))
 
 
 def _point_names(point: Point, names: Sequence[str]) -> tuple[str, ...]:
@@ -163,13 +197,14 @@ def _figures(point: Point) -> tuple[str, ...]:
     worth, expected = point.worth, point.predictions
     if expected is None or worth is None:
         why = "no" if point.fits is False else shorten(point.reason)
-        return ("", "", "", "", "", why)
+        return ("", "", "", "", "", "", why)
     return (
         seconds_text(expected.step_s),
         count_text(worth.rows_per_s) if worth.rows else "",
         share_text(worth.mfu) if worth.model_flops else "",
         share_text(worth.efficiency),
         bytes_text(expected.peak_memory_bytes),
+        ", ".join(point.losses),
         "yes",
     )
 

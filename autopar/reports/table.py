@@ -180,10 +180,9 @@ _WAITS = 0.3
 def _wait_lines(plan: Plan) -> list[str]:
     """The fraction of exposed communication and what may help, as a line."""
     expected = plan.predicted
-    exposed_s = expected.communication_s - expected.hidden_s
-    if plan.pipeline is not None or exposed_s <= _WAITS * expected.step_s:
+    if plan.pipeline is not None or expected.exposed_s <= _WAITS * expected.step_s:
         return []
-    part = share_text(exposed_s / expected.step_s)
+    part = share_text(expected.exposed_s / expected.step_s)
     return [
         f"waits    {part} of the step for messages, which `autopar explain` lists: "
         f"{faster_sending_text(plan)}"

@@ -12,7 +12,7 @@ from command_line import TARGET, Run, assert_fails
 from autopar.cli import common, sweeping
 from autopar.cli.sweeping import _next  # pyright: ignore[reportPrivateUsage]
 from autopar.errors import TargetError
-from autopar.plans import Plan
+from autopar.plans import AxisUse, Plan
 from autopar.reports.sweep import Point, conclusion_lines, largest, worth_it
 
 WORDS = ("width=64", "layers=1", "--seconds", 2)
@@ -149,6 +149,37 @@ def point(plan: Plan, devices: int, efficiency: float, batch: int = 8) -> Point:
     made = msgspec.structs.replace(plan, worth=worth)
     cluster = f"{devices}:cpu"
     return Point({"batch": str(batch)}, cluster, "cpu", devices, made)
+
+
+def test_a_low_efficiency_has_a_reason(run: Run) -> None:
+    words = ["--cluster", "1:cpu", "--cluster", "2x1:cpu,network=1Mb/s"]
+    words += ["batch=64", "--microbatches", "1", *WORDS]
+    found = run("sweep", TARGET, *words, "--json").json["points"]
+    assert found[0]["lost_to"] == []
+    (loss,) = found[1]["lost_to"]
+    assert loss.startswith("messages 99")
+    assert f"  {loss}  yes" in run("sweep", TARGET, *words).out
+
+
+def test_idle_devices_and_repeated_work_are_losses(plan: Plan) -> None:
+    worth = plan.worth
+    assert worth
+    axes = (
+        AxisUse(name="data", size=2, repeated=0.25, holds=True),
+        AxisUse(name="x", size=4, repeated=1.0, holds=False),
+    )
+    worth = msgspec.structs.replace(worth, axes=axes)
+    worth = worth.faster(0.5 / worth.efficiency)
+    quick = msgspec.structs.replace(
+        plan.predicted, hidden_s=plan.predicted.communication_s
+    )
+    made = msgspec.structs.replace(plan, worth=worth, predicted=quick)
+    losses = Point({}, "c", "cpu", worth.devices + 1, made).losses
+    assert losses == (
+        "1 device idle",
+        "x (4) unused",
+        "data (2) repeats 25 % of the work",
+    )
 
 
 def test_as_many_devices_are_worth_it_as_are_busy(plan: Plan) -> None:
