@@ -394,13 +394,12 @@ class ElasticRun:
             # `init` would take arrays for only this process's part of the batch, so it
             # gets shapes.
             rest, named = self._last
-        count = 0
         if named or world.process_count > 1:
             count = len(state_shapes(create_state, args).arguments())
             changing_batches.read_rows(self._train_step, count)
-        if named:
-            names = list(inspect.signature(self._train_step).parameters)
-            named = {names[count]: rest[0], **named}
+            if named:
+                names = list(inspect.signature(self._train_step).parameters)
+                named = {names[count]: rest[0], **named}
         found = self._saves.restore(create_state, args, named or rest)
         if found is None:
             state = self._train_step.init(create_state, *args, others=named or rest)
