@@ -761,12 +761,18 @@ def check_batch(
     if any(n % size == 0 for n in leading.values() for size in sizes):
         return
     path, n = next(iter(leading.items()))
-    up = cluster.num_devices
+    up, rows = cluster.num_devices, n * parts
+    fewer = [
+        count
+        for count in range(1, parts)
+        if rows % count == 0 and any(rows // count % size == 0 for size in sizes)
+    ]
     raise UnsplitBatchError(
         f"the batch cannot be split: the number of its rows is {n} ('{path}'"
-        f"{', in each microbatch' if parts > 1 else ''}), and no "
+        f"{f', in each of {parts} microbatches' if parts > 1 else ''}), and no "
         f"mesh axis of {cluster} ({', '.join(map(str, sizes))}) divides it.\n"
-        f"  try: a batch of {-(-n // up) * up * parts}, or split_batch=False "
+        f"  try: {f'microbatches={fewer[-1]}, ' if fewer else ''}"
+        f"a batch of {-(-n // up) * up * parts}, or split_batch=False "
         "to plan without data parallelism. With last_batch='run', such a batch runs "
         "after one that can be split."
     )

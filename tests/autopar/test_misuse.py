@@ -188,6 +188,10 @@ def test_what_cannot_be_split() -> None:
         r"cannot be split.*\n.*try: a batch of 8, or split_batch=False.* last_batch=",
     )
     refused(
+        lambda: plan(step, W, X[:12], cluster=EIGHT, microbatches=4),
+        r"is 3 \('batch', in each of 4 .*\n.*try: microbatches=3, a batch of 32, ",
+    )
+    refused(
         lambda: plan(step, *odd, cluster=EIGHT, pins={"w": P("data")}),
         r"a dimension of 15 cannot be split",
     )
