@@ -326,7 +326,8 @@ class Comparer:
         self._calls, self._since = 0, 0
         self._beside: _Beside | None = None
         self._ended: Compared | None = None
-        self._first: list[float] = []  # losses of the first steps
+        self._first: list[float] = []  # losses of the first steps with codecs
+        self._looked_at: tuple[Plan, bool] | None = None
         # A mean loss, and the number of the step to which it belongs.
         self._known: tuple[float, float] | None = None
 
@@ -355,7 +356,7 @@ class Comparer:
         if self._beside is None:
             self._since += 1
             wanted = full and self._since > self.options.every
-            if not (wanted and kinds_of(planned.plan)):
+            if not (wanted and self._has_codecs(planned.plan)):
                 return
             self._beside = _Beside(planned, placed)
         self._beside.run(planned, placed, exact, loss_of)
@@ -363,10 +364,26 @@ class Comparer:
             self._ended = self._result(self._beside.losses)
             self._beside, self._since = None, 0
 
+    def _has_codecs(self, plan: Plan) -> bool:
+        """Whether a plan sends values by codecs; remembered for the last plan."""
+        if self._looked_at is None or self._looked_at[0] is not plan:
+            self._looked_at = plan, bool(kinds_of(plan))
+        return self._looked_at[1]
+
     def end_step(
-        self, flat: Sequence[Any], loss_of: Callable[[Any], float]
+        self,
+        planned: PlannedStep,
+        flat: Sequence[Any],
+        loss_of: Callable[[Any], float],
     ) -> Compared | None:
         """Takes the results of the step.
+
+        To read a loss is to wait for the step, so none is read without codecs.
+
+        Args:
+          planned: the step of training.
+          flat: its flat results.
+          loss_of: as for `begin_step`.
 
         Returns:
           The result of a comparison that has ended; None otherwise. `end` adds it to
@@ -374,7 +391,9 @@ class Comparer:
         """
         ended, self._ended = self._ended, None
         count = self.options.steps
-        if len(self._first) < count:
+        if not self._has_codecs(planned.plan):
+            self._first = []
+        elif len(self._first) < count:
             self._first.append(loss_of(flat))
             if len(self._first) == count and self._known is None:
                 self._known = statistics.fmean(self._first), self._middle()

@@ -483,7 +483,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
           flat: its flat results.
         """
         if self._comparer is not None:
-            result = self._comparer.end_step(flat, self._loss_of)
+            result = self._comparer.end_step(planned, flat, self._loss_of)
             if result is not None:
                 self._judge(result)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):

@@ -199,7 +199,7 @@ def test_progress_is_measured_from_comparison_to_comparison(
             planned, [state], lambda _: planned, lambda x: -float(x[0]), full=True
         )
         state = state + 0.9
-        found = comparer.end_step([state], lambda flat: -float(flat[0]))
+        found = comparer.end_step(planned, [state], lambda flat: -float(flat[0]))
         if found is not None:
             comparer.end(found, "")
     assert [result.step for result in comparer.results] == [7, 14]
@@ -258,6 +258,30 @@ def test_results_without_a_loss_are_refused() -> None:
     with pytest.raises(autopar.PlanError, match="which result is the loss"):
         run(params, batch(0))
     assert not params["w0"].is_deleted()
+
+
+def test_no_loss_is_read_without_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses that stand for the first comparison are those since codecs are used."""
+    read: list[float] = []
+    comparer = Comparer(Comparison(every=4, steps=2))
+
+    def loss_of(flat: Any) -> float:
+        read.append(flat[0])
+        return flat[0]
+
+    kinds: dict[Any, list[str]] = {}
+    monkeypatch.setattr(comparing, "kinds_of", kinds.get)
+    for codecs, losses in (
+        (["cuts"], [9.0]),
+        ([], [8.0, 7.0, 6.0]),
+        (["cuts"], [5.0, 4.0]),
+    ):
+        planned: Any = mock.Mock()
+        kinds[planned.plan] = codecs
+        for loss in losses:
+            comparer.end_step(planned, [loss], loss_of)
+    assert read == [9.0, 5.0, 4.0]
+    assert comparer._known == (4.5, -0.5)  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(
