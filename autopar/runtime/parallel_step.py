@@ -496,15 +496,16 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def _loss_in(self, flat: Sequence[Any]) -> Any:
         """The loss among the flat results of a step, or among their structs.
 
+        A constant is no loss.
+
         Raises:
           PlanError: no result is surely the loss.
         """
         analysis = self.running.planned.analysis
-        state = set(analysis.carried_arguments.values())
+        left_out = set(analysis.carried_arguments.values())
+        left_out |= {k for k, v in enumerate(analysis.graph.outputs) if v is None}
         paths = enumerate(analysis.output_paths)
-        loss = loss_among(
-            {p: flat[k] for k, p in paths if k not in state and flat[k] is not None}
-        )
+        loss = loss_among({p: flat[k] for k, p in paths if k not in left_out})
         if loss is None:
             raise PlanError(
                 f"{self.__name__}: comparison= does not know which result is the loss. "

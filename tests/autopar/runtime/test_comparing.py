@@ -260,6 +260,29 @@ def test_results_without_a_loss_are_refused() -> None:
     assert not params["w0"].is_deleted()
 
 
+def test_constants_are_no_losses() -> None:
+    """They are known before the first step, which consumes the state."""
+
+    def beside(params: Any, batch: Any) -> Any:
+        new, found = step(params, batch)
+        return new, {"a": found["loss"], "b": 0.5, "c": jnp.float32(2.0)}
+
+    def alone(params: Any, batch: Any) -> Any:
+        return step(params, batch)[0], {"loss": 0.5}
+
+    options = Comparison(every=0, steps=2)
+    run = autopar.parallelize(beside, comparison=options, **SUMMED)
+    params = run.init(create, KEY, batch=batch(0))
+    for k in range(3):
+        params, _ = run(params, batch(k))
+    assert run.comparisons[0].exact_loss > 0.5
+    run = autopar.parallelize(alone, comparison=options, **SUMMED)
+    params = run.init(create, KEY, batch=batch(0))
+    with pytest.raises(autopar.PlanError, match="which result is the loss"):
+        run(params, batch(0))
+    assert not params["w0"].is_deleted()
+
+
 def test_no_loss_is_read_without_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses that stand for the first comparison are those since codecs are used."""
     read: list[float] = []
