@@ -8,6 +8,9 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
+
 from autopar.errors import PlanError
 from autopar_errors import InputTypeError, check_type
 
@@ -75,6 +78,25 @@ class RelativeChange:
                 f"RelativeChange: most must be at least 1, got {self.most!r}."
             )
 
+    def check_norm(self, results: tuple[Any, ...]) -> None:
+        """Checks that ``norm`` returns a number, before a step consumes its state.
+
+        A ``norm`` that does not run on traced results is left to `observe`.
+
+        Args:
+          results: what the step returns besides the state, traced.
+
+        Raises:
+          PlanError: ``norm`` returns no number.
+        """
+        try:
+            norm = self.norm(*results)
+        except Exception:  # the user's function may raise any exception
+            return
+        kinds = jax.Array | np.ndarray | numbers.Number
+        if not isinstance(norm, kinds) or np.ndim(norm):
+            raise _no_norm(norm)
+
     def observe(self, average: float, results: tuple[Any, ...]) -> tuple[float, bool]:
         """The new average of a replica, and whether the replica asks for an outer step.
 
@@ -89,15 +111,23 @@ class RelativeChange:
         try:
             now = float(norm)
         except (TypeError, ValueError) as error:
-            raise PlanError(
-                f"RelativeChange: norm returned {norm!r}; expected the squared norm of "
-                "the gradient, a scalar out of what the step returns."
-            ) from error
+            raise _no_norm(norm) from error
         if math.isnan(average):
             return now, True
         after = average + self.weight * (now - average)
         change = abs(after - average) / average if average else math.inf
         return after, not change < self.delta
+
+
+def _no_norm(given: object) -> PlanError:
+    shape = getattr(given, "shape", None)
+    kind = (
+        f"a {type(given).__name__}" if shape is None else f"an array of shape {shape}"
+    )
+    return PlanError(
+        f"RelativeChange: norm returned {kind}; expected the squared norm of the "
+        "gradient, a scalar out of what the step returns."
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -636,7 +636,7 @@ class LocalSteps:
         return found
 
     def _check_result(self, call: StepCall, state: Any) -> None:
-        """Checks that the step returns its state first.
+        """Checks that the step returns its state first, and what its rule reads.
 
         Raises:
           PlanError: it does not.
@@ -644,7 +644,10 @@ class LocalSteps:
 
         def check(arrays: Sequence[Any]) -> None:
             args, words = opened(call, arrays)
-            split_result(self.__name__, self.function(*args, **words), state)
+            out = self.function(*args, **words)
+            _, others = split_result(self.__name__, out, state)
+            if isinstance(self.every, RelativeChange):
+                self.every.check_norm(others or ())
 
         jax.eval_shape(check, call.arrays)
 

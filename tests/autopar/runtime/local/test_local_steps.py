@@ -387,6 +387,22 @@ def test_a_norm_that_is_no_number_is_refused(norm: Any) -> None:
         rule.observe(1.0, (0.5,))
 
 
+def test_a_norm_is_looked_at_before_the_first_step() -> None:
+    """A norm that runs on no traced array is called after the step, as before."""
+
+    def of_results(loss: Any) -> Any:
+        return {"loss": loss}
+
+    rule = RelativeChange(0.1, of_results)
+    made = autopar.local_steps(step, every=rule, cluster="2x1:cpu", seconds=1)
+    with pytest.raises(autopar.PlanError, match=r"norm returned a dict; .* a scalar"):
+        made.init(create, jax.random.key(0), batch=batch(1))
+    rule = RelativeChange(0.1, float)
+    made = autopar.local_steps(step, every=rule, cluster="2x1:cpu", seconds=1)
+    state, _ = made(made.init(create, jax.random.key(0), batch=batch(1)), batch(1))
+    assert state.step == 1
+
+
 def test_refused_calls_change_nothing() -> None:
     made = autopar.local_steps(step, every=2, cluster="2x1:cpu", seconds=1)
     state = made.init(create, jax.random.key(0), batch=batch(1))
