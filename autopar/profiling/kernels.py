@@ -63,14 +63,27 @@ MAX_TRIPS = 1 << 17
 # If a trip takes at least this many seconds, the time to start the program is
 # neglected.
 SLOW_S = 0.25
+# If a message takes this many seconds, larger messages of its series are not timed: on
+# a slow link, time grows in proportion to the bytes.
+LONG_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimedLoop:
-    """A compiled loop; `run(trips)` starts the loop and waits for its end."""
+    """A compiled loop.
+
+    Attributes:
+      name: its name in reports.
+      run: ``run(trips)`` starts the loop and waits for its end.
+      series: the name of a series of loops, such as one collective with messages of
+        different bytes; '': no series.
+      nbytes: bytes of the message, by which a series is ordered.
+    """
 
     name: str
     run: Callable[[int], None]
+    series: str = ""
+    nbytes: int = 0
 
 
 def _mesh(devices: Sequence[Any], group_size: int) -> Mesh:
@@ -175,19 +188,37 @@ def _long_trips(program: TimedLoop) -> int:
     return agree_on(trips)
 
 
-def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float]:
+def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float | None]:
     """Median seconds of a trip of each program, over several rounds through all
     programs.
 
     With several processes, all must call this function. The result has the times of the
-    slowest process.
+    slowest process. It is None for a program that is not timed, because a smaller
+    message of its series takes `LONG_S`.
     """
-    trips = [_long_trips(program) for program in programs]
-    found: list[list[float]] = [[] for _ in programs]
+    trips = dict[int, int]()
+    long = set[str]()
+    for k in sorted(range(len(programs)), key=lambda k: programs[k].nbytes):
+        program = programs[k]
+        if program.series in long:
+            continue
+        is_long = program.series and _takes_long(program)
+        if is_long:
+            long.add(program.series)
+        trips[k] = 0 if is_long else _long_trips(program)
+    slopes: dict[int, list[float]] = {k: [] for k in sorted(trips)}
     for _ in range(rounds):
-        for program, count, slopes in zip(programs, trips, found, strict=True):
-            slopes.append(_trip_s(program, count))
-    return slowest_s([_typical(slopes) for slopes in found])
+        for k, found in slopes.items():
+            found.append(_trip_s(programs[k], trips[k]))
+    times_s = slowest_s([_typical(found) for found in slopes.values()])
+    known = dict(zip(slopes, times_s, strict=True))
+    return [known.get(k) for k in range(len(programs))]
+
+
+def _takes_long(program: TimedLoop) -> bool:
+    """Whether one trip takes `LONG_S`, twice: the machine may pause once."""
+    program.run(1)  # the first run connects
+    return all(agree_on(int(_timed_s(program, 1) > LONG_S)) for _ in range(2))
 
 
 def _typical(slopes: Sequence[float]) -> float:
@@ -562,7 +593,8 @@ def seconds(
         process for which it is longest.
       serve: starts the transfer server of this process.
 
-    Returns size -> seconds; empty if some process has no transfer server.
+    Returns size -> seconds; empty if some process has no transfer server. If an array
+    takes `LONG_S`, no larger one is timed.
     """
     server, address = None, b""
     with contextlib.suppress(Exception):  # the error depends on the backend
@@ -574,10 +606,10 @@ def seconds(
     before = (jax.process_index() - 1) % jax.process_count()
     connection = server.connect(addresses[before].decode())
     number, found = 0, dict[int, float]()
-    for nbytes in sizes:
+    for nbytes in sorted(sizes):
         given, wanted = _arrays(nbytes)
         times: list[float] = []
-        for _ in range(1 + rounds):  # the first one connects
+        for _ in range(1 + rounds):  # the first of all connects
             number += 1
             wait_for_all()
             begin = time.perf_counter()
@@ -585,6 +617,8 @@ def seconds(
             jax.block_until_ready(connection.pull(number, wanted))
             times.append(time.perf_counter() - begin)
         found[nbytes] = statistics.median(times[1:])
+        if agree_on(int(found[nbytes] > LONG_S)):
+            break
     wait_for_all()  # other processes may still fetch from this one
     return dict(zip(found, slowest_s(list(found.values())), strict=True))
 

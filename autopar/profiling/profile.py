@@ -49,6 +49,7 @@ class ProfileSizes:
     # Bytes of the arrays of all devices together. The arrays of each device must be
     # larger than the largest cache.
     stream_bytes: int
+    # On slow links, the largest of these are not timed (`kernels.LONG_S`).
     collective_bytes: tuple[int, ...]
     check_matmul_size: int
     check_bytes: tuple[int, ...]
@@ -196,7 +197,10 @@ def _programs(
             progress(f"compiling {kind} in groups of {k}")
             held_out = settings.check_bytes if k == size else ()
             for n in (*settings.collective_bytes, *held_out):
-                found[kind, level, k, n] = kernels.collective(ordered, kind, k, n)
+                program = kernels.collective(ordered, kind, k, n)
+                found[kind, level, k, n] = dataclasses.replace(
+                    program, series=f"{kind} {level} {k}", nbytes=n
+                )
     if len(devices) > 1:
         size = settings.check_matmul_size
         found["both", size] = kernels.matmul_then_reduce(devices, size)
@@ -246,8 +250,8 @@ class _Times:
 
     def collective(self, kind: str, level: int, group_size: int) -> CollectiveFit:
         """The fit to the measured times of a collective."""
-        sizes = self.settings.collective_bytes
-        points = [(float(n), self.seconds[kind, level, group_size, n]) for n in sizes]
+        keys = [(kind, level, group_size, n) for n in self.settings.collective_bytes]
+        points = [(float(k[-1]), self.seconds[k]) for k in keys if k in self.seconds]
         return kernels.fit_collective(kind, group_size, points)
 
     def codecs(self) -> tuple[tuple[str, float], ...]:
@@ -323,7 +327,7 @@ def _plain(
     there are any, and otherwise from all-gathers.
     """
     if index == 0 and times.transfer_s:
-        sizes = times.settings.collective_bytes
+        sizes = [n for n in times.settings.collective_bytes if n in times.transfer_s]
         points = [times.transfer_s[n] for n in sizes]
         latency_s, slope = kernels.fit_line(sizes, points)
         return latency_s, slope or points[-1] / sizes[-1]
@@ -411,7 +415,8 @@ def run(
     programs = _programs(taken, chosen, len(neighbours), say)
     say(f"timing {len(programs)} programs in {chosen.rounds} rounds")
     times_s = kernels.trip_times_s(list(programs.values()), chosen.rounds)
-    seconds = dict(zip(programs, times_s, strict=True))
+    timed = zip(programs, times_s, strict=True)
+    seconds = {key: found for key, found in timed if found is not None}
     times = _Times(
         devices=taken,
         settings=chosen,
@@ -424,6 +429,7 @@ def run(
     checks = [
         Check(name=programs[key].name, predicted_s=value, measured_s=seconds[key])
         for key, value in _predictions(cluster, chosen).items()
+        if key in seconds
     ]
     if times.transfer_s:
         checks += _transfer_checks(times, cluster.levels[0].link)
@@ -454,6 +460,7 @@ def _transfer_checks(times: _Times, link: LinkSpec) -> list[Check]:
             measured_s=times.transfer_s[n],
         )
         for n in times.settings.check_bytes
+        if n in times.transfer_s
     ]
 
 

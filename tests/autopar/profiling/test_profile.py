@@ -92,13 +92,13 @@ def test_four_simulated_devices(tmp_path):
     assert f"checks {[*checks, 'matmul and all_reduce 48']}" in done.stdout
 
 
-def program(trip_s, start_s=1.0):
+def program(trip_s, start_s=1.0, **series):
     """A program that takes this long on the clock of `fake_clock`."""
 
     def run(trips):
         Clock.now += start_s + trips * trip_s
 
-    return kernels.TimedLoop(name="fake", run=run)
+    return kernels.TimedLoop(name="fake", run=run, **series)
 
 
 class Clock:
@@ -115,6 +115,51 @@ def test_the_start_of_a_program_cancels():
     programs = [program(1e-3), program(2e-5, start_s=0.5), program(0.1)]
     found = kernels.trip_times_s(programs, rounds=3)
     assert found == pytest.approx([1e-3, 2e-5, 0.1], rel=1e-6)
+
+
+@pytest.mark.usefixtures("_fake_clock")
+def test_larger_messages_of_a_slow_link_are_not_timed():
+    """At 2.5 MB/s a message of 4 MB takes long, so that of 8 MB is not sent."""
+
+    def message(megabytes, series="all_reduce"):
+        nbytes = megabytes << 20
+        given = {"series": series, "nbytes": nbytes}
+        return program(0.4 * megabytes, start_s=1e-4, **given)
+
+    sizes = [8, 0, 4, 1]  # in any order
+    programs = [message(n) for n in sizes] + [message(8, "all_gather")]
+    found = kernels.trip_times_s(programs, rounds=1)
+    assert found[0] is None
+    assert found[1:] == pytest.approx([0.0, 1.6, 0.4, 3.2], abs=2e-4)
+
+
+@pytest.mark.usefixtures("_fake_clock")
+def test_a_pause_does_not_leave_out_larger_messages():
+    calls = []
+
+    def run(trips):
+        calls.append(trips)
+        Clock.now += trips * 1e-3 + (5.0 if len(calls) == 2 else 0.0)
+
+    paused = kernels.TimedLoop(name="fake", run=run, series="all_reduce", nbytes=1)
+    larger = program(2e-3, start_s=0.0, series="all_reduce", nbytes=2)
+    found = kernels.trip_times_s([paused, larger], rounds=3)
+    assert found == pytest.approx([1e-3, 2e-3], rel=1e-6)
+
+
+def test_fits_of_a_slow_link_take_the_messages_that_were_timed():
+    sizes = QUICK.collective_bytes
+    times = profile._Times(
+        devices=(),
+        settings=QUICK,
+        neighbours=1,
+        seconds={("all_reduce", 0, 2, n): 0.5 + n * 1e-5 for n in sizes[:2]},
+        transfer_s={n: 0.25 + n * 2e-5 for n in sizes[:2]},
+    )
+    fit = times.collective("all_reduce", 0, 2)
+    assert fit.seconds(1 << 20) == pytest.approx(0.5 + (1 << 20) * 1e-5, rel=1e-4)
+    latency_s, slope = profile._plain(times, 0, (fit,), 2)
+    assert (latency_s, slope) == pytest.approx((0.25, 2e-5), rel=1e-4)
 
 
 @pytest.mark.usefixtures("_fake_clock")
