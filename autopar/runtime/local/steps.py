@@ -127,7 +127,7 @@ class LocalSteps:
         self.__name__ = getattr(step, "__name__", "step")
         self._replicas, self._cluster, self._world = replicas, cluster, world
         self._options = dict(options)
-        self._rows: Recent[Any, dict[int, int]] = Recent(_CALLS)
+        self._rows: Recent[Any, tuple[dict[int, int], frozenset[int]]] = Recent(_CALLS)
         self._steps: tuple[ParallelStep[..., Any], ...] = ()
         self._interval: int | None = None
         self._by_fragment: tuple[tuple[Group, ...], ...] = ()
@@ -616,20 +616,21 @@ class LocalSteps:
             )
         local = arguments.abstract(call)
         key = arguments.signature(local)
-        rows = self._rows.get(key)
-        if rows is None:
-            found = arguments.row_dims(self.function, local)
+        known = self._rows.get(key)
+        if known is None:
+            rows = arguments.row_dims(self.function, local)
             self._check_result(local, state)
-            rows = self._rows.put(key, found)
-        paths = call.form.paths(call.arrays)
-        whole = [call.form.roles.is_whole(path) for path in paths]
-        counts = {k: self._count(call.arrays[k], whole[k]) for k in rows}
+            paths, roles = local.form.paths(local.arrays), local.form.roles
+            whole = frozenset(k for k in rows if roles.is_whole(paths[k]))
+            known = self._rows.put(key, (rows, whole))
+        rows, whole = known
+        counts = {k: self._count(call.arrays[k], k in whole) for k in rows}
         call = fit_rows(self.__name__, call, rows, counts, fewer)
         found = []
         for replica, number in enumerate(self._own()):
             arrays = list(call.arrays)
             for k, dim in rows.items():
-                place = number if whole[k] else replica
+                place = number if k in whole else replica
                 arrays[k] = rows_of(arrays[k], dim, place, counts[k])
             args, words = opened(call, arrays)
             found.append((args[len(given) :], words))
