@@ -257,7 +257,7 @@ class Preparation:
         Raises:
           TraceError: JAX cannot trace the step.
         """
-        with agreement.tell_errors(self._world(), "tracing the step"):
+        with agreement.tell_errors(self._world().planning, "tracing the step"):
             return self.planner.analyse_structs(structs)
 
     def remember(self, analysed: Analysed, setting: Setting, plan: Plan) -> None:
@@ -289,7 +289,7 @@ class Preparation:
             )
             sent = setting.sent if given is None else beside
             return agreement.agree(
-                self._world(),
+                self._world().planning,
                 lambda: self.planner.plan_beside(
                     analysed, on, beside, setting.codecs, sent
                 ),
@@ -298,7 +298,7 @@ class Preparation:
             if not given.changed_parts:
                 return given
             return agreement.agree(
-                self._world(),
+                self._world().planning,
                 lambda: carried_out(
                     analysed.analysis, given, seconds=self.planner.options.seconds
                 ),
@@ -306,7 +306,7 @@ class Preparation:
         cluster = self._on(setting)
         place = self._place(analysed, setting)
         return agreement.agree(
-            self._world(),
+            self._world().planning,
             lambda: (
                 self._earlier.get(place)
                 or self.planner.plan(
@@ -370,7 +370,7 @@ class Preparation:
         """Finds a good plan of a setting in a short time (`StepPlanner.warm`)."""
         cluster = self._on(setting)
         return agreement.agree(
-            self._world(),
+            self._world().planning,
             lambda: self.planner.warm(
                 analysed,
                 cluster,
@@ -399,7 +399,7 @@ class Preparation:
         asked = setting.codecs or self.planner.options
         asked = dataclasses.replace(asked, layouts=plan, microbatches=None)
         return agreement.agree(
-            self._world(),
+            self._world().planning,
             lambda: self.planner.plan(
                 analysed, cluster, asked, setting.sent, self._errors()
             ),
@@ -424,7 +424,7 @@ class Preparation:
         )
         cluster = plan.cluster.read()
         return agreement.agree(
-            self._world(),
+            self._world().planning,
             lambda: self.planner.plan(analysed, cluster, asked, errors=self._errors()),
         )
 
@@ -434,11 +434,11 @@ class Preparation:
         plan.
         """
         devices = self.devices(setting)
-        if self._world().process_count > 1:
-            with agreement.tell_errors(self._world(), "comparing the traced steps"):
+        if (world := self._world().planning).process_count > 1:
+            with agreement.tell_errors(world, "comparing the traced steps"):
                 step = program_text.identity(analysed.analysis)
             agreement.check_same(
-                self._world(), plan, step, lambda: program_text.lines(analysed.analysis)
+                world, plan, step, lambda: program_text.lines(analysed.analysis)
             )
         links = None
         with agreement.tell_errors(self._world(), "building the program"):

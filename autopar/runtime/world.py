@@ -180,6 +180,49 @@ class JaxChannel:
         return {k: x[:n] for k, (x, n) in enumerate(zip(padded, sizes, strict=True))}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartChannel:
+    """The channel of some of the processes of ``jax.distributed``.
+
+    All calls use the coordination service, and take milliseconds.
+
+    Attributes:
+      members: the numbers of the processes, ascending.
+      name: a name that is equal in these processes, and differs from those of other
+        channels.
+    """
+
+    members: tuple[int, ...]
+    name: str
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See `Channel`."""
+        return gathered(self, len(self.members), data)[0]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Channel`."""
+        return gathered(self, len(self.members), data)
+
+    def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
+        """See `Channel`."""
+        return self._service().exchange(data, what)
+
+    def tell(self, data: bytes) -> None:
+        """See `Channel`."""
+        self._service().tell(data)
+
+    def _service(self) -> KeyValueExchange:
+        found = jax_compat.coordination()
+        if found is None:
+            raise RunError(
+                f"{self.name}: its processes need the coordination service of "
+                "jax.distributed.initialize, which does not run here."
+            )
+        own = self.members.index(found.index)
+        lane = f"{self.name}/{current_lane()}"
+        return KeyValueExchange(found.client, own, len(self.members), lane=lane)
+
+
 def gathered(channel: Channel, count: int, data: bytes) -> list[bytes]:
     """Gathers data in a lane, without the devices; returns it by process.
 
@@ -209,6 +252,8 @@ class World:
       process_index: number of this process.
       process_count: number of processes.
       channel: sends data between the processes.
+      whole: the world of which this one is a part, where several parts run the same
+        step on equal clusters, such as replicas; None: this world is no part.
 
     Raises:
       InputError: there is no device, a device occurs twice, the process number is out
@@ -219,6 +264,7 @@ class World:
     process_index: int = 0
     process_count: int = 1
     channel: Channel = LoneChannel()
+    whole: World | None = None
 
     def __post_init__(self) -> None:
         """Checks devices and processes."""
@@ -254,6 +300,36 @@ class World:
         count = jax.process_count()
         channel = JaxChannel() if count > 1 else LoneChannel()
         return cls(tuple(jax.devices()), jax.process_index(), count, channel)
+
+    @property
+    def planning(self) -> World:
+        """The world whose processes use one plan: that of which this is a part."""
+        return self.whole or self
+
+    def part(self, devices: Sequence[Any], name: str) -> World:
+        """Returns the world of some devices and their processes.
+
+        All processes of this world must plan the same steps in all parts, as often.
+
+        Args:
+          devices: the devices of the part.
+          name: the name of the part, equal in its processes and of no other part.
+
+        Raises:
+          PlanError: this process has none of the devices.
+        """
+        if self.process_count == 1:
+            return World(tuple(devices))
+        members = tuple(sorted({d.process_index for d in devices}))
+        if self.process_index not in members:
+            raise PlanError(
+                f"{name}: process {self.process_index} has none of its devices."
+            )
+        if len(members) == 1:
+            return World(tuple(devices), whole=self)
+        own = members.index(self.process_index)
+        channel = PartChannel(members, name)
+        return World(tuple(devices), own, len(members), channel, whole=self)
 
     @property
     def is_left(self) -> bool:

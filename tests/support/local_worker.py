@@ -69,8 +69,32 @@ def losses(
         state, *rest = made(state, given[step])
         found.append(float(jax.tree.leaves(rest)[0]))
     state = made.synchronise(state)
-    ends = [np.asarray(x, np.float64).tolist() for x in jax.tree.leaves(state.state)]
+    ends = [_host(x).tolist() for x in jax.tree.leaves(state.state)]
     return found, ends, sorted(made.telemetry)
+
+
+def refusal_of_stages() -> str:
+    """What is said about stages in replicas of several processes."""
+    form = forms.FORMS["plain"]
+    made = autopar.local_steps(
+        form.step, every=2, replicas=2, cluster="2x2:cpu", seconds=1, stages=2,
+        microbatches=2,
+    )  # fmt: skip
+    try:
+        made.init(form.create, jax.random.key(0), batch=forms.batch_structs())
+    except autopar.PlanError as error:
+        return str(error)
+    return ""
+
+
+def _host(x: jax.Array) -> np.ndarray:
+    """The values of an array of a replica, of which other processes may have parts."""
+    if isinstance(x.sharding, jax.sharding.NamedSharding):
+        whole = jax.sharding.NamedSharding(
+            x.sharding.mesh, jax.sharding.PartitionSpec()
+        )
+        x = jax.jit(lambda y: y, out_shardings=whole)(x)
+    return np.asarray(x, np.float64)
 
 
 def main() -> None:
@@ -85,6 +109,8 @@ def main() -> None:
     for number, overlap in enumerate(OVERLAPS):
         folder = out.with_name(f"saved-{number}")
         found.append(losses(process, count, overlap, folder))
+    if count > 2:
+        found.append(refusal_of_stages())
     out.write_text(json.dumps(found))
 
 

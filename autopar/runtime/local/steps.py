@@ -26,6 +26,7 @@ from autopar.cluster import Cluster, MeshAxis
 from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import arguments, creation
+from autopar.runtime.local.devices import divide_devices, own_replicas, part_of
 from autopar.runtime.local.outer import (
     Exchange,
     Group,
@@ -171,51 +172,21 @@ class LocalSteps:
         Raises:
           PlanError: the cluster has no such equal parts.
         """
-        cluster, count = self.cluster, self.replicas
-        if cluster.groups:
-            raise PlanError(
-                f"local_steps: {cluster} has unequal groups; replicas need equal ones."
-            )
-        size, rest = divmod(cluster.num_devices, count)
-        if not rest:
-            for part, number in cluster.slices():
-                if part.num_devices == size and number == count:
-                    return part
-        raise PlanError(
-            f"local_steps: {cluster} has no {count} equal parts for replicas; choose "
-            "replicas= as the number of hosts, or of equal parts of a host."
-        )
+        return part_of(self.cluster, self.replicas)
 
-    def _own(self) -> list[int]:
-        """The numbers of this process's replicas.
+    @functools.cached_property
+    def groups_of_devices(self) -> list[tuple[Any, ...]]:
+        """The devices of each replica.
 
         Raises:
-          PlanError: a replica has devices of several processes.
+          PlanError: the world has too few, or its processes cannot be divided.
         """
-        world, size = self.world, self.part.num_devices
-        devices = world.devices
-        if len(devices) < size * self.replicas:
-            raise PlanError(
-                f"local_steps: {self.replicas} replicas of {size} devices need "
-                f"{size * self.replicas}; this world has {len(devices)}."
-            )
-        found = []
-        for k in range(self.replicas):
-            homes = {d.process_index for d in self._devices(k)}
-            if len(homes) > 1:
-                raise PlanError(
-                    f"local_steps: replica {k} has devices of processes "
-                    f"{sorted(homes)}. A replica lies in one process: start one "
-                    "process for each replica, or choose replicas= as a multiple of "
-                    "the processes."
-                )
-            if world.process_count == 1 or homes == {world.process_index}:
-                found.append(k)
-        return found
+        return divide_devices(self.world, self.replicas, self.part.num_devices)
 
-    def _devices(self, replica: int) -> tuple[Any, ...]:
-        size = self.part.num_devices
-        return self.world.devices[replica * size : (replica + 1) * size]
+    @functools.cached_property
+    def own(self) -> list[int]:
+        """The numbers of the replicas that have devices of this process."""
+        return own_replicas(self.world, self.groups_of_devices)
 
     # Planning.
 
@@ -223,14 +194,18 @@ class LocalSteps:
     def steps(self) -> tuple[ParallelStep[..., Any], ...]:
         """The planned step of each replica of this process."""
         if not self._steps:
-            part, own = self.part, self._own()
+            part, groups = self.part, self.groups_of_devices
             # A policy remembers what it has seen of one replica.
-            options = [self._options, *map(copy.deepcopy, [self._options] * len(own))]
+            copies = map(copy.deepcopy, [self._options] * len(self.own))
+            options = [self._options, *copies]
             self._steps = tuple(
                 parallelize(
-                    self.function, cluster=part, world=World(self._devices(k)), **given
+                    self.function,
+                    cluster=part,
+                    world=self.world.part(groups[k], f"replica {k}"),
+                    **given,
                 )
-                for k, given in zip(own, options, strict=False)
+                for k, given in zip(self.own, options, strict=False)
             )
         return self._steps
 
@@ -271,15 +246,34 @@ class LocalSteps:
         rest = creation.arguments_after(batch, others)
         shapes = creation.state_shapes(create_state, args)
         parts = self._divide(shapes.state(shapes.structs), *(rest or ((), {})))
-        made = [
-            step.init(
-                create_state,
-                *args,
-                others=None if rest is None else words or in_order,
-            )
-            for step, (in_order, words) in zip(self.steps, parts, strict=True)
-        ]
+        made = []
+        for number, (in_order, words) in enumerate(parts):
+            step = self._alike(number)
+            others = None if rest is None else words or in_order
+            made.append(step.init(create_state, *args, others=others))
+        self._check_stages()
         return self._begin(made)
+
+    def _check_stages(self) -> None:
+        """Checks that replicas of several processes have no stages.
+
+        Raises:
+          PlanError: they have.
+        """
+        if len(self.plan.stages) > 1 and self.steps[0].world.process_count > 1:
+            raise PlanError(
+                f"{self.__name__}: the plan of a replica has {len(self.plan.stages)} "
+                "stages, and a replica lies in several processes: this is not built. "
+                "Use stages=1, or one process for each replica."
+            )
+
+    def _alike(self, number: int) -> ParallelStep[..., Any]:
+        """The step of a replica of this process, which uses the plan of the first."""
+        first, step = self.steps[0], self.steps[number]
+        if number:
+            analysed = first.running.analysed
+            step.preparation.remember(analysed, step.setting, first.plan)
+        return step
 
     def _begin(self, states: Sequence[Any]) -> LocalState:
         """The state of a start, from the equal states of the replicas."""
@@ -331,7 +325,8 @@ class LocalSteps:
         shapes = creation.state_shapes(create_state, args)
         parts = self._divide(shapes.state(shapes.structs), *(rest or ((), {})))
         replicas = []
-        for step, part in zip(self.steps, parts, strict=True):
+        for number, part in enumerate(parts):
+            step = self._alike(number)
             planned = step.prepare(*shapes.arguments(), *part[0], **part[1])
             leaves = [
                 jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -340,6 +335,7 @@ class LocalSteps:
                 )
             ]
             replicas.append(shapes.state(leaves))
+        self._check_stages()
         self._by_fragment = self.find_fragments(replicas[0])
         none = np.zeros(self.fragments, np.int64)
         return LocalState(
@@ -356,8 +352,8 @@ class LocalSteps:
 
     def mesh_of_all(self, mesh: Any) -> Any:
         """The mesh of all replicas' devices, from a mesh of this process's first."""
-        groups = [self._devices(k) for k in range(self.replicas)]
-        return joined_mesh(mesh, groups[self._own()[0]], groups)
+        groups = self.groups_of_devices
+        return joined_mesh(mesh, groups[self.own[0]], groups)
 
     def find_fragments(self, state: Any) -> tuple[tuple[Group, ...], ...]:
         """The arrays that replicas synchronise, by fragment and mesh."""
@@ -627,7 +623,7 @@ class LocalSteps:
         counts = {k: self._count(call.arrays[k], k in whole) for k in rows}
         call = fit_rows(self.__name__, call, rows, counts, fewer)
         found = []
-        for replica, number in enumerate(self._own()):
+        for replica, number in enumerate(self.own):
             arrays = list(call.arrays)
             for k, dim in rows.items():
                 place = number if k in whole else replica

@@ -223,7 +223,7 @@ class WholeState:
         for name, each in values.items():
             leaf, mesh = self._count(name, np.shape(each[0]))
             arrays = [
-                jax.device_put(np.asarray(x, leaf.dtype), place)
+                placement.place(np.asarray(x, leaf.dtype), place)
                 for x, place in zip(each, places, strict=True)
             ]
             found[name] = join_replicas(leaf, arrays, mesh)

@@ -1,4 +1,4 @@
-"""Local steps in two processes, one replica in each, against one process with both."""
+"""Local steps in two and four processes, against one process with both replicas."""
 
 from __future__ import annotations
 
@@ -16,23 +16,33 @@ from autopar.runtime.local.rules import Overlap
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("local")
+@pytest.fixture(scope="module", params=[2, 4])
+def count(request: Any) -> int:
+    """Processes: one for each replica, or two."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def trained(folder: pathlib.Path) -> list[Any]:
-    """What each of two processes found: losses without an overlap and with one.
+def folder(tmp_path_factory: pytest.TempPathFactory, count: int) -> pathlib.Path:
+    return tmp_path_factory.mktemp(f"local{count}")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: pathlib.Path, count: int) -> list[Any]:
+    """What a process of each replica found: losses without an overlap and with one.
 
     Then the same from checkpoints.
     """
-    run_processes("local_worker.py", 2, [str(folder / "out")])
-    return [json.loads((folder / f"out.{k}").read_text()) for k in range(2)]
+    run_processes("local_worker.py", count, [str(folder / "out")])
+    found = [json.loads((folder / f"out.{k}").read_text()) for k in range(count)]
+    each = count // 2
+    # Processes of a replica have its loss and its state.
+    assert found[::each] == found[each - 1 :: each]
+    return found[::each]
 
 
 @pytest.mark.parametrize("overlap", [None, Overlap(1)])
-def test_two_processes_train_as_one(trained: Any, overlap: Overlap | None) -> None:
+def test_processes_train_as_one(trained: Any, overlap: Overlap | None) -> None:
     first, second = (found[overlap is not None] for found in trained)
     losses, ends, paths = local_worker.losses(0, 1, overlap)
     means = np.mean([first[0], second[0]], axis=0)
@@ -47,14 +57,14 @@ def test_two_processes_train_as_one(trained: Any, overlap: Overlap | None) -> No
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_checkpoint_of_two_processes_goes_on(trained: Any, number: int) -> None:
-    """The state that two processes restore has equal bits."""
+def test_a_checkpoint_of_processes_goes_on(trained: Any, number: int) -> None:
+    """The state that the processes restore has equal bits."""
     for found in trained:
         assert found[2 + number] == found[number]
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_one_process_restores_the_checkpoint_of_two(
+def test_one_process_restores_the_checkpoint(
     trained: Any, folder: pathlib.Path, number: int
 ) -> None:
     overlap = local_worker.OVERLAPS[number]
@@ -64,3 +74,10 @@ def test_one_process_restores_the_checkpoint_of_two(
     np.testing.assert_allclose(means, losses, rtol=1e-5)
     for own, one in zip(trained[0][number][1], ends, strict=True):
         np.testing.assert_allclose(own, one, rtol=1e-4, atol=1e-6)
+
+
+def test_stages_in_replicas_of_several_processes_are_refused(
+    trained: Any, count: int
+) -> None:
+    for found in trained if count > 2 else ():
+        assert "a replica lies in several processes" in found[-1]
