@@ -663,15 +663,19 @@ def _read(
         raise  # to restore an older one would silently lose steps
     except CheckpointError as error:
         raise _Damaged(str(error)) from error
-    restoring.check_model(folder, held, wanted)
-    shardings = {path: struct.sharding for path, struct in wanted.items()}
-    dtypes = {path: struct.dtype for path, struct in wanted.items()}
-    entries = {path: held.state[path] for path in wanted}
-    mesh = saved(train_step).mesh()
+    own = saved(train_step)
+    reading = own.read(wanted, {p: x.shape for p, x in held.state.items()})
+    read = reading.wanted
+    kept = {p: x for p, x in held.state.items() if p not in reading.left}
+    restoring.check_model(folder, msgspec.structs.replace(held, state=kept), read)
+    shardings = {path: struct.sharding for path, struct in read.items()}
+    dtypes = {path: struct.dtype for path, struct in read.items()}
+    entries = {path: held.state[path] for path in read}
+    mesh = own.mesh()
     try:
         arrays = restoring.read_arrays(folder, entries, shardings, dtypes, world)
         codecs = restoring.codec_state(folder, held, mesh, world)
         noise = restoring.noise_state(folder, held, mesh, world)
     except CheckpointError as error:
         raise _Damaged(str(error)) from error
-    return held, list(arrays.values()), codecs, noise
+    return held, list(reading.made(arrays).values()), codecs, noise

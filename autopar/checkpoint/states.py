@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from autopar.runtime import creation
 from autopar.runtime.local.steps import LocalState, LocalSteps
-from autopar.runtime.local.whole import WholeState
+from autopar.runtime.local.whole import Reading, WholeState, from_other_replicas
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.state_mover import name_arrays
@@ -45,6 +45,19 @@ class Saved(Protocol):
     def mesh(self) -> Mesh | None:
         """The mesh on which the values of `beside` are restored; None: each process
         puts them on devices of its own.
+        """
+        ...
+
+    def read(
+        self,
+        wanted: dict[str, jax.ShapeDtypeStruct],
+        saved: Mapping[str, Sequence[int]],
+    ) -> Reading:
+        """What to read of a checkpoint.
+
+        Args:
+          wanted: the arrays of the state.
+          saved: path -> shape of each array of the checkpoint.
         """
         ...
 
@@ -97,6 +110,14 @@ class _OfPlan:
             return None  # the devices of one stage may all be of other processes
         return mesh
 
+    def read(
+        self,
+        wanted: dict[str, jax.ShapeDtypeStruct],
+        saved: Mapping[str, Sequence[int]],
+    ) -> Reading:
+        del saved
+        return Reading(wanted)
+
     def like(self, state: Any) -> Wanted:
         leaves, _ = creation.flat_state(state)
         structs = _structs(self._step.running.planned, leaves)
@@ -134,6 +155,13 @@ class _OfReplicas:
 
     def mesh(self) -> Mesh | None:
         return None
+
+    def read(
+        self,
+        wanted: dict[str, jax.ShapeDtypeStruct],
+        saved: Mapping[str, Sequence[int]],
+    ) -> Reading:
+        return from_other_replicas(self._step, wanted, saved)
 
     def like(self, state: Any) -> Wanted:
         check_type("restore_into", state, LocalState, "a LocalState")

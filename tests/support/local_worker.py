@@ -73,6 +73,18 @@ def losses(
     return found, ends, sorted(made.telemetry)
 
 
+def restored_by_four(folder: pathlib.Path) -> list[Any]:
+    """The states of this process's replicas, of four that restore those of two."""
+    form = forms.FORMS["plain"]
+    made = autopar.local_steps(
+        form.step, every=EVERY, replicas=4, codec="int8", cluster="4x1:cpu", seconds=1
+    )
+    given = form.create, jax.random.key(0)
+    structs = forms.batch_structs()
+    state = autopar.Checkpoints(folder).restore(made, *given, batch=structs).state
+    return [[_host(x).tolist() for x in jax.tree.leaves(own)] for own in state.replicas]
+
+
 def refusal_of_stages() -> str:
     """What is said about stages in replicas of several processes."""
     form = forms.FORMS["plain"]
@@ -109,6 +121,7 @@ def main() -> None:
     for number, overlap in enumerate(OVERLAPS):
         folder = out.with_name(f"saved-{number}")
         found.append(losses(process, count, overlap, folder))
+    found.append(restored_by_four(out.with_name("saved-0")))
     if count > 2:
         found.append(refusal_of_stages())
     out.write_text(json.dumps(found))

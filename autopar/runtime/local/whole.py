@@ -6,13 +6,18 @@ a checkpoint, or another training, can hold them in the layouts of its own plan 
 equal bits. The other parts of a codec's state, such as PowerSGD's factors, belong to
 the part of an array that a device sends. They fit equal layouts only.
 
+A checkpoint may have another number of replicas than the training that restores it:
+replica k then goes on as replica ``k % r`` of the checkpoint, and the states of codecs
+besides residuals begin anew.
+
 In shapes: r replicas, n the first dim of an array of a replica.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -235,6 +240,94 @@ class WholeState:
         leaf, _ = self._count(name, shape)
         parts = part_replicas(leaf, joined, self._count_shardings())
         return [np.asarray(x) for x in parts]
+
+
+# Of what kinds of whole arrays each replica has a part; anchors and momenta are common.
+_OF_EACH = ("replica", "move", "residual", "count")
+_CODEC, _STEP = "codec", "count/step"
+
+Arrays = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """What to read of a checkpoint.
+
+    Attributes:
+      wanted: path -> struct of each array to read.
+      left: the paths of the checkpoint that are not read.
+      made: makes the arrays of the state of those that were read; all processes call
+        it.
+    """
+
+    wanted: Mapping[str, jax.ShapeDtypeStruct]
+    left: frozenset[str] = frozenset()
+    made: Callable[[Arrays], Arrays] = lambda arrays: arrays
+
+
+def from_other_replicas(
+    train_step: LocalSteps,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    saved: Mapping[str, Sequence[int]],
+) -> Reading:
+    """What to read of a checkpoint that may have another number of replicas.
+
+    Args:
+      train_step: the training that restores, which is planned.
+      wanted: its structs (`WholeState.structs`).
+      saved: path -> shape of each array of the checkpoint.
+    """
+    (new,), (old,) = wanted[_STEP].shape, saved.get(_STEP, wanted[_STEP].shape)
+    if old == new:
+        return Reading(wanted)
+    read = {path: x for path, x in wanted.items() if not _is_of(path, _CODEC)}
+    for path, struct in read.items():
+        if _is_of(path, *_OF_EACH):
+            shape = (struct.shape[0] // new * old, *struct.shape[1:])
+            mesh: Any = struct.sharding.mesh
+            even = placement.even_sharding(shape, mesh)
+            read[path] = jax.ShapeDtypeStruct(shape, struct.dtype, sharding=even)
+
+    def made(arrays: Arrays) -> Arrays:
+        found = dict(arrays)
+        for path in read:
+            if _is_of(path, *_OF_EACH):
+                found[path] = _chosen(found.pop(path), old, new, wanted[path])
+        found |= _first_states(train_step)
+        return {path: found[path] for path in wanted}
+
+    left = frozenset(path for path in saved if _is_of(path, _CODEC))
+    return Reading(read, left, made)
+
+
+def _is_of(path: str, *kinds: str) -> bool:
+    return path.partition("/")[0] in kinds
+
+
+def _first_states(train_step: LocalSteps) -> Arrays:
+    """The states of codecs besides residuals, as before the first outer step."""
+    found: Arrays = {}
+    for group in train_step.groups:
+        exchange = group.exchange
+        for leaf, state in zip(exchange.leaves, exchange.states(), strict=True):
+            for path, x in _by_path(state):
+                if path != _RESIDUAL:
+                    found[_codec_path(exchange, leaf, path)] = x
+    return found
+
+
+def _chosen(
+    array: jax.Array, old: int, new: int, wanted: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """The parts of a whole array, (old * n, ...), that new replicas go on with."""
+    parts = (old, array.shape[0] // old, *array.shape[1:])
+
+    def chosen(x: jax.Array) -> jax.Array:
+        return x.reshape(parts)[np.arange(new) % old].reshape(wanted.shape)
+
+    sharding = NamedSharding(wanted.sharding.mesh, wanted.sharding.spec)
+    found = jax.jit(chosen, out_shardings=sharding)(array)
+    return placement.place(found, wanted.sharding)
 
 
 _RESIDUAL = "['residual']"

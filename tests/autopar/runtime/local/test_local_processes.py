@@ -37,8 +37,10 @@ def trained(folder: pathlib.Path, count: int) -> list[Any]:
     found = [json.loads((folder / f"out.{k}").read_text()) for k in range(count)]
     each = count // 2
     # Processes of a replica have its loss and its state.
-    assert found[::each] == found[each - 1 :: each]
-    return found[::each]
+    for ways in range(4):
+        for first, last in ((0, each - 1), (each, count - 1)):
+            assert found[first][ways] == found[last][ways]
+    return [[*found[k * each][:4], found] for k in range(2)]
 
 
 @pytest.mark.parametrize("overlap", [None, Overlap(1)])
@@ -63,6 +65,13 @@ def test_a_checkpoint_of_processes_goes_on(trained: Any, number: int) -> None:
         assert found[2 + number] == found[number]
 
 
+def test_four_replicas_go_on_as_two(trained: Any) -> None:
+    replicas = [x for found in trained[0][-1] for x in found[4]]
+    assert len(replicas) == 4
+    assert replicas[:2] == replicas[2:]
+    assert replicas[0] != replicas[1]
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_one_process_restores_the_checkpoint(
     trained: Any, folder: pathlib.Path, number: int
@@ -79,5 +88,5 @@ def test_one_process_restores_the_checkpoint(
 def test_stages_in_replicas_of_several_processes_are_refused(
     trained: Any, count: int
 ) -> None:
-    for found in trained if count > 2 else ():
+    for found in trained[0][-1] if count > 2 else ():
         assert "a replica lies in several processes" in found[-1]

@@ -104,11 +104,51 @@ def test_a_restored_state_trains_as_the_saved_one(
         _, near = run(other, moved, 5, 7)
         np.testing.assert_allclose(near, losses, rtol=1e-5)
 
-        more = autopar.local_steps(
-            step, every=3, codec="int4", cluster="4x1:cpu", seconds=1
-        )
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "powersgd:rank=2"])
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (2, 1), (1, 2)])
+def test_another_number_of_replicas_restores(
+    codec: str, old: int, new: int, tmp_path: pathlib.Path
+) -> None:
+    """Replica k goes on as k modulo the number of saved replicas."""
+
+    def steps(replicas: int) -> autopar.LocalSteps:
+        return autopar.local_steps(
+            step, every=3, codec=codec, cluster=f"{replicas}x2:cpu", seconds=1,
+            fragments=2, overlap=Overlap(2), replicas=replicas,
+        )  # fmt: skip
+
+    made = steps(old)
+    state, _ = run(made, made.init(create, KEY, batch=batch(1)), 1, 5)
+    assert any(n >= 0 for n in state.merge_at), "an outer step should be under way"
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(made, state, step=5)
+        checkpoints.wait()
+        again = steps(new)
+        found = checkpoints.restore(again, create, KEY, batch=batch(1)).state
+        whole = steps_of(codec=codec, every=3, fragments=1)
         with pytest.raises(autopar.CheckpointError, match="another model"):
-            checkpoints.restore(more, create, KEY, batch=batch(1))
+            checkpoints.restore(whole, create, KEY, batch=batch(1))
+    assert len(found.replicas) == new
+    for k, own in enumerate(found.replicas):
+        jax.tree.map(assert_equal, own, state.replicas[k % old])
+    for before, after in ((state.anchors, found.anchors), (state.rounds, found.rounds)):
+        jax.tree.map(assert_equal, after, before)
+    assert found.merge_at.tolist() == state.merge_at.tolist()
+    assert int(found.step) == 5
+    _, losses = run(again, found, 6, 12)
+    _, straight = run(made, state, 6, 12)
+    np.testing.assert_allclose(losses, straight, rtol=0.3)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    pair = [
+        jax.random.key_data(x)
+        if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key)
+        else x
+        for x in (one, other)
+    ]
+    np.testing.assert_array_equal(*pair)
 
 
 def test_the_state_of_a_codec_needs_equal_layouts(tmp_path: pathlib.Path) -> None:
