@@ -269,13 +269,16 @@ class Exchange:
                 found[-1, "all_reduce"] = size + nbytes, sent + moved
         return found
 
-    def seconds(self, between: MeshAxis, device: DeviceSpec) -> float:
-        """Predicted seconds of an outer step: its messages, and its codec."""
-        wire = sum(
+    def wire_s(self, between: MeshAxis) -> float:
+        """Predicted seconds of the messages of an outer step."""
+        return sum(
             collective_s(kind, size, (between,))
             for (_, kind), (size, _) in self.messages.items()
         )
-        return wire + sum(local_s(g.codec, g.shape, device) for g in self.gradients)
+
+    def work_s(self, device: DeviceSpec) -> float:
+        """Predicted seconds for which a device works for an outer step: its codec."""
+        return sum(local_s(g.codec, g.shape, device) for g in self.gradients)
 
     def anchors(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The anchors of a start: the replicas' arrays, float32, without copies."""

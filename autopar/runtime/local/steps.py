@@ -669,21 +669,21 @@ class LocalSteps:
         """
         return self._outer_s()[1]
 
-    def _fragment_s(self, number: int) -> float:
-        """Predicted seconds of the outer step of a fragment."""
+    def _fragment_s(self, number: int) -> tuple[float, float]:
+        """Predicted seconds of a fragment's outer step: of messages, and of work."""
         levels = [level for level in self.cluster.levels if level.size > 1]
         link = (levels or list(self.cluster.levels))[0].link
         axis = MeshAxis(name="replica", size=self.replicas, link=link, level=0)
+        found = [group.exchange for group in self._by_fragment[number]]
         device = self.cluster.device
-        groups = self._by_fragment[number]
-        return sum(g.exchange.seconds(axis, device) for g in groups)
+        return sum(x.wire_s(axis) for x in found), sum(x.work_s(device) for x in found)
 
     @property
     def step_s(self) -> float:
         """Predicted seconds of a step, with its share of the outer steps.
 
-        Of an outer step that runs beside training, only the seconds count that are
-        longer than these steps.
+        Of an outer step that runs beside training, the seconds of work count, and those
+        of messages that are longer than these steps.
 
         Raises:
           PlanError: a rule decides when replicas synchronise.
@@ -698,7 +698,9 @@ class LocalSteps:
         beside = 0 if self.overlap is None else self.overlap.steps
         hidden = beside * self.plan.predicted.step_s
         outer = [self._fragment_s(k) for k in range(self.fragments)]
-        return sum(max(0.0, s - hidden) for s in outer), sum(outer)
+        # A device that works for an outer step does not train meanwhile.
+        waited = sum(max(0.0, wire - hidden) + work for wire, work in outer)
+        return waited, sum(map(sum, outer))
 
     @property
     def interval(self) -> int:

@@ -297,6 +297,14 @@ def test_predictions_add_up() -> None:
     )
     train(beside, 1)
     assert beside.step_s == pytest.approx(max(one, made.outer_s / 8))
+    # Devices encode for an outer step, so this is never hidden.
+    coded = autopar.local_steps(
+        step, every=8, codec="int8", overlap=Overlap(8), cluster="2x2:cpu"
+    )
+    train(coded, 1)
+    work = sum(g.exchange.work_s(coded.cluster.device) for g in coded.groups)
+    assert work > 0
+    assert coded.step_s == pytest.approx(one + work / 8)
 
 
 def test_programs_of_outer_steps_stay_compiled_in_the_next_training() -> None:
