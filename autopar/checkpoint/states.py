@@ -9,7 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.runtime import creation
-from autopar.runtime.local.steps import LocalState, LocalSteps
+from autopar.runtime.local.state import LocalState
+from autopar.runtime.local.steps import LocalSteps
 from autopar.runtime.local.whole import Reading, WholeState, from_other_replicas
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.planned import PlannedStep

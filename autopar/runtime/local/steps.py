@@ -44,6 +44,12 @@ from autopar.runtime.local.rows import (
     split_result,
 )
 from autopar.runtime.local.rules import Auto, Overlap, RelativeChange, StepAhead
+from autopar.runtime.local.state import (
+    LocalState,
+    merging_at,
+    with_arrays,
+    with_part,
+)
 from autopar.runtime.local.synchronised import synchronised_leaves
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.parallelize import parallelize
@@ -57,47 +63,6 @@ from autopar_passes.program.trace import opened_within
 
 # Batches whose rows are remembered.
 _CALLS = 8
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LocalState:
-    """The state of a training by local steps.
-
-    Attributes:
-      replicas: the state of each replica of this process, as the step returns it.
-      anchors: for each fragment, the arrays at the last outer step, float32.
-      momenta: for each fragment, the momenta of the outer optimizer, float32.
-      codecs: for each fragment, the states of the codecs, such as residuals.
-      step: number of steps done.
-      rounds: for each fragment, the number of outer steps done, int64 (fragments,).
-      averages: for each replica of this process, the average that a `RelativeChange`
-        keeps; NaN without one.
-      moves: for each fragment, what the outer step under way adds to the parameters of
-        each replica, float32; without meaning if none is under way. Empty without an
-        `Overlap`, or if it mixes.
-      merge_at: for each fragment, the number of the step after which an outer step
-        under way is merged, or -1, int64 (fragments,).
-    """
-
-    replicas: tuple[Any, ...]
-    anchors: tuple[list[Any], ...]
-    momenta: tuple[list[Any], ...]
-    codecs: tuple[list[Any], ...]
-    step: Any
-    rounds: Any
-    averages: Any
-    moves: tuple[list[Any], ...]
-    merge_at: Any
-
-    @property
-    def state(self) -> Any:
-        """The state of this process's first replica.
-
-        Its parameters are those of all replicas right after an outer step, except with
-        `StepAhead` (`LocalSteps.agreed`).
-        """
-        return self.replicas[0]
 
 
 class LocalSteps:
@@ -509,7 +474,7 @@ class LocalSteps:
                 joined = [jax.numpy.copy(x) for x in group.join(arrays)]
                 made = group.exchange.merge(joined, anchors[members], 0.0)
                 group.part(made, arrays)
-        return _with_arrays(state, arrays).state
+        return with_arrays(state, arrays).state
 
     def _named(self, state: LocalState) -> list[dict[str, Any]]:
         return [self.arrays(k, own) for k, own in enumerate(state.replicas)]
@@ -538,7 +503,7 @@ class LocalSteps:
             for whole, more in zip(found, rest, strict=True):
                 whole.extend(more)
             self._see(group, seen)
-        return self._moved(_with_arrays(state, arrays), number, *found)
+        return self._moved(with_arrays(state, arrays), number, *found)
 
     def _send(self, state: LocalState, number: int, merge_at: int) -> LocalState:
         """Starts an outer step of a fragment, which runs beside the next steps."""
@@ -559,8 +524,10 @@ class LocalSteps:
             self._see(group, seen)
         moves, *rest = found
         if self.adds_moves:
-            state = dataclasses.replace(state, moves=_with(state.moves, number, moves))
-        return self._moved(_merging_at(state, number, merge_at), number, *rest)
+            state = dataclasses.replace(
+                state, moves=with_part(state.moves, number, moves)
+            )
+        return self._moved(merging_at(state, number, merge_at), number, *rest)
 
     def _merge(self, state: LocalState, number: int) -> LocalState:
         """Merges the outer step of a fragment that is under way."""
@@ -570,7 +537,7 @@ class LocalSteps:
         for group, members in self._members(number):
             joined = group.join(arrays)
             group.part(group.exchange.merge(joined, given[members], mixing), arrays)
-        return _merging_at(_with_arrays(state, arrays), number, -1)
+        return merging_at(with_arrays(state, arrays), number, -1)
 
     def _see(self, group: Group, seen: jax.Array) -> None:
         for row, leaf in enumerate(group.exchange.leaves):
@@ -589,9 +556,9 @@ class LocalSteps:
         rounds[number] += 1
         return dataclasses.replace(
             state,
-            anchors=_with(state.anchors, number, anchors),
-            momenta=_with(state.momenta, number, momenta),
-            codecs=_with(state.codecs, number, codecs),
+            anchors=with_part(state.anchors, number, anchors),
+            momenta=with_part(state.momenta, number, momenta),
+            codecs=with_part(state.codecs, number, codecs),
             rounds=rounds,
         )
 
@@ -778,23 +745,3 @@ class LocalSteps:
             f"<LocalSteps {self.__name__}, {self.replicas} replicas of {self.part}, "
             f"an outer step every {self.every}>"
         )
-
-
-def _with_arrays(state: LocalState, arrays: Sequence[Mapping[str, Any]]) -> LocalState:
-    """A state whose replicas have other arrays."""
-    states = [
-        creation.replace_leaves(own, list(mine.values()))
-        for own, mine in zip(state.replicas, arrays, strict=True)
-    ]
-    return dataclasses.replace(state, replicas=tuple(states))
-
-
-def _merging_at(state: LocalState, number: int, step: int) -> LocalState:
-    """A state with an outer step of a fragment under way; -1: without."""
-    merge_at = np.array(state.merge_at)
-    merge_at[number] = step
-    return dataclasses.replace(state, merge_at=merge_at)
-
-
-def _with(values: tuple[Any, ...], number: int, value: Any) -> tuple[Any, ...]:
-    return (*values[:number], value, *values[number + 1 :])

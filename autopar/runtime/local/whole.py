@@ -34,7 +34,8 @@ from autopar.runtime.local.outer import (
     leaf_of,
     part_replicas,
 )
-from autopar.runtime.local.steps import LocalState, LocalSteps
+from autopar.runtime.local.state import LocalState
+from autopar.runtime.local.steps import LocalSteps
 from autopar_passes import jax_compat
 
 
