@@ -95,6 +95,9 @@ def check_alive(name: str, state: Any) -> None:
     Raises:
       PlanError: an array was donated.
     """
+    leaves = jax.tree.leaves(state)
+    if not any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+        return
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(x, jax.Array) and x.is_deleted():
             raise PlanError(

@@ -208,16 +208,20 @@ class StepAhead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Auto:
-    """Chooses the number of steps between two outer steps by the predicted seconds.
+    """Chooses the number of steps between two outer steps by their seconds.
 
     It is the least number with which outer steps lengthen a step by at most ``share``
-    of its seconds. The predictions are those of `LocalSteps.step_s`, from the rates of
-    the cluster. Progress is no part of the rule. As a rule, fewer steps between outer
-    steps help it, so the number is not larger than the links need.
+    of its seconds. The number is first chosen by predicted seconds (those of
+    `LocalSteps.step_s`, from the rates of the cluster). Once all fragments have had two
+    outer steps, it is chosen again by measured seconds. Progress is no part of the
+    rule. As a rule, fewer steps between outer steps help it, so the number is not
+    larger than the links need.
 
     Attributes:
       share: by which part of its seconds outer steps may lengthen a step.
       most: the largest number of steps. DiLoCo's is 500 (arXiv 2311.08105).
+      measured: whether the number is chosen again by measured seconds. The losses of
+        two runs may then differ, because measured seconds differ.
 
     Raises:
       InputTypeError: a value has a wrong type.
@@ -226,10 +230,12 @@ class Auto:
 
     share: float = 0.1
     most: int = 500
+    measured: bool = True
 
     def __post_init__(self) -> None:
         """Checks the fields."""
         check_numbers(self, share=numbers.Real, most=numbers.Integral)
+        check_type("Auto: measured=", self.measured, bool, "True or False")
         if not (math.isfinite(self.share) and self.share > 0.0):
             raise PlanError(f"Auto: share must be positive, got {self.share!r}.")
         if self.most < 1:

@@ -35,6 +35,7 @@ from autopar.runtime.local.outer import (
     divide_evenly,
     joined_mesh,
 )
+from autopar.runtime.local.pace import Pace
 from autopar.runtime.local.rows import (
     check_alive,
     fit_rows,
@@ -96,6 +97,10 @@ class LocalSteps:
         self._rows: Recent[Any, tuple[dict[int, int], frozenset[int]]] = Recent(_CALLS)
         self._steps: tuple[ParallelStep[..., Any], ...] = ()
         self._interval: int | None = None
+        # The step after which fragments have this interval.
+        self._since = 0
+        measured = isinstance(every, Auto) and every.measured
+        self._pace = Pace(fragments) if measured else None
         self._by_fragment: tuple[tuple[Group, ...], ...] = ()
         # The programs of outer steps stay compiled when a training starts again, or
         # when a state is saved or restored.
@@ -382,6 +387,8 @@ class LocalSteps:
         parts = self._divide(state.state, rest, named, fewer)
         states: list[Any] = []
         results: list[Any] = []
+        if self._pace is not None:
+            self._pace.begin(state)
         for step, own, part in zip(self.steps, state.replicas, parts, strict=True):
             several = type(own) is tuple
             given = own if several else (own,)
@@ -392,6 +399,8 @@ class LocalSteps:
         made = dataclasses.replace(
             state, replicas=tuple(states), step=np.int64(int(state.step) + 1)
         )
+        if self._pace is not None:
+            self._pace.end_step((states, results))
         made = self._join(*self._due(made, results))
         others = join_results(results)
         return made if others is None else (made, *others)
@@ -418,10 +427,14 @@ class LocalSteps:
         """
         done, rule = int(state.step), self.every
         if not isinstance(rule, RelativeChange):
-            every = self.interval
-            offsets = [k * every // self.fragments for k in range(self.fragments)]
+            if done <= self._since:
+                self._since = 0  # another training, or an earlier state
+            every, since = self.interval, self._since
+            starts = [
+                since + k * every // self.fragments for k in range(self.fragments)
+            ]
             due = [
-                k for k, o in enumerate(offsets) if done > o and not (done - o) % every
+                k for k, s in enumerate(starts) if done > s and not (done - s) % every
             ]
             return state, due
         seen = [
@@ -438,16 +451,38 @@ class LocalSteps:
 
     def _join(self, state: LocalState, due: Sequence[int]) -> LocalState:
         """Runs or starts the outer steps that are due, and merges those under way."""
-        if self.overlap is None:
-            for k in due:
-                state = self._synchronise(state, k)
-            return state
         done = int(state.step)
-        for k in np.flatnonzero(state.merge_at == done).tolist():
-            state = self._merge(state, k)
+        if self.overlap is not None:
+            for k in np.flatnonzero(state.merge_at == done).tolist():
+                state = self._merge(state, k)
         for k in due:
-            state = self._send(state, k, done + self.overlap.steps)
+            if self._pace is not None:
+                self._pace.begin(state)
+            if self.overlap is None:
+                state = self._synchronise(state, k)
+            else:
+                state = self._send(state, k, done + self.overlap.steps)
+            if self._pace is not None:
+                self._pace.end_outer(k, state)
+        if self._pace is not None and self._pace.is_complete:
+            self._measure(self._pace, done)
         return state
+
+    def _measure(self, pace: Pace, done: int) -> None:
+        """Chooses the interval by measured seconds, after a number of steps."""
+        assert isinstance(self.every, Auto), "only an Auto measures"
+        own_s, outer = pace.slowest_s(self.world.channel)
+        beside = 0 if self.overlap is None else self.overlap.steps
+        waited_s = sum(max(0.0, s - beside * own_s) for s in outer)
+        self._interval = self.every.interval(
+            self._least_interval, own_s, waited_s, sum(outer)
+        )
+        self._since, self._pace = done, None
+
+    @property
+    def _least_interval(self) -> int:
+        beside = 0 if self.overlap is None else self.overlap.steps
+        return max(1, self.fragments, beside)
 
     def synchronise(self, state: LocalState) -> LocalState:
         """Runs the outer step of all fragments now; consumes the state as a call does.
@@ -673,6 +708,8 @@ class LocalSteps:
     def interval(self) -> int:
         """Steps between two outer steps of a fragment, H.
 
+        An `Auto` may change it once, after two outer steps of each fragment.
+
         Raises:
           PlanError: a rule decides when replicas synchronise; or no state has been made
             yet, so nothing is planned.
@@ -686,9 +723,8 @@ class LocalSteps:
         if not isinstance(rule, Auto):
             return rule
         if self._interval is None:
-            beside = 0 if self.overlap is None else self.overlap.steps
-            least = max(1, self.fragments, beside)
             own = self.plan.predicted.step_s
+            least = self._least_interval
             self._interval = rule.interval(least, own, *self._outer_s())
         return self._interval
 

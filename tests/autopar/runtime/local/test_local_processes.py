@@ -85,6 +85,11 @@ def test_one_process_restores_the_checkpoint(
         np.testing.assert_allclose(own, one, rtol=1e-4, atol=1e-6)
 
 
+def test_processes_choose_one_interval(trained: Any) -> None:
+    (chosen,) = {found[5] for found in trained[0][-1]}
+    assert 1 <= chosen <= 500
+
+
 def test_stages_in_replicas_of_several_processes_are_refused(
     trained: Any, count: int
 ) -> None:

@@ -14,7 +14,9 @@ import pytest
 import autopar
 from autopar.errors import InputTypeError
 from autopar.runtime.local.outer import MEAN, Outer
+from autopar.runtime.local.pace import Pace
 from autopar.runtime.local.rules import Auto, Overlap, RelativeChange, StepAhead
+from autopar.runtime.world import LoneChannel
 from autopar_passes.audit.compiled import compiled_audit
 
 TX = optax.adam(1e-2)
@@ -318,6 +320,62 @@ def test_programs_of_outer_steps_stay_compiled_in_the_next_training() -> None:
     assert first == second
     assert len(exchanges) == 2
     assert all(a is b for a, b in zip(exchanges, again, strict=True))
+
+
+class StatedPace(Pace):
+    """Steps take 1 s, and outer steps of a fragment 3 s."""
+
+    def end_step(self, arrays: Any) -> None:
+        self._steps.append(1.0)
+
+    def end_outer(self, fragment: int, arrays: Any) -> None:
+        self._outer[fragment].append(3.0)
+
+
+@pytest.mark.parametrize("overlap", [None, Overlap(1)])
+def test_auto_chooses_again_by_what_was_measured(overlap: Overlap | None) -> None:
+    made = autopar.local_steps(
+        step, every=Auto(0.5), outer=MEAN, cluster="2x1:cpu", seconds=1,
+        fragments=2, overlap=overlap,
+    )  # fmt: skip
+    made._pace = StatedPace(2)
+    state = made.init(create, jax.random.key(0), batch=batch(0))
+    assert made.interval < 8
+    number = 0
+    while made._pace is not None:
+        state, _ = made(state, batch(number))
+        number += 1
+    rounds = np.array(state.rounds)
+    assert rounds.min() >= 2
+    # Outer steps take 6 s, of which 2 are hidden where each runs beside a step.
+    chosen = made.interval
+    assert chosen == (12 if overlap is None else 8)
+    for _ in range(2 * chosen):
+        state, _ = made(state, batch(number))
+        number += 1
+    assert (np.array(state.rounds) - rounds).tolist() == [2, 1]
+    # Another training keeps the interval, and begins anew.
+    again = made.init(create, jax.random.key(0), batch=batch(0))
+    for k in range(chosen):
+        again, _ = made(again, batch(k))
+    assert np.array(again.rounds).tolist() == [1, 0]
+
+
+def test_a_pace_measures_after_the_first_steps_and_outer_steps() -> None:
+    times = iter([0.0, 9.0, 0.0, 9.0, *(x for k in range(5) for x in (k, k + 1.5 + k))])
+    outer = iter([20.0, 29.0, 30.0, 33.0])
+    now = [times]
+    pace = Pace(1, clock=lambda: next(now[0]))
+    for _ in range(7):
+        pace.begin(())
+        pace.end_step(())
+    now[0] = outer
+    for _ in range(2):
+        assert not pace.is_complete
+        pace.begin(())
+        pace.end_outer(0, ())
+    assert pace.is_complete
+    assert pace.slowest_s(LoneChannel()) == (3.5, [3.0])
 
 
 def test_auto_chooses_the_least_interval_that_costs_little() -> None:
