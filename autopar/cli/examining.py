@@ -19,6 +19,7 @@ from autopar.cli.failures import DIFFERENT
 from autopar.cli.output import Result
 from autopar.cluster import Cluster, ClusterError, local
 from autopar.profiling import profile as profiling
+from autopar.runtime.world import number_of_threads, threads_of_collectives
 from autopar.terminal import columns
 
 _OK, _NOTE, _WRONG = "ok", "note", "wrong"
@@ -119,17 +120,12 @@ def _devices() -> Iterator[Finding]:
 
 
 def _threads(count: int) -> Finding:
-    """Checks the number of threads.
-
-    Collectives between processes need two threads for each device: one for the device,
-    and one for the device of another process that it exchanges data with.
-    """
-    text = os.environ.get("NPROC", "")
-    threads = int(text) if text.isdigit() else os.cpu_count() or 1
+    """Checks the number of threads that collectives between processes need."""
+    threads, needed = number_of_threads(), threads_of_collectives(count)
     found = f"{threads} for {count} devices"
-    if count == 1 or threads >= 2 * count:
+    if count == 1 or threads >= needed:
         return Finding("threads", _OK, found)
-    remedy = f"for several processes set NPROC={2 * count}, or collectives may hang"
+    remedy = f"for several processes set NPROC={needed}, or collectives may hang"
     return Finding("threads", _NOTE, found, remedy)
 
 

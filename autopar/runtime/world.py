@@ -16,6 +16,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
+import os
 from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from jax.experimental import multihost_utils
 from autopar.cluster.specs import show
 from autopar.errors import PlanError, RunError
 from autopar.runtime.key_values import KeyValueExchange
-from autopar_errors import InputError
+from autopar_errors import InputError, warn_user
 from autopar_passes import jax_compat
 from autopar_passes.jax_processes import was_forked
 
@@ -299,6 +300,8 @@ class World:
             )
         count = jax.process_count()
         channel = JaxChannel() if count > 1 else LoneChannel()
+        if count > 1:
+            warn_of_few_threads(jax.local_devices())
         return cls(tuple(jax.devices()), jax.process_index(), count, channel)
 
     @property
@@ -390,6 +393,38 @@ class World:
                 f"{self.process_count} processes of this world ({text}); a batch is "
                 "split evenly over processes. Choose devices= with as many of each."
             )
+
+
+def threads_of_collectives(devices: int) -> int:
+    """Returns the threads that XLA needs for collectives of this many CPU devices.
+
+    Collectives between processes block two threads for each device: one for the device,
+    and one for the device of another process that it exchanges data with.
+    """
+    return 2 * devices
+
+
+def number_of_threads() -> int:
+    """Returns the number of threads that XLA's CPU backend starts in this process."""
+    text = os.environ.get("NPROC", "")
+    return int(text) if text.isdigit() else os.cpu_count() or 1
+
+
+def warn_of_few_threads(devices: Sequence[Any]) -> None:
+    """Warns if collectives of several processes may wait for threads without end.
+
+    Args:
+      devices: the devices of this process.
+    """
+    count, threads = len(devices), number_of_threads()
+    needed = threads_of_collectives(count)
+    if devices[0].platform != "cpu" or count == 1 or threads >= needed:
+        return
+    warn_user(
+        f"this process has {count} CPU devices and {threads} threads for their "
+        f"collectives with other processes, which need {needed}: a step may wait "
+        f"forever. Set the environment variable NPROC={needed} before JAX starts."
+    )
 
 
 def grid(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ import small_step
 import autopar
 from autopar import PlanError
 from autopar.runtime import agreement, arguments
+from autopar.runtime import world as world_module
 from autopar.runtime.world import JaxChannel, World
 from autopar_passes import jax_compat
 from autopar_passes.program.calls import NamedRoles, StepCall
@@ -37,6 +40,43 @@ DEVICES = tuple(FakeDevice(10 + k, k // LOCAL) for k in range(PROCESSES * LOCAL)
 def everywhere(run: Callable[[World], Any]) -> list[Any]:
     """What each of two processes returns or raises."""
     return memory_channel.everywhere(run, DEVICES, PROCESSES)
+
+
+class TestThreads:
+    """Collectives of CPU devices need two threads for each device of a process."""
+
+    @pytest.mark.parametrize(
+        ("platform", "devices", "threads", "warns"),
+        [
+            ("cpu", 2, 3, True),
+            ("cpu", 2, 4, False),
+            ("cpu", 1, 1, False),
+            ("gpu", 2, 3, False),
+        ],
+    )
+    def test_too_few_threads_are_a_warning(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        platform: str,
+        devices: int,
+        threads: int,
+        warns: bool,
+    ) -> None:
+        monkeypatch.setenv("NPROC", str(threads))
+        mine = [types.SimpleNamespace(platform=platform)] * devices
+        asks = pytest.warns(UserWarning, match="NPROC=4 before JAX starts")
+        with asks if warns else contextlib.nullcontext():
+            world_module.warn_of_few_threads(mine)
+
+    def test_a_world_of_several_processes_looks_at_its_own_devices(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mine = jax.devices()[:2]
+        monkeypatch.setenv("NPROC", "3")
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(jax, "local_devices", lambda: mine)
+        with pytest.warns(UserWarning, match="has 2 CPU devices and 3 threads"):
+            World.current()
 
 
 class TestDevices:
