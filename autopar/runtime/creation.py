@@ -114,10 +114,48 @@ def state_shapes(create_state: Callable[..., Any], args: Sequence[Any]) -> State
 
     mesh = user_mesh()
     with enter_mesh(mesh):
-        structs = list(jax.eval_shape(flat, *args))
+        try:
+            structs = list(jax.eval_shape(flat, *args))
+        except TypeError as error:
+            _refuse_values(flat, args, error)
+            raise
     leaves = off_mesh(leaves_of(create_state), args, mesh)
     fixed, single = found[-1]
     return StateShapes(structs, fixed, single, leaves)
+
+
+def _refuse_values(
+    flat: Callable[..., Any], args: Sequence[Any], error: TypeError
+) -> None:
+    """Refuses arguments whose values ``create_state`` needs while it is traced.
+
+    Args:
+      flat: the function that failed for these arguments.
+      args: the arguments of ``create_state``.
+      error: what the function raised.
+
+    Raises:
+      PlanError: the function works if Python values among the arguments stay as they
+        are.
+    """
+    python = [k for k, arg in enumerate(args) if isinstance(arg, int | float | str)]
+    if not python:
+        return
+
+    def keeping(*traced: Any) -> Any:
+        given = iter(traced)
+        return flat(*(a if k in python else next(given) for k, a in enumerate(args)))
+
+    try:
+        jax.eval_shape(keeping, *(a for k, a in enumerate(args) if k not in python))
+    except Exception:  # values of arguments are not what is wrong
+        return
+    values = ", ".join(repr(args[k]) for k in python)
+    raise PlanError(
+        f"create_state needs the value of an argument ({values}), but all arguments "
+        "are traced as arrays, without values. Fix such values in the function, as in "
+        "init(lambda key: create_state(key, 8), key, batch=batch)."
+    ) from error
 
 
 def leaves_of(create_state: Callable[..., Any]) -> Callable[..., list[Any]]:

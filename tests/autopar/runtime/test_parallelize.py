@@ -296,6 +296,24 @@ class TestErrors:
         with pytest.raises(TypeError, match="meshes"):
             autopar.parallelize(forms.plain_step, cluster=CLUSTER, meshes=3)
 
+    @pytest.mark.parametrize("value", [8, "float32"])
+    def test_a_value_that_the_creation_of_the_state_needs(self, value: Any) -> None:
+        def create(key: jax.Array, value: Any) -> jax.Array:
+            shape, dtype = (value, "float32") if value == 8 else (8, value)
+            return jax.random.normal(key, (shape,), dtype)
+
+        step = autopar.parallelize(lambda w, batch: w + batch.sum(), cluster=CLUSTER)
+        with pytest.raises(PlanError, match=rf"\({value!r}\).*init\(lambda key:"):
+            step.init(create, jax.random.key(0), value)
+
+    def test_an_error_of_the_creation_itself_is_raised_as_it_is(self) -> None:
+        def create(key: jax.Array, value: int) -> jax.Array:
+            raise TypeError(f"no state for {value} and {key}")
+
+        step = autopar.parallelize(lambda w, batch: w + batch.sum(), cluster=CLUSTER)
+        with pytest.raises(TypeError, match="no state for"):
+            step.init(create, jax.random.key(0), 8)
+
     def test_no_plan_yet(self) -> None:
         step = planned(FORMS["plain"])
         with pytest.raises(PlanError, match="no plan yet"):
