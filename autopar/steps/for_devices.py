@@ -36,6 +36,12 @@ AS_WRITTEN, IN_BLOCKS, CUDNN = "", "blocks", "cudnn"
 _SCORES = 1 / 16
 # A softmax is computed in float32.
 _SCORE_BYTES = 4
+# Blocks of scores are not combined with sorted rows.
+_SCORES_BESIDE_SORTED_ROWS = (
+    "attention that is written out keeps all scores, because the step sorts rows of "
+    "groups: call an attention kernel in the step, such as "
+    "jax.nn.dot_product_attention(..., implementation='cudnn')"
+)
 
 
 def for_devices(
@@ -87,7 +93,8 @@ def alternatives(
     whose rows cannot have slots says why among its assumptions. Rewrites with slots
     come first, because they are most often the fastest: the search of the others then
     ends as soon as their lower bounds are above its step. Attention with many scores
-    may be computed in blocks of scores.
+    may be computed in blocks of scores, if no rows are sorted; a step that sorts rows
+    says among its assumptions that its attention keeps all scores.
 
     Args:
       analysis: the result of `for_devices`.
@@ -99,6 +106,15 @@ def alternatives(
     """
     if analysis.row_blocks == 1:
         return _with_attention(analysis, devices, device)
+    made = _with_sorted_rows(analysis, devices, names_codecs)
+    kept = why_scores_are_kept(analysis, devices, device)
+    return [_with_note(x, kept) for x in made] if kept else made
+
+
+def _with_sorted_rows(
+    analysis: Analysis, devices: int, names_codecs: bool
+) -> list[Analysis]:
+    """A step whose rows are sorted in blocks, together, or with slots."""
     base = analysis.alone or analysis
     together = for_devices(base, devices, row_blocks=1)
     if names_codecs:
@@ -128,24 +144,54 @@ def _with_attention(
     analysis: Analysis, devices: int, device: DeviceSpec
 ) -> list[Analysis]:
     """A step, and the step with its attention in blocks, if it has many scores."""
+    if not _has_many_scores(analysis, devices, device):
+        return [analysis]
     base = analysis.alone or analysis
+    if kept := why_scores_are_kept(analysis, devices, device):
+        analysis = _with_note(analysis, kept)
+    kernel = _kernel_for(device)
+    program, _ = _in_blocks(base, kernel)
+    if program is base.program:
+        return [analysis]
+    return [analysis, for_devices(base, devices, attention_kernel=kernel)]
+
+
+def why_scores_are_kept(analysis: Analysis, devices: int, device: DeviceSpec) -> str:
+    """Why no plan computes attention with many scores in blocks of scores.
+
+    Args:
+      analysis: the result of `for_devices`.
+      devices: the number of devices of the plan, which has one stage.
+      device: the kind of the devices.
+
+    Returns:
+      A sentence; '' if the step has few scores, or may compute all of them in blocks.
+    """
+    if not _has_many_scores(analysis, devices, device):
+        return ""
+    if analysis.row_blocks != 1:
+        return _SCORES_BESIDE_SORTED_ROWS
+    _, found = _in_blocks(analysis.alone or analysis, _kernel_for(device))
+    if not found.refused:
+        return ""
+    reasons = "; ".join(found.refused)
+    return f"attention that is written out keeps all scores, because {reasons}"
+
+
+def _kernel_for(device: DeviceSpec) -> str:
+    return CUDNN if device.kind == "gpu" else IN_BLOCKS
+
+
+def _has_many_scores(analysis: Analysis, devices: int, device: DeviceSpec) -> bool:
+    """Whether the scores of written attention need a large part of the memory."""
+    base = analysis.alone or analysis
+    if devices == 1 or base.traced is None:
+        return False
     operators, values = base.graph.operators, base.graph.values
     products = [k for found in base.attention for k in found.products]
     scores = [values[v].size for k in products for v in operators[k].outputs]
     nbytes = _SCORE_BYTES * max(scores, default=0)
-    if devices == 1 or base.traced is None:
-        return [analysis]
-    if nbytes <= _SCORES * devices * device.memory_bytes:
-        return [analysis]
-    kernel = CUDNN if device.kind == "gpu" else IN_BLOCKS
-    program, found = _in_blocks(base, kernel)
-    if found.refused:
-        reasons = "; ".join(found.refused)
-        note = f"attention that is written out keeps all scores, because {reasons}"
-        analysis = _with_note(analysis, note)
-    if program is base.program:
-        return [analysis]
-    return [analysis, for_devices(base, devices, attention_kernel=kernel)]
+    return nbytes > _SCORES * devices * device.memory_bytes
 
 
 def _in_blocks(analysis: Analysis, kernel: str) -> tuple[Program, FoundAttention]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import expert_steps
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -168,6 +169,38 @@ def scanned_step(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
+def expert_step(params: Any, x: Any) -> Any:
+    """Tokens are sorted by their experts after the attention."""
+
+    def loss_of(params: Any) -> Any:
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in params["qkv"])
+        tokens = attention(q, k, v).reshape(-1, WIDTH)
+        return (expert_steps.by_inverse(tokens, params["experts"]) ** 2).mean()
+
+    grads = jax.grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+EXPERT_SHAPES = {
+    "qkv": [(WIDTH, HEADS, DIM)] * 3,
+    "experts": {
+        "router": (WIDTH, expert_steps.EXPERTS),
+        "gate": (expert_steps.EXPERTS, WIDTH, WIDTH),
+        "up": (expert_steps.EXPERTS, WIDTH, WIDTH),
+        "down": (expert_steps.EXPERTS, WIDTH, WIDTH),
+    },
+}
+
+
+def structs(shapes: Any) -> Any:
+    """Arrays of these shapes, without values."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
 @pytest.mark.parametrize(
     ("step", "shapes", "reason"),
     [
@@ -181,22 +214,18 @@ def scanned_step(params: Any, x: Any) -> Any:
             {"layers": (LAYERS, 3, WIDTH, HEADS, DIM)},
             "put jax.checkpoint around each layer",
         ),
+        (expert_step, EXPERT_SHAPES, "the step sorts rows of groups"),
     ],
-    ids=["bias", "loop"],
+    ids=["bias", "loop", "experts"],
 )
 def test_a_plan_says_why_attention_stays_written_out(
     step: Any, shapes: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(for_devices, "_SCORES", 0.0)
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
     x = jax.ShapeDtypeStruct((8, SEQ, WIDTH), jnp.float32)
 
     plan = autopar.plan(
-        step, params, x, cluster="8:cpu", max_axes=1, stages=1, seconds=1
+        step, structs(shapes), x, cluster="8:cpu", max_axes=1, stages=1, seconds=1
     )
 
     assert plan.attention_kernel == ""
@@ -204,3 +233,14 @@ def test_a_plan_says_why_attention_stays_written_out(
     assert reason in line
     assert line in str(plan)
     assert any(line in text for text in note_lines(plan))
+
+
+def test_a_step_that_does_not_fit_says_why_attention_stays_written_out() -> None:
+    """Scores of long sequences are most often what does not fit."""
+    x = jax.ShapeDtypeStruct((8, 8 * SEQ, WIDTH), jnp.float32)
+    with pytest.raises(autopar.PlanError, match="no plan fits") as caught:
+        autopar.plan(
+            expert_step, structs(EXPERT_SHAPES), x, cluster="8:cpu,memory=500kB",
+            max_axes=1, stages=1, microbatches=1, remat=0, seconds=1,
+        )  # fmt: skip
+    assert "because the step sorts rows of groups" in str(caught.value)
