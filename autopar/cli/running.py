@@ -173,8 +173,9 @@ def slurm(asked: SlurmCommand) -> Result:
         slurm_launcher.write_script(job, out)
     if asked.submit:
         return Result(slurm_launcher.submit(job))
-    text = slurm_launcher.job_script(job) if out is None else f"{out}: a batch script"
-    return Result(text)
+    if out is not None:
+        return Result(f"{out}: submit the run by `sbatch {out}`")
+    return Result(slurm_launcher.job_script(job))
 
 
 def kubernetes(asked: KubernetesCommand) -> Result:

@@ -32,7 +32,7 @@ from autopar.planner.scheme import RING
 from autopar.planner.search import plan_mesh
 from autopar.planner.solving import HIDDEN, TimeOutError, solve_mesh
 from autopar.plans import AS_WRITTEN, Plan, Rematerialisation
-from autopar.progress import say
+from autopar.progress import LOGGER, say
 from autopar.steps.analysis import Analysis
 from autopar.steps.for_devices import for_devices, why_scores_are_kept
 from autopar.steps.nodes import Node
@@ -316,7 +316,9 @@ class Programs:
 
     def leave_out(self, what: str, why: str) -> None:
         """Records that a proposal is not tried, with the reason."""
-        say(f"{what}: {why}")
+        # The next work may take minutes, and the newest message is shown meanwhile.
+        LOGGER.info("%s: %s", what, why)
+        say(f"not tried: {what}")
         self.left_out[what] = why
         record(Proposal(what, "", note=f"not tried: {why}"))
 

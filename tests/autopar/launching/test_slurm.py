@@ -167,7 +167,9 @@ def test_the_command_prints_the_script(run: Run, script: str) -> None:
 
 
 def test_the_command_writes_the_script(run: Run, script: str) -> None:
-    assert run("launch", "slurm", "--nodes", 2, "--out", "job.sh", script).code == 0
+    written = run("launch", "slurm", "--nodes", 2, "--out", "job.sh", script)
+    assert written.code == 0
+    assert "`sbatch job.sh`" in written.out
     assert pathlib.Path("job.sh").read_text().startswith("#!/bin/bash\n")
     failed = run("launch", "slurm", "--nodes", 2, "--out", "no/job.sh", script)
     assert_fails(failed, "no/job.sh", "--out")
