@@ -55,8 +55,11 @@ class Point:
 
     @property
     def efficiency(self) -> float | None:
-        """The speed-up over one device, divided by the number of devices."""
-        return self.worth and self.worth.efficiency
+        """The speed-up over one device, divided by the number of devices.
+
+        Devices that the plan leaves idle count, too.
+        """
+        return self.worth and self.worth.speed_up / self.devices
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -65,13 +68,11 @@ class Point:
         Parts are parts of a step's seconds.
         """
         plan, worth = self.plan, self.worth
-        if plan is None or worth is None:
+        if plan is None or worth is None or worth.speed_up >= _HIGH * self.devices:
             return ()
         found: list[str] = []
         if worth.devices < self.devices:
             found.append(f"{number_of(self.devices - worth.devices, 'device')} idle")
-        if worth.efficiency >= _HIGH:
-            return tuple(found)
         found += filter(None, [unused_text(worth)])
         found += (
             f"{axis.name} ({axis.size}) repeats {share_text(axis.repeated)} of the work"
@@ -202,7 +203,7 @@ def _figures(point: Point) -> tuple[str, ...]:
         seconds_text(expected.step_s),
         count_text(worth.rows_per_s) if worth.rows else "",
         share_text(worth.mfu) if worth.model_flops else "",
-        share_text(worth.efficiency),
+        share_text(worth.speed_up / point.devices),
         bytes_text(expected.peak_memory_bytes),
         ", ".join(point.losses),
         "yes",

@@ -145,7 +145,7 @@ def point(plan: Plan, devices: int, efficiency: float, batch: int = 8) -> Point:
     """A point whose plan has a given efficiency."""
     worth = plan.worth
     assert worth
-    worth = worth.faster(efficiency / worth.efficiency)
+    worth = worth.faster(efficiency * devices / worth.speed_up)
     made = msgspec.structs.replace(plan, worth=worth)
     cluster = f"{devices}:cpu"
     return Point({"batch": str(batch)}, cluster, "cpu", devices, made)
@@ -174,8 +174,9 @@ def test_idle_devices_and_repeated_work_are_losses(plan: Plan) -> None:
         plan.predicted, hidden_s=plan.predicted.communication_s
     )
     made = msgspec.structs.replace(plan, worth=worth, predicted=quick)
-    losses = Point({}, "c", "cpu", worth.devices + 1, made).losses
-    assert losses == (
+    found = Point({}, "c", "cpu", worth.devices + 1, made)
+    assert found.efficiency == pytest.approx(worth.speed_up / 9)
+    assert found.losses == (
         "1 device idle",
         "x (4) unused",
         "data (2) repeats 25 % of the work",
