@@ -36,12 +36,6 @@ AS_WRITTEN, IN_BLOCKS, CUDNN = "", "blocks", "cudnn"
 _SCORES = 1 / 16
 # A softmax is computed in float32.
 _SCORE_BYTES = 4
-# Blocks of scores are not combined with sorted rows.
-_SCORES_BESIDE_SORTED_ROWS = (
-    "attention that is written out keeps all scores, because the step sorts rows of "
-    "groups: call an attention kernel in the step, such as "
-    "jax.nn.dot_product_attention(..., implementation='cudnn')"
-)
 
 
 def for_devices(
@@ -93,8 +87,8 @@ def alternatives(
     whose rows cannot have slots says why among its assumptions. Rewrites with slots
     come first, because they are most often the fastest: the search of the others then
     ends as soon as their lower bounds are above its step. Attention with many scores
-    may be computed in blocks of scores, if no rows are sorted; a step that sorts rows
-    says among its assumptions that its attention keeps all scores.
+    may be computed in blocks of scores. If rows are sorted, too, this is combined with
+    the first of the other rewrites only.
 
     Args:
       analysis: the result of `for_devices`.
@@ -107,8 +101,21 @@ def alternatives(
     if analysis.row_blocks == 1:
         return _with_attention(analysis, devices, device)
     made = _with_sorted_rows(analysis, devices, names_codecs)
-    kept = why_scores_are_kept(analysis, devices, device)
-    return [_with_note(x, kept) for x in made] if kept else made
+    if not _has_many_scores(analysis, devices, device):
+        return made
+    first, reason = made[0], why_scores_are_kept(analysis, devices, device)
+    if not reason:
+        sorting = first.row_blocks, first.row_capacity
+        kernel = _kernel_for(device)
+        try:
+            both = for_devices(
+                first.alone or first, devices, *sorting, attention_kernel=kernel
+            )
+        except PlanError as error:
+            reason = f"attention that is written out keeps all scores: {error}"
+        else:
+            return [both, *made]
+    return [_with_note(x, reason) for x in made]
 
 
 def _with_sorted_rows(
@@ -169,8 +176,6 @@ def why_scores_are_kept(analysis: Analysis, devices: int, device: DeviceSpec) ->
     """
     if not _has_many_scores(analysis, devices, device):
         return ""
-    if analysis.row_blocks != 1:
-        return _SCORES_BESIDE_SORTED_ROWS
     _, found = _in_blocks(analysis.alone or analysis, _kernel_for(device))
     if not found.refused:
         return ""
@@ -248,32 +253,43 @@ def _rewritten(
     attention_kernel: str,
 ) -> Analysis:
     start = time.perf_counter()
+    source = analysis
     if attention_kernel:
-        return _with_kernel(analysis, devices, attention_kernel, start)
+        if all(op.kind not in RAGGED_PRODUCTS for op in analysis.graph.operators):
+            return _with_kernel(analysis, devices, attention_kernel, start)
+        # Slots and blocks of rows are found in the program with the kernels.
+        source = analysis.remember(
+            ("attended", attention_kernel),
+            lambda: with_program(
+                analysis, _attended(analysis, attention_kernel), start, alone=analysis
+            ),
+        )
     if row_capacity:
         blocks = row_blocks or devices
-        program, found = _slots(analysis, blocks, row_capacity)
+        program, found = _slots(source, blocks, row_capacity)
         if not found.slots:
             raise PlanError(
                 f"row_capacity={row_capacity:g} in {blocks} blocks: the rows of this "
                 f"step cannot have slots, because {found.refused}."
             )
-        return _with_slots(analysis, program, found, devices, blocks, start)
-    own = equations_of_update(analysis)
-    program, orders, blocks = _sorted_in_blocks(analysis, devices, row_blocks)
-    program, batches = batch_updates(program, own, devices)
-    if not (batches or orders or orders.refused):
-        return analysis
-    made = with_program(
-        analysis, program, start, alone=analysis, batches=batches, row_blocks=blocks
-    )
-    return _with_reasons(made, analysis, orders)
+        made = _with_slots(source, program, found, devices, blocks, start)
+    else:
+        own = equations_of_update(source)
+        program, orders, blocks = _sorted_in_blocks(source, devices, row_blocks)
+        program, batches = batch_updates(program, own, devices)
+        if not (attention_kernel or batches or orders or orders.refused):
+            return analysis
+        made = with_program(source, program, start, batches=batches, row_blocks=blocks)
+        made = _with_reasons(made, source, orders)
+    return dataclasses.replace(made, alone=analysis, attention_kernel=attention_kernel)
 
 
-def _with_kernel(
-    analysis: Analysis, devices: int, kernel: str, start: float
-) -> Analysis:
-    """The analysis of a step whose attention is computed in blocks, or by cuDNN."""
+def _attended(analysis: Analysis, kernel: str) -> Program:
+    """The program of a step whose attention is computed in blocks, or by cuDNN.
+
+    Raises:
+      PlanError: the step has no such attention.
+    """
     program, found = _in_blocks(analysis, kernel)
     if program is analysis.program:
         raise PlanError(
@@ -281,6 +297,14 @@ def _with_kernel(
             "attention that can be computed in blocks"
             f"{': '.join(('', *found.refused))}."
         )
+    return program
+
+
+def _with_kernel(
+    analysis: Analysis, devices: int, kernel: str, start: float
+) -> Analysis:
+    """The analysis of a step whose attention is computed in blocks, or by cuDNN."""
+    program = _attended(analysis, kernel)
     program, batches = batch_updates(program, equations_of_update(analysis), devices)
     return with_program(
         analysis,

@@ -8,6 +8,7 @@ from typing import Any
 import expert_steps
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from sharing_links import sharing
@@ -181,6 +182,22 @@ def expert_step(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
+def biased_expert_step(params: Any, x: Any) -> Any:
+    """The same after attention with a learned bias, which keeps all scores."""
+    away = jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)[None]
+
+    def loss_of(params: Any) -> Any:
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in params["qkv"])
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        scores -= params["slopes"][:, None, None] * jnp.abs(away)
+        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+        tokens = out.reshape(-1, WIDTH)
+        return (expert_steps.by_inverse(tokens, params["experts"]) ** 2).mean()
+
+    grads = jax.grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
 EXPERT_SHAPES = {
     "qkv": [(WIDTH, HEADS, DIM)] * 3,
     "experts": {
@@ -214,7 +231,11 @@ def structs(shapes: Any) -> Any:
             {"layers": (LAYERS, 3, WIDTH, HEADS, DIM)},
             "put jax.checkpoint around each layer",
         ),
-        (expert_step, EXPERT_SHAPES, "the step sorts rows of groups"),
+        (
+            biased_expert_step,
+            {**EXPERT_SHAPES, "slopes": (HEADS,)},
+            "gradients of a bias",
+        ),
     ],
     ids=["bias", "loop", "experts"],
 )
@@ -237,10 +258,49 @@ def test_a_plan_says_why_attention_stays_written_out(
 
 def test_a_step_that_does_not_fit_says_why_attention_stays_written_out() -> None:
     """Scores of long sequences are most often what does not fit."""
-    x = jax.ShapeDtypeStruct((8, 8 * SEQ, WIDTH), jnp.float32)
+    shapes = {"qkv": [(WIDTH, HEADS, DIM)] * 3, "slopes": (HEADS,)}
+    x = jax.ShapeDtypeStruct((8, SEQ, WIDTH), jnp.float32)
     with pytest.raises(autopar.PlanError, match="no plan fits") as caught:
         autopar.plan(
-            expert_step, structs(EXPERT_SHAPES), x, cluster="8:cpu,memory=500kB",
+            biased_step, structs(shapes), x, cluster="8:cpu,memory=10kB",
             max_axes=1, stages=1, microbatches=1, remat=0, seconds=1,
         )  # fmt: skip
-    assert "because the step sorts rows of groups" in str(caught.value)
+    assert "gradients of a bias" in str(caught.value)
+
+
+@pytest.mark.parametrize("slots", [True, False])
+def test_attention_is_computed_in_blocks_beside_experts(
+    slots: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows have slots, or are sorted in blocks, in the program with the kernels."""
+    if not slots:
+        refused = for_devices.RowSlots({}, refused="this test wants none")
+        monkeypatch.setattr(for_devices, "give_slots", lambda p, *_: (p, refused))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda s: jnp.asarray(rng.normal(size=s.shape, scale=0.3), s.dtype),
+        structs(EXPERT_SHAPES),
+    )
+    x = jnp.asarray(rng.normal(size=(2, 16 * SEQ, WIDTH)), jnp.float32)
+    planned = autopar.parallelize(
+        expert_step, cluster=small_devices(4_000_000), max_axes=2, stages=1,
+        microbatches=1, remat=0, seconds=2, donate=False,
+    )  # fmt: skip
+
+    got = planned(params, x)
+
+    plan = planned.plan
+    assert plan.attention_kernel == "blocks", str(plan)
+    assert (plan.row_capacity > 0) == slots
+    assert plan.row_blocks == 8
+    audit = autopar.audit(expert_step, params, x, plan=plan)
+    assert audit.agrees, str(audit)
+    expected = jax.jit(expert_step)(params, x)
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))
+    again = autopar.parallelize(
+        expert_step,
+        plan=autopar.Plan.from_json(msgspec.json.encode(plan)),
+        donate=False,
+    )
+    jax.tree.map(np.testing.assert_array_equal, again(params, x), got)
