@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,37 @@ def arguments_after(
     if rest is None:
         return None
     return ((), dict(rest)) if isinstance(rest, Mapping) else (tuple(rest), {})
+
+
+def check_tuple(
+    name: str,
+    signature: inspect.Signature | None,
+    shapes: StateShapes,
+    rest: tuple[tuple[Any, ...], dict[str, Any]] | None,
+) -> None:
+    """Checks that a step takes the values of a tuple as its leading arguments.
+
+    Args:
+      name: the name of the step.
+      signature: that of the step, if Python knows it.
+      shapes: of the state.
+      rest: the arguments after the state; None if they are not known.
+
+    Raises:
+      PlanError: it does not.
+    """
+    if shapes.single or signature is None or rest is None:
+        return
+    given = shapes.arguments()
+    try:
+        signature.bind(*given, *rest[0], **rest[1])
+    except TypeError as error:
+        raise PlanError(
+            f"{name}: create_state returns a tuple of {len(given)}, whose values are "
+            f"the first arguments of the step, one each, but the step does not take "
+            f"them so: {error}. If the state is one argument, make it a dictionary or "
+            "a NamedTuple."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -249,6 +249,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         agreement.check_same_creation(self.world, shapes.leaves, args)
         self._preparation.planner.hold_types(shapes.structs)
         rest = creation.arguments_after(batch, others)
+        creation.check_tuple(self.__name__, self._parameters.signature, shapes, rest)
         if rest is not None:
             self.prepare(*shapes.arguments(), *rest[0], **rest[1])
         with agreement.tell_errors(self.world, "creating the state"):

@@ -215,6 +215,7 @@ class LocalSteps:
         creation.check_creation(self.__name__, create_state, batch, others)
         rest = creation.arguments_after(batch, others)
         shapes = creation.state_shapes(create_state, args)
+        creation.check_tuple(self.__name__, self._parameters.signature, shapes, rest)
         parts = self._divide(shapes.state(shapes.structs), *(rest or ((), {})))
         made = []
         for number, (in_order, words) in enumerate(parts):
@@ -293,6 +294,7 @@ class LocalSteps:
         """
         rest = creation.arguments_after(batch, others)
         shapes = creation.state_shapes(create_state, args)
+        creation.check_tuple(self.__name__, self._parameters.signature, shapes, rest)
         parts = self._divide(shapes.state(shapes.structs), *(rest or ((), {})))
         replicas = []
         for number, part in enumerate(parts):
