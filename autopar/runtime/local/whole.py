@@ -34,6 +34,7 @@ from autopar.runtime.local.outer import (
     leaf_of,
     part_replicas,
 )
+from autopar.runtime.local.rows import check_alive
 from autopar.runtime.local.state import LocalState
 from autopar.runtime.local.steps import LocalSteps
 from autopar_passes import jax_compat
@@ -97,6 +98,7 @@ class WholeState:
 
     def arrays(self, state: LocalState) -> dict[str, jax.Array]:
         """The arrays of a state by path; they share its memory."""
+        check_alive(self._step.__name__, state)
         each = [self._step.arrays(k, own) for k, own in enumerate(state.replicas)]
         found = {}
         for path in each[0]:

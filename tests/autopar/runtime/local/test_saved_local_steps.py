@@ -151,6 +151,17 @@ def assert_equal(one: Any, other: Any) -> None:
     np.testing.assert_array_equal(*pair)
 
 
+def test_a_consumed_state_is_not_saved(tmp_path: pathlib.Path) -> None:
+    made = steps_of(every=1)
+    state = made.init(create, KEY, batch=batch(1))
+    run(made, state, 1, 1)
+    with (
+        autopar.Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(autopar.PlanError, match="consumed by an earlier call"),
+    ):
+        checkpoints.save(made, state, step=1)
+
+
 def test_the_state_of_a_codec_needs_equal_layouts(tmp_path: pathlib.Path) -> None:
     """Parts of 8x6 and of 4x12 elements have second residuals of equal shapes."""
     made, other = steps_of(every=1), steps_of(split=True, dim=0, every=1)
