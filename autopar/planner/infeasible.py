@@ -19,7 +19,7 @@ from autopar_passes.graph.roles import InputRole
 from autopar_solver import ShardingProblem, explain_infeasibility
 
 _LARGEST = 4
-_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 # Memory sizes for which `advise` checks that a plan is found, as multiples. They are
 # multiples of the memory that every plan needs or of the available memory, whichever is
 # larger.
