@@ -284,7 +284,7 @@ def test_attention_is_computed_in_blocks_beside_experts(
     x = jnp.asarray(rng.normal(size=(2, 16 * SEQ, WIDTH)), jnp.float32)
     planned = autopar.parallelize(
         expert_step, cluster=small_devices(4_000_000), max_axes=2, stages=1,
-        microbatches=1, remat=0, seconds=2, donate=False,
+        microbatches=1, remat=0, seconds=1, donate=False,
     )  # fmt: skip
 
     got = planned(params, x)
