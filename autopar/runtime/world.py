@@ -190,7 +190,7 @@ class PartChannel:
     Attributes:
       members: the numbers of the processes, ascending.
       name: a name that is equal in these processes, and differs from those of other
-        channels.
+        channels of the same members.
     """
 
     members: tuple[int, ...]
@@ -220,7 +220,9 @@ class PartChannel:
                 "jax.distributed.initialize, which does not run here."
             )
         own = self.members.index(found.index)
-        lane = f"{self.name}/{current_lane()}"
+        # Other members with this name count other exchanges.
+        members = "-".join(map(str, self.members))
+        lane = f"{self.name}/{members}/{current_lane()}"
         return KeyValueExchange(found.client, own, len(self.members), lane=lane)
 
 

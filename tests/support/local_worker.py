@@ -85,11 +85,11 @@ def restored_by_four(folder: pathlib.Path) -> list[Any]:
     return [[_host(x).tolist() for x in jax.tree.leaves(own)] for own in state.replicas]
 
 
-def chosen_interval(process: int, count: int) -> int:
+def chosen_interval(process: int, count: int, replicas: int) -> int:
     """The interval that all processes choose by what they measure."""
     form, rows = forms.FORMS["plain"], forms.BATCH // count
     made = autopar.local_steps(
-        form.step, every="auto", replicas=2, cluster="2x2:cpu", seconds=1
+        form.step, every="auto", replicas=replicas, cluster="2x2:cpu", seconds=1
     )
     state = made.init(form.create, jax.random.key(0), batch=forms.batch_structs())
     mine = slice(process * rows, (process + 1) * rows)
@@ -135,7 +135,7 @@ def main() -> None:
         folder = out.with_name(f"saved-{number}")
         found.append(losses(process, count, overlap, folder))
     found.append(restored_by_four(out.with_name("saved-0")))
-    found.append(chosen_interval(process, count))
+    found.append([chosen_interval(process, count, n) for n in (2, 1)])
     if count > 2:
         found.append(refusal_of_stages())
     out.write_text(json.dumps(found))
