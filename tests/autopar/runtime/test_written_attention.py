@@ -142,17 +142,17 @@ def test_a_split_sequence_trains_as_one_device(
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))
 
 
-def biased_step(params: Any, x: Any) -> Any:
+def biased_attention(params: Any, x: Any) -> Any:
     """Heads learn how much their scores fall with the distance."""
     away = jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)[None]
+    q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in params["qkv"])
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    scores -= params["slopes"][:, None, None] * jnp.abs(away)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
-    def loss_of(params: Any) -> Any:
-        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in params["qkv"])
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-        scores -= params["slopes"][:, None, None] * jnp.abs(away)
-        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).sum()
 
-    grads = jax.grad(loss_of)(params)
+def biased_step(params: Any, x: Any) -> Any:
+    grads = jax.grad(lambda p: biased_attention(p, x).sum())(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
@@ -184,14 +184,9 @@ def expert_step(params: Any, x: Any) -> Any:
 
 def biased_expert_step(params: Any, x: Any) -> Any:
     """The same after attention with a learned bias, which keeps all scores."""
-    away = jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)[None]
 
     def loss_of(params: Any) -> Any:
-        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in params["qkv"])
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-        scores -= params["slopes"][:, None, None] * jnp.abs(away)
-        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-        tokens = out.reshape(-1, WIDTH)
+        tokens = biased_attention(params, x).reshape(-1, WIDTH)
         return (expert_steps.by_inverse(tokens, params["experts"]) ** 2).mean()
 
     grads = jax.grad(loss_of)(params)
