@@ -16,6 +16,7 @@ from autopar.checkpoint.store import Digest, digest_of
 from autopar.errors import CheckpointError
 from autopar.runtime import placement
 from autopar.runtime.agreement import exchange_data
+from autopar.runtime.local.whole import is_codec_state
 from autopar.runtime.world import World
 from autopar_passes import jax_compat
 from autopar_passes.jax_compat import dtype_of
@@ -55,7 +56,7 @@ def check_model(folder: pathlib.Path, manifest: Manifest, wanted: Any) -> None:
             told.append(f"only the {who} has {first_items(', '.join, names)}")
     if not told:
         return
-    if all(path.startswith("codec/") for path in (*other, *alone[0][1], *alone[1][1])):
+    if all(map(is_codec_state, (*other, *alone[0][1], *alone[1][1]))):
         raise CheckpointError(
             f"{folder}: a checkpoint of other layouts of the replicas: "
             f"{'; '.join(told)}. This state of a codec restores into equal layouts "

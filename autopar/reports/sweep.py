@@ -67,8 +67,8 @@ class Point:
 
         Parts are parts of a step's seconds.
         """
-        plan, worth = self.plan, self.worth
-        if plan is None or worth is None or worth.speed_up >= _HIGH * self.devices:
+        plan, worth, efficiency = self.plan, self.worth, self.efficiency
+        if plan is None or worth is None or efficiency is None or efficiency >= _HIGH:
             return ()
         found: list[str] = []
         if worth.devices < self.devices:
@@ -195,15 +195,15 @@ def _point_names(point: Point, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _figures(point: Point) -> tuple[str, ...]:
-    worth, expected = point.worth, point.predictions
-    if expected is None or worth is None:
+    worth, expected, efficiency = point.worth, point.predictions, point.efficiency
+    if expected is None or worth is None or efficiency is None:
         why = "no" if point.fits is False else shorten(point.reason)
         return ("", "", "", "", "", "", why)
     return (
         seconds_text(expected.step_s),
         count_text(worth.rows_per_s) if worth.rows else "",
         share_text(worth.mfu) if worth.model_flops else "",
-        share_text(worth.speed_up / point.devices),
+        share_text(efficiency),
         bytes_text(expected.peak_memory_bytes),
         ", ".join(point.losses),
         "yes",

@@ -166,8 +166,8 @@ class LocalSteps:
         if not self._steps:
             part, groups = self.part, self.groups_of_devices
             # A policy remembers what it has seen of one replica.
-            copies = map(copy.deepcopy, [self._options] * len(self.own))
-            options = [self._options, *copies]
+            options = [self._options]
+            options += [copy.deepcopy(self._options) for _ in self.own[1:]]
             self._steps = tuple(
                 parallelize(
                     self.function,
@@ -175,7 +175,7 @@ class LocalSteps:
                     world=self.world.part(groups[k], f"replica {k}"),
                     **given,
                 )
-                for k, given in zip(self.own, options, strict=False)
+                for k, given in zip(self.own, options, strict=True)
             )
         return self._steps
 
@@ -474,8 +474,7 @@ class LocalSteps:
         """Chooses the interval by measured seconds, after a number of steps."""
         assert isinstance(self.every, Auto), "only an Auto measures"
         own_s, outer = pace.slowest_s(self.world.channel)
-        beside = 0 if self.overlap is None else self.overlap.steps
-        waited_s = sum(max(0.0, s - beside * own_s) for s in outer)
+        waited_s = sum(max(0.0, s - self._beside * own_s) for s in outer)
         self._interval = self.every.interval(
             self._least_interval, own_s, waited_s, sum(outer)
         )
@@ -483,8 +482,12 @@ class LocalSteps:
 
     @property
     def _least_interval(self) -> int:
-        beside = 0 if self.overlap is None else self.overlap.steps
-        return max(1, self.fragments, beside)
+        return max(1, self.fragments, self._beside)
+
+    @property
+    def _beside(self) -> int:
+        """Number of steps beside which an outer step runs."""
+        return 0 if self.overlap is None else self.overlap.steps
 
     def synchronise(self, state: LocalState) -> LocalState:
         """Runs the outer step of all fragments now; consumes the state as a call does.
@@ -699,8 +702,7 @@ class LocalSteps:
     def _outer_s(self) -> tuple[float, float]:
         """Seconds that replicas wait for the outer steps of all fragments, and all."""
         _ = self.groups  # made
-        beside = 0 if self.overlap is None else self.overlap.steps
-        hidden = beside * self.plan.predicted.step_s
+        hidden = self._beside * self.plan.predicted.step_s
         outer = [self._fragment_s(k) for k in range(self.fragments)]
         # A device that works for an outer step does not train meanwhile.
         waited = sum(max(0.0, wire - hidden) + work for wire, work in outer)

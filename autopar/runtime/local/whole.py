@@ -249,6 +249,12 @@ class WholeState:
 _OF_EACH = ("replica", "move", "residual", "count")
 _CODEC, _STEP = "codec", "count/step"
 
+
+def is_codec_state(path: str) -> bool:
+    """Whether a path is that of a codec's own state, which depends on layouts."""
+    return _is_of(path, _CODEC)
+
+
 Arrays = dict[str, jax.Array]
 
 
@@ -283,7 +289,7 @@ def from_other_replicas(
     (new,), (old,) = wanted[_STEP].shape, saved.get(_STEP, wanted[_STEP].shape)
     if old == new:
         return Reading(wanted)
-    read = {path: x for path, x in wanted.items() if not _is_of(path, _CODEC)}
+    read = {path: x for path, x in wanted.items() if not is_codec_state(path)}
     for path, struct in read.items():
         if _is_of(path, *_OF_EACH):
             shape = (struct.shape[0] // new * old, *struct.shape[1:])
@@ -299,7 +305,7 @@ def from_other_replicas(
         found |= _first_states(train_step)
         return {path: found[path] for path in wanted}
 
-    left = frozenset(path for path in saved if _is_of(path, _CODEC))
+    left = frozenset(path for path in saved if is_codec_state(path))
     return Reading(read, left, made)
 
 
@@ -355,7 +361,7 @@ def _codec_path(exchange: Exchange, leaf: Leaf, path: str) -> str:
         [s.indices(n) for s, n in zip(where[device], leaf.shape, strict=True)]
         for device in exchange.mesh.devices[0].flat
     ]
-    return f"codec/{leaf.path}@{zlib.crc32(repr(parts).encode()):08x}{path}"
+    return f"{_CODEC}/{leaf.path}@{zlib.crc32(repr(parts).encode()):08x}{path}"
 
 
 def _of_bits(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
