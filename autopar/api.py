@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.audits import audit_analysis
 from autopar.cluster import Cluster
+from autopar.compilers.options import CompilerOptions
 from autopar.planner.edited import carried_out
 from autopar.planner.hints import LogicalRules, Pins
 from autopar.planner.option_texts import SOLVER_SECONDS
@@ -53,6 +54,7 @@ def plan(
     schedule: str | None = None,
     remat: int | str | None = None,
     offload: str | None = None,
+    compiler_options: CompilerOptions | None = None,
     kwargs: Mapping[str, Any] | None = None,
     static_argnames: Sequence[str] = (),
     batch_argnames: BatchNames = None,
@@ -119,6 +121,10 @@ def plan(
         parameters, as is fastest, where memory is short. None: as the plan given as
         ``layouts`` says, else ``auto``, or ``none`` where the number of stages is given
         (page 'Memory of the hosts' of the documentation).
+      compiler_options: options of XLA's compiler for the programs of the plan, by name,
+        as in ``{'xla_gpu_enable_pipelined_collectives': True}``; the plan records them,
+        and compilations without devices use them, too. Predictions do not know what
+        they change. None: those of the plan given as ``layouts``.
       error_budget: for ``compression='auto'`` and ``gather_codecs='auto'``, the
         largest relative error of the gradients, in the optimizer's metric, with that
         of gathered parameters; None: that of int4 codes.
@@ -172,6 +178,7 @@ def plan(
         schedule=schedule,
         remat=remat,
         offload=offload,
+        compiler_options=compiler_options,
         static_argnames=static_argnames,
         batch_argnames=batch_argnames,
         frozen_argnames=frozen_argnames,

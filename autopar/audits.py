@@ -406,7 +406,9 @@ def _audits_of_target(
     for number, lowered in own.items():
         places = None if cluster.groups else subject.plan.stages[number].devices
         every = [p.lowered for p in lowered]
-        made = compile_for(every, device, where[number], places)
+        made = compile_for(
+            every, device, where[number], places, subject.plan.compiler_options
+        )
         runs = [
             ProgramRuns(program, p.times, p.held_bytes)
             for program, p in zip(made, lowered, strict=True)

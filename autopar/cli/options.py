@@ -222,7 +222,7 @@ def _planning_parameter(name: str) -> inspect.Parameter:
     text = f"{text[0].upper()}{text[1:]}."
     if isinstance(default, bool):
         return _parameter(name, bool, default or None, typer.Option(help=text))
-    if name == "pins":
+    if name in ("pins", "compiler_options"):
         text, kind = f"{text} Repeatable.", list[str] | None
     else:
         text = text if default is None else f"{text} Default: {default}."

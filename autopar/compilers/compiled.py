@@ -19,7 +19,9 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cluster.specs import DeviceSpec
+from autopar.compilers.options import CompilerOptions, flags, joined, of_tpus
 from autopar.compilers.targets import Target, room_options, topology
+from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.cost.collectives import collective_s
 from autopar.cost.compute import in_table_s, rates_of, roofline_s
 from autopar.cost.pricer import Pricer
@@ -31,10 +33,7 @@ from autopar_passes.audit.partitioned import AuditedCollective
 # Without a device the compiler cannot autotune kernels, because it cannot run them.
 # Matrix products by Triton need autotuning: without it the compiler may not find a tile
 # size.
-_GPU_FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
-# This option disables a pass of XLA that removes optimization barriers early.
-# `autopar.runtime` also compiles planned steps for CPUs with it.
-_WITH_BARRIERS = "--xla_disable_hlo_passes=cse_barrier_expander"
+_GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
 _MOST_LINES = 12
 
 
@@ -99,6 +98,7 @@ def compile_for(
     target: Target,
     cluster: Cluster,
     devices: Sequence[int] | None = None,
+    given: CompilerOptions | None = None,
 ) -> list[CompiledProgram]:
     """Compiles lowered programs for devices of a cluster, without access to such
     devices.
@@ -112,6 +112,7 @@ def compile_for(
       cluster: the devices. A slice of TPUs is given as a whole.
       devices: positions in the cluster of the devices that run the programs; None: all
         devices.
+      given: compiler options of the plan.
 
     Raises:
       PlanError: the compiler is not installed, or the cluster does not consist of the
@@ -133,7 +134,7 @@ def compile_for(
             "programs": len(programs),
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        _run(folder, target, cluster)
+        _run(folder, target, cluster, given or {})
         return [_compiled_program(folder, k) for k in range(len(programs))]
 
 
@@ -143,10 +144,12 @@ def _compiled_program(folder: pathlib.Path, number: int) -> CompiledProgram:
     return CompiledProgram(text, Memory(**memory))
 
 
-def _run(folder: pathlib.Path, target: Target, cluster: Cluster) -> None:
+def _run(
+    folder: pathlib.Path, target: Target, cluster: Cluster, given: CompilerOptions
+) -> None:
     """Runs the child process; raises an error if it failed."""
     command = [sys.executable, "-m", "autopar.compilers.child", str(folder)]
-    own = _environment(target, cluster)
+    own = _environment(target, cluster, given)
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return
@@ -160,9 +163,14 @@ def _run(folder: pathlib.Path, target: Target, cluster: Cluster) -> None:
     )
 
 
-def _environment(target: Target, cluster: Cluster) -> dict[str, str]:
+def _environment(
+    target: Target, cluster: Cluster, given: CompilerOptions
+) -> dict[str, str]:
     """Environment variables of the child process: without this process's settings of
     the backend, and with flags for the compiler.
+
+    Options of the plan take precedence over those of the environment, which take
+    precedence over those that autopar sets.
     """
     path = os.pathsep.join([p for p in sys.path if p] or [os.getcwd()])
     own = {
@@ -176,16 +184,23 @@ def _environment(target: Target, cluster: Cluster) -> dict[str, str]:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5p-32" if target.name == "v5p" else "v5litepod-16",
     }
-    given = os.environ.get("XLA_FLAGS", "").split()
-    flags = [f for f in given if "host_platform_device_count" not in f]
+    needed: dict[str, str] = {}
     if target.kind == "cpu":
-        flags.append(_WITH_BARRIERS)
-    if target.kind == "gpu":
-        said = {f.split("=")[0] for f in flags}
-        room = [f"--{name}={value}" for name, value in room_options(cluster).items()]
-        own_flags = [*_GPU_FLAGS, *room]
-        flags = [*flags, *(f for f in own_flags if f.split("=")[0] not in said)]
-    return {**os.environ, **own, "XLA_FLAGS": " ".join(flags)}
+        needed = dict(WITH_BARRIERS)
+    elif target.kind == "gpu":
+        needed = {**_GPU_OPTIONS, **room_options(cluster)}
+    # The compiler for TPUs has another variable for the options that only it knows.
+    tpus = of_tpus(given) if target.kind == "tpu" else {}
+    wanted = joined(needed, given, "") or {}
+    said = os.environ.get("XLA_FLAGS", "").split()
+    said = [f for f in said if "host_platform_device_count" not in f]
+    names = {f.split("=")[0].removeprefix("--") for f in said}
+    kept = {n: v for n, v in wanted.items() if n in given or n not in names}
+    own["XLA_FLAGS"] = " ".join([*said, *flags(kept)])
+    if tpus:
+        before = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+        own["LIBTPU_INIT_ARGS"] = " ".join([*before, *flags(tpus)])
+    return {**os.environ, **own}
 
 
 # Computes the time of a compiled program from its schedule, by the cost model.

@@ -250,8 +250,10 @@ def room_options(cluster: Cluster) -> dict[str, str]:
       cluster: the cluster, which tells how much memory a program may use. If its
         devices are unequal, they have different memory, and the result is empty.
     """
+    if cluster.groups:
+        return {}
     device = cluster.device
-    target = None if cluster.groups else TARGETS.get(device.name)
+    target = TARGETS.get(device.name)
     if device.kind != "gpu" or target is None or target.gpu is None:
         return {}
     usable = target.gpu.memory_bytes * USABLE_MEMORY

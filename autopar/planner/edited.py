@@ -109,7 +109,12 @@ def carried_out(
     else:
         made, said = _only_stage(analysis, plan, where, seconds)
     return with_status(
-        msgspec.structs.replace(made, target=plan.target, options=plan.options),
+        msgspec.structs.replace(
+            made,
+            target=plan.target,
+            options=plan.options,
+            compiler_options=plan.compiler_options,
+        ),
         f"edited: {said}; {made.solver.status}",
     )
 

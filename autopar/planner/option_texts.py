@@ -279,6 +279,19 @@ OPTIONS: Mapping[str, Option] = {
         metavar="{auto,none,optimizer,state}",
         flag="--offload",
     ),
+    "compiler_options": Option(
+        default=None,
+        text="options of XLA's compiler for the programs of the plan, by name, as in "
+        "``{'xla_gpu_enable_pipelined_collectives': True}``; the plan records them, "
+        "and compilations without devices use them, too. Predictions do not know what "
+        "they change. None: those of the plan given as ``layouts``",
+        expected="names of options of XLA with their values, such as "
+        "{'xla_gpu_enable_pipelined_collectives': True}",
+        words="names of options of XLA with their values, such as "
+        "xla_gpu_enable_pipelined_collectives=true",
+        metavar="NAME=VALUE",
+        flag="--compiler-option",
+    ),
     "donate": Option(
         default=True,
         text="whether a call consumes the carried state",

@@ -13,6 +13,13 @@ from typing import Any, cast
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, ClusterError
+from autopar.compilers.options import (
+    CompilerOptions,
+    check_options,
+)
+from autopar.compilers.options import (
+    read_options as read_compiler_options,
+)
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.cut_codes import cut_codecs_text, gather_codec
@@ -111,6 +118,21 @@ def _shares(given: Any) -> bool:
     return len(counts) > 1 and all(map(_COUNT, counts))
 
 
+def _is_compiler_options(given: Any) -> bool:
+    if given is None:
+        return True
+    if not isinstance(given, Mapping):
+        return False
+    options = cast("Mapping[Any, Any]", given)
+    kinds = all(
+        isinstance(name, str) and name and isinstance(value, (bool, int, float, str))
+        for name, value in options.items()
+    )
+    if kinds:
+        check_options(options)
+    return kinds
+
+
 def _is_remat(given: Any) -> bool:
     return given in ("auto", "none") or _layers(given) is not None
 
@@ -175,6 +197,7 @@ _CHECKS: Mapping[str, Check] = {
     "schedule": _any(None, *(name for name in SCHEDULES if name != NO_SCHEDULE)),
     "remat": _any(None, _is_remat),
     "offload": _any(None, "auto", "none", *OFFLOADS),
+    "compiler_options": _is_compiler_options,
     "donate": _any(True, False),
     "programs": _COUNT,
     "least_gain": _number(0.0),
@@ -195,6 +218,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "layouts": lambda text: as_plan(text, "layouts"),
     "microbatches": _read_counts,
     "stages": _read_count,
+    "compiler_options": read_compiler_options,
 }
 
 
@@ -233,6 +257,7 @@ class PlanOptions:
     schedule: str | None = OPTIONS["schedule"].default
     remat: int | str | None = OPTIONS["remat"].default
     offload: str | None = OPTIONS["offload"].default
+    compiler_options: CompilerOptions | None = OPTIONS["compiler_options"].default
     donate: bool = OPTIONS["donate"].default
     programs: int = OPTIONS["programs"].default
     fallback: str | Sequence[str] = OPTIONS["fallback"].default
@@ -550,10 +575,11 @@ def _refusal(said: str, option: Option) -> PlanError:
     return PlanError(f"{said}: expected {option.expected}.")
 
 
-def _refused_word(option: Option, word: str) -> PlanError:
+def _refused_word(option: Option, word: str | Sequence[str]) -> PlanError:
+    given = word if isinstance(word, str) else " ".join(word)
     # Without quotes around words; an apostrophe within a word stays.
     words = option.words or re.sub(r"(?<!\w)'([^']*)'", r"\1", option.expected)
-    return PlanError(f"{option.flag} {word}: expected {words}.")
+    return PlanError(f"{option.flag} {given}: expected {words}.")
 
 
 def _short(value: Any) -> str:

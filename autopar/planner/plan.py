@@ -339,27 +339,36 @@ def _check_copies(analysis: Analysis, stage: StagePlan) -> None:
 P = ParamSpec("P")
 
 
-def _with_seconds(
-    plan: Callable[Concatenate[Analysis, P], Plan],
-) -> Callable[Concatenate[Analysis, P], Plan]:
-    """Records in a plan the duration of the whole search."""
+def _completed(
+    plan: Callable[Concatenate[Analysis, Cluster, PlanOptions, P], Plan],
+) -> Callable[Concatenate[Analysis, Cluster, PlanOptions, P], Plan]:
+    """Records in a plan the duration of the whole search, and compiler options."""
 
     @functools.wraps(plan)
-    def plan_with_time(
-        analysis: Analysis, /, *args: P.args, **kwargs: P.kwargs
+    def plan_completely(
+        analysis: Analysis,
+        cluster: Cluster,
+        options: PlanOptions = DEFAULTS,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> Plan:
         begin = time.perf_counter()
-        found = plan(analysis, *args, **kwargs)
+        found = plan(analysis, cluster, options, *args, **kwargs)
         trace_s, graph_s = analysis.trace_s, analysis.graph_s
         solve_s = time.perf_counter() - begin
         total_s = trace_s + graph_s + solve_s
         spent = Seconds(trace=trace_s, graph=graph_s, solve=solve_s, total=total_s)
-        return msgspec.structs.replace(found, seconds=spent)
+        given, kept = options.compiler_options, options.layouts
+        if given is None and kept is not None:
+            given = kept.compiler_options
+        return msgspec.structs.replace(
+            found, seconds=spent, compiler_options=dict(given or {})
+        )
 
-    return plan_with_time
+    return plan_completely
 
 
-@_with_seconds
+@_completed
 def plan_analysis(
     analysis: Analysis,
     cluster: Cluster,

@@ -161,7 +161,7 @@ def check_devices(cluster: Cluster, stages: tuple[StagePlan, ...], name: str) ->
 ABOUT = frozenset(
     {
         "schema", "version", "seconds", "solver", "target", "options", "checks",
-        "stages", "worth", "compiled_memory_bytes", "decided",
+        "stages", "worth", "compiled_memory_bytes", "decided", "compiler_options",
     }
 )  # fmt: skip
 _DIGITS = 16

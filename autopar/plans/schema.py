@@ -220,6 +220,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         `pipeline`.
       offload: paths of the state that is in host memory between steps because of the
         plan. The step's own code may put further arrays there.
+      compiler_options: options of XLA's compiler that the user gave for the programs of
+        the plan, by name.
       decided: the decisions other than layouts, with their gains, for human readers.
       shapes: pytree path of each input -> its shape.
       target: the target of the command line that made the plan, such as
@@ -261,6 +263,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     pipeline: PipelineData | None = None
     remat: Rematerialisation = AS_WRITTEN
     offload: tuple[str, ...] = ()
+    compiler_options: dict[str, bool | int | float | str] = {}
     decided: tuple[str, ...] = ()
     shapes: dict[str, tuple[int, ...]] = {}
     target: str = ""

@@ -13,6 +13,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from autopar.compilers.options import options_text
+from autopar.compilers.targets import room_options
 from autopar.cost.breakdown import MEMORY_MORE, NEAR_LIMIT
 from autopar.plans import GatherDecision, GradientDecision, Plan, StagePlan
 from autopar.plans.schema import Predicted, set_renderer
@@ -89,6 +91,7 @@ def summary_lines(plan: Plan) -> list[str]:
         *(f"decided  {text}" for text in plan.decided),
         *_remat_lines(plan),
         *_offload_lines(plan),
+        *compiler_lines(plan),
         *_bubble_lines(plan),
         *cut_lines(plan),
         *gather_lines(plan),
@@ -170,6 +173,23 @@ def remat_text(plan: Plan) -> str:
     if names := names_of(remat.level):
         kept = f", except {', '.join(names)}"
     return f"{what}{kept}"
+
+
+def compiler_lines(plan: Plan) -> list[str]:
+    """The options of XLA's compiler that belong to the plan, and why, as a line."""
+    cluster = plan.cluster.read()
+    room = {
+        name: value
+        for name, value in room_options(cluster).items()
+        if name not in plan.compiler_options
+    }
+    texts = list[str]()
+    if room:
+        limit = bytes_text(cluster.memory_bytes)
+        texts.append(f"{options_text(room)}, to stay within {limit}")
+    if plan.compiler_options:
+        texts.append(f"{options_text(plan.compiler_options)}, as given")
+    return [f"compiler {'; '.join(texts)}"] if texts else []
 
 
 # If exposed communication takes at least this fraction of a step, the text of the plan

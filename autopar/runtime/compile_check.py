@@ -224,7 +224,9 @@ def _compiled_bytes(
     step = planned_step(analysis, plan, abstract_mesh(plan))
     try:
         part = _part_of(plan, cluster)
-        (found,) = compile_for([step.lower(target.platform)], target, part)
+        lowered = [step.lower(target.platform)]
+        given = plan.compiler_options
+        (found,) = compile_for(lowered, target, part, None, given)
     except CompileError as error:
         used = _USED.search(str(error))
         return float(used[1]) * _UNITS[used[2]] if used else 0.0

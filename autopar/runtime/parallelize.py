@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import jax
 
 from autopar.cluster import Cluster
+from autopar.compilers.options import CompilerOptions
 from autopar.compression.policies.policy import Policy
 from autopar.compression.synchronise import Fallback
 from autopar.errors import PlanError
@@ -85,6 +87,7 @@ def parallelize(
     schedule: str | None = ...,
     remat: int | str | None = ...,
     offload: str | None = ...,
+    compiler_options: CompilerOptions | None = ...,
     static_argnames: Sequence[str] = ...,
     batch_argnames: BatchNames = ...,
     frozen_argnames: str | Sequence[str] = ...,
@@ -126,6 +129,7 @@ def parallelize(
     schedule: str | None = ...,
     remat: int | str | None = ...,
     offload: str | None = ...,
+    compiler_options: CompilerOptions | None = ...,
     static_argnames: Sequence[str] = ...,
     batch_argnames: BatchNames = ...,
     frozen_argnames: str | Sequence[str] = ...,
@@ -168,6 +172,7 @@ def parallelize(
     schedule: str | None = None,
     remat: int | str | None = None,
     offload: str | None = None,
+    compiler_options: CompilerOptions | None = None,
     static_argnames: Sequence[str] = (),
     batch_argnames: BatchNames = None,
     frozen_argnames: str | Sequence[str] = (),
@@ -269,6 +274,10 @@ def parallelize(
         parameters, as is fastest, where memory is short. None: as the plan given as
         ``layouts`` says, else ``auto``, or ``none`` where the number of stages is given
         (page 'Memory of the hosts' of the documentation).
+      compiler_options: options of XLA's compiler for the programs of the plan, by name,
+        as in ``{'xla_gpu_enable_pipelined_collectives': True}``; the plan records them,
+        and compilations without devices use them, too. Predictions do not know what
+        they change. None: those of the plan given as ``layouts``.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
       batch_argnames: names of the arguments that hold the batch, or patterns of paths
@@ -315,6 +324,7 @@ def parallelize(
         spares=Spares(always=(not donate) + 2 * (comparison is not None)),
         remat=remat,
         offload=offload,
+        compiler_options=compiler_options,
         donate=donate,
         programs=programs,
         fallback=fallback,
@@ -329,6 +339,9 @@ def parallelize(
     )
     if given is not None:
         _check_given(named, options)
+        options = dataclasses.replace(
+            options, compiler_options=given.compiler_options or None
+        )
     coded = compression != "none" if given is None else _has_codecs(given)
     safer = _fallback(fallback, least_gain, coded=coded)
     signals = _check_policy(policy, coded=coded, alone=safer is None)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from autopar.compilers.options import CompilerValue, joined
 from autopar.compilers.targets import room_options
 from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.compression.synchronise import Fallback
@@ -446,30 +447,32 @@ def _keep_finite(finite: jax.Array, new: Any, old: Any) -> Any:
 
 def _compiler_options(
     assignment: Assignment, plan: Plan, mesh: Any, *, codecs: bool = False
-) -> dict[str, str] | None:
+) -> dict[str, CompilerValue] | None:
     """Returns the compiler options of a program; None for the defaults.
 
-    On GPUs the options keep the program within the memory of the plan. On CPUs they
-    keep optimization barriers, if the program needs them. By default, XLA's CPU
-    pipeline drops barriers before it merges equal expressions and loops. Values that
-    are to be recomputed (rematerialisation) would then stay in memory, and values that
-    are to be computed once, such as a codec's payload, would be computed again in each
-    loop that reads them.
+    They are those that the user gave and those that the program needs. On GPUs the
+    latter keep the program within the memory of the plan. On CPUs they keep
+    optimization barriers, if the program has any. By default, XLA's CPU pipeline drops
+    barriers before it merges equal expressions and loops. Values that are to be
+    recomputed (rematerialisation) would then stay in memory, and values that are to be
+    computed once, such as a codec's payload, would be computed again in each loop that
+    reads them.
     """
     platform = "" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
+    needed = dict[str, str]()
     if platform == "gpu":
-        return room_options(plan.cluster.read()) or None
-    if platform != "cpu":
-        return None
-    barrier = any(
-        op.kind == "optimization_barrier" for op in assignment.graph.operators
-    )
-    again = any(
-        backward and not choice.reuse
-        for (_, backward), choice in assignment.copies.items()
-    )
-    codecs = codecs or bool(assignment.gathers)
-    return WITH_BARRIERS if barrier or again or codecs else None
+        needed = room_options(plan.cluster.read())
+    elif platform == "cpu":
+        barrier = any(
+            op.kind == "optimization_barrier" for op in assignment.graph.operators
+        )
+        again = any(
+            backward and not choice.reuse
+            for (_, backward), choice in assignment.copies.items()
+        )
+        codecs = codecs or bool(assignment.gathers)
+        needed = WITH_BARRIERS if barrier or again or codecs else {}
+    return joined(needed, plan.compiler_options, platform)
 
 
 def _out_shardings(

@@ -500,7 +500,8 @@ def _stages(
         )
         count += len(own.gradients)
         room = room_options(stage_cluster(whole, plan.stages[k].devices))
-        out.append(Stage(program, assignment, mesh, room, sums))
+        given = plan.compiler_options
+        out.append(Stage(program, assignment, mesh, room, given, sums))
     return out
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar.compilers.options import joined
 from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.compression.synchronise import NON_FINITE, restore_unless_finite
 from autopar.layouts.layout import Axes
@@ -204,7 +205,9 @@ def finish_code(
         donate_argnums=tuple(k + 2 + sparse for k in ending.taken_places),
         # The barriers keep the compiler from computing the input of a codec again in
         # each loop that reads it.
-        compiler_options=WITH_BARRIERS if stage.on_cpu else stage.options,
+        compiler_options=joined(
+            WITH_BARRIERS if stage.on_cpu else stage.room, stage.given, stage.platform
+        ),
     )
 
 

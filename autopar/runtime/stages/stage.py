@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from autopar.compilers.options import CompilerOptions, CompilerValue, joined
 from autopar.layouts.assignment import Assignment, kept_layout
 from autopar.layouts.pieces import wire_layout
 from autopar.runtime.compiler import compile_lowered
@@ -135,6 +136,7 @@ class Stage:
       mesh: the devices of the stage.
       room: compiler options that limit memory
         (`autopar.compilers.targets.room_options`).
+      given: compiler options of the plan.
       sums: the gradients that the stage sums by codecs; None: no gradients.
       early: running sums that are summed over devices right after the last microbatch,
         before several updates read them.
@@ -146,21 +148,28 @@ class Stage:
     assignment: Assignment
     mesh: Mesh
     room: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    given: CompilerOptions = dataclasses.field(default_factory=dict[str, CompilerValue])
     sums: GradientSums | None = None
     early: frozenset[int] = frozenset()
     handed: frozenset[int] = frozenset()
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether the mesh has devices and they are CPUs."""
+    def platform(self) -> str:
+        """JAX's name of the platform of the mesh; '' if the mesh has no devices."""
         mesh = self.mesh
         here = not isinstance(mesh, AbstractMesh)
-        return here and mesh.devices.flat[0].platform == "cpu"
+        return mesh.devices.flat[0].platform if here else ""
 
     @property
-    def options(self) -> dict[str, str] | None:
+    def on_cpu(self) -> bool:
+        """Whether the mesh has devices and they are CPUs."""
+        return self.platform == "cpu"
+
+    @property
+    def options(self) -> dict[str, CompilerValue] | None:
         """The compiler options for the programs of the stage."""
-        return None if self.on_cpu else dict(self.room) or None
+        needed = {} if self.on_cpu else self.room
+        return joined(needed, self.given, self.platform)
 
     @property
     def coded_values(self) -> frozenset[int]:

@@ -124,6 +124,6 @@ def test_the_compiler_is_told_the_memory_that_a_plan_may_use(
     """As a run tells it; a factor that the user gives stays."""
     monkeypatch.setenv("XLA_FLAGS", given)
     cluster = Cluster.parse("8:h100,memory=8GB")
-    flags = compiled._environment(target_of("h100"), cluster)["XLA_FLAGS"].split()
+    flags = compiled._environment(target_of("h100"), cluster, {})["XLA_FLAGS"].split()
     (found,) = [f for f in flags if "slop_factor" in f]
     assert found == (given or "--xla_gpu_memory_limit_slop_factor=9")
