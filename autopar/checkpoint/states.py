@@ -94,6 +94,7 @@ class _OfPlan:
         self._step = train_step
 
     def arrays(self, state: Any) -> dict[str, Any]:
+        self._step.finish_comparison()
         analysis = self._step.running.planned.analysis
         return name_arrays(self._step.__name__, analysis, state)
 

@@ -369,15 +369,14 @@ def check_rows(world: World, shapes: Mapping[str, tuple[int, ...]]) -> None:
 def check_equal(world: World, leaves: Mapping[str, Any], *, first: bool) -> None:
     """Checks that arrays have equal values on all processes.
 
-    Each process holds its own copy of the arrays. The check runs in every step, so it
-    must be fast: each process sends only a digest of its arrays, by a collective of the
-    devices.
+    Each process holds its own copy of the arrays, and sends a digest of them.
 
     Args:
       world: the processes.
       leaves: the arrays, by path in the arguments.
       first: whether this is the first step of a program. In a first step, the processes
-        exchange digests on the host, so that a process may send a failure instead.
+        exchange digests on the host, so that a process may send a failure instead. Else
+        a collective of the devices gathers them, which is faster.
 
     Raises:
       PlanError: the values differ between processes.
@@ -386,13 +385,81 @@ def check_equal(world: World, leaves: Mapping[str, Any], *, first: bool) -> None
         return
     digests = digests_of(leaves)
     key = hashlib.sha256(repr(digests).encode()).digest()
-    gather = (
-        (lambda: exchange_data(world, "comparing values", key))
-        if first
-        else (lambda: world.channel.gather(key))
-    )
-    if len(set(gather())) > 1:
+    if first:
+        every = exchange_data(world, "comparing values", key)
+    else:
+        every = world.channel.gather(key)
+    if len(set(every)) > 1:
         refuse_different(world, digests)
+
+
+# The arrays of at most so many steps are compared together. A comparison of 20 ms then
+# adds about a millisecond to a step.
+_MOST_STEPS = 16
+
+
+class StepComparison:
+    """Compares the arrays of steps between processes, of several steps at once.
+
+    Each process holds its own copy of the arrays, and sends a digest of them. To
+    compare digests in each step would make each step wait for the slowest process, also
+    where the step itself sends nothing. The arrays of the first steps are compared
+    soon, and later ones of up to `_MOST_STEPS` steps together.
+    """
+
+    def __init__(self) -> None:
+        """Creates a comparison of nothing."""
+        self._world: World | None = None
+        self._held: list[dict[str, str]] = []
+        self._most = 1
+
+    def add(self, world: World, leaves: Mapping[str, Any]) -> None:
+        """Adds the arrays of a step. All processes must add those of the same steps.
+
+        Args:
+          world: the processes.
+          leaves: the arrays, by path in the arguments.
+
+        Raises:
+          PlanError: arrays of this step or of steps before differ between processes.
+        """
+        if world.process_count == 1 or not leaves:
+            return
+        if self._world is not world:  # processes may have left, with what they held
+            self._world, self._held, self._most = world, [], 1
+        self._held.append(digests_of(leaves))
+        if len(self._held) >= self._most:
+            self._most = min(2 * self._most, _MOST_STEPS)
+            self.finish(world)
+
+    def finish(self, world: World) -> None:
+        """Compares what is not compared yet. All processes must call it.
+
+        Raises:
+          PlanError: arrays of a step differ between processes.
+        """
+        held, self._held = self._held, []
+        if not held or self._world is not world:
+            return
+        key = hashlib.sha256(repr(held).encode()).digest()
+        if len(set(world.channel.gather(key))) == 1:
+            return
+        for behind, digests in zip(range(len(held) - 1, -1, -1), held, strict=True):
+            try:
+                refuse_different(world, digests)
+            except PlanError as error:
+                raise PlanError(f"{error} {_when(behind)}") from None
+
+
+def _when(behind: int) -> str:
+    """Says in which step arrays differed, and what to do."""
+    if not behind:
+        return "They are those of the last step."
+    ago = "one step" if behind == 1 else f"{behind} steps"
+    return (
+        f"They are those of {ago} before the last: all results since then are wrong, so "
+        "go back to a checkpoint."
+    )
 
 
 def check_same_creation(

@@ -283,6 +283,14 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def compression_state(self, state: Any) -> None:
         self._codecs.restore(state, held=False)
 
+    def finish_comparison(self) -> None:
+        """Compares the whole arrays of the last calls; all processes must call it.
+
+        Raises:
+          PlanError: arrays that each process passes whole differ.
+        """
+        self._preparation.finish_comparison()
+
     def hold_compression_state(self, state: Any) -> None:
         """Restores a saved codec state.
 
@@ -744,6 +752,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
           state: as for `replan`.
           consume: as for `replan`.
         """
+        self._preparation.finish_comparison()
         old = self.running.planned
         with agreement.tell_errors(self.world, "moving the state"):
             arrays = name_arrays(self.__name__, analysed.analysis, state)

@@ -231,6 +231,7 @@ class Preparation:
         self._plans: Recent[Hashable, Plan] = Recent(PLANS)
         # The functions that have run; the first call of a function compiles it.
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._compared = agreement.StepComparison()
         self._links: Links | None = None
         # Plans that this process remembers from earlier sets of processes.
         self._earlier: dict[Hashable, Plan] = {}
@@ -525,7 +526,7 @@ class Preparation:
 
         Raises:
           PlanError: an array that each process holds a copy of differs between
-            processes.
+            processes, in this step or in one of the steps before.
         """
         graph, shardings = planned.analysis.graph, planned.in_shardings
         if first:
@@ -557,8 +558,19 @@ class Preparation:
                 placed.append(placement.place(x, sharding))
             for k, array in place_rows(rows).items():
                 placed[k] = array
-        agreement.check_equal(world, whole, first=first)
+        if first:
+            agreement.check_equal(world, whole, first=True)
+        else:
+            self._compared.add(world, whole)
         return placed
+
+    def finish_comparison(self) -> None:
+        """Compares the arrays of the last steps between processes.
+
+        Raises:
+          PlanError: arrays that each process holds a copy of differ.
+        """
+        self._compared.finish(self._world())
 
     def devices(self, setting: Setting) -> tuple[Any, ...]:
         """Returns the devices that a setting may use."""

@@ -103,6 +103,17 @@ def failures(process: int) -> dict[str, tuple[str, float]]:
         step = autopar.parallelize(_step, cluster=forms.cheap("2x2:cpu"))
         return step(step.init(_fail if process == 1 else lambda: w), batch)
 
+    def call_often(after: Any) -> None:
+        """Passes other arrays in each process to one of the calls, and goes on."""
+        step = autopar.parallelize(
+            _step, cluster=forms.cheap("2x2:cpu"), whole_argnames="batch"
+        )
+        batch, new = local_batches(1, 0)[0], w
+        for k in range(6):
+            more = process if k == 4 else 0
+            new, _ = step(new, {k: v + more for k, v in batch.items()})
+        after(step, new, batch)
+
     def patched(what: str, by: Any) -> Any:
         with unittest.mock.patch(what, by) if process == 1 else nullcontext():
             return call()
@@ -120,6 +131,10 @@ def failures(process: int) -> dict[str, tuple[str, float]]:
         "whole": lambda: call(
             batch={k: v + process for k, v in batch.items()}, whole_argnames="batch"
         ),
+        "replan": lambda: call_often(
+            lambda step, w, batch: step.replan(forms.cheap("2x2:cpu"), w)
+        ),
+        "end": lambda: call_often(lambda step, w, batch: step.finish_comparison()),
     }
     found: dict[str, tuple[str, float]] = {}
     for name, run in cases.items():

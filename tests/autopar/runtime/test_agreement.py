@@ -141,6 +141,38 @@ class TestPlans:
             assert str(error).startswith("'key': different values on the processes")
 
     @pytest.mark.parametrize(
+        ("differ", "noticed", "told"),
+        [
+            (0, 0, "those of the last step"),
+            (2, 2, "those of the last step"),
+            (1, 2, "one step before the last"),
+            (8, 14, "6 steps before the last"),
+            (31, 46, "15 steps before the last"),
+            (47, 50, "2 steps before the last"),
+            (99, None, ""),
+        ],
+    )
+    def test_values_of_steps_are_compared_together(
+        self, differ: int, noticed: int | None, told: str
+    ) -> None:
+        """First after each step, then of 2, 4, 8 and 16 steps together."""
+
+        def check(world: World) -> int | None:
+            compared, k = agreement.StepComparison(), 0
+            try:
+                for k in range(50):
+                    value = world.process_index * (k == differ)
+                    compared.add(world, {"x": np.float32(value)})
+                k = 50
+                compared.finish(world)
+                compared.finish(world)  # there is nothing left
+            except PlanError as error:
+                return k if told in str(error) and "'x':" in str(error) else -1
+            return None
+
+        assert everywhere(check) == [noticed, noticed]
+
+    @pytest.mark.parametrize(
         ("create", "named"),
         [
             (lambda k, key: lambda given: given, "args[0]"),

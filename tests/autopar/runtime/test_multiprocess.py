@@ -137,6 +137,8 @@ def test_a_failure_of_one_process_reaches_all(found: Any, name: str, told: str) 
         ("code", ["process 1 differs", "with 1.0 ->", "with 1.5 ->"]),
         ("values", ["'w': different values"]),
         ("whole", ["'batch/x', 'batch/y': different values", "whole_argnames="]),
+        ("replan", ["'batch/x', 'batch/y': different", "one step before the last"]),
+        ("end", ["'batch/x', 'batch/y': different", "one step before the last"]),
     ],
 )
 def test_what_differs_is_named(found: Any, name: str, parts: list[str]) -> None:
