@@ -457,8 +457,8 @@ def _when(behind: int) -> str:
         return "They are those of the last step."
     ago = "one step" if behind == 1 else f"{behind} steps"
     return (
-        f"They are those of {ago} before the last: all results since then are wrong, so "
-        "go back to a checkpoint."
+        f"They are those of {ago} before the last: all results since then are wrong, "
+        "so go back to a checkpoint."
     )
 
 

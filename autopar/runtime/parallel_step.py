@@ -420,10 +420,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
         Returns None if these arguments differ from those of the last call in more than
         the values of arrays.
         """
-        known = self._repeated
-        if known is None or known.running is not self._current:
-            return None
-        if self._codecs.has_saved or self.world.process_count > 1:
+        known, saved = self._repeated, self._codecs.has_saved
+        if known is None or known.running is not self._current or saved:
             return None
         found = known.place_call(args, kwargs)
         return None if found is None else (known, *found)
@@ -460,9 +458,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
             flat = self._issue_program(planned, placed)
         placement.consume(call.arrays, placed, carried, flat)
         home = placement.home_of(call.arrays)
-        if home is None and self.world.process_count == 1:
+        if home is None and planned.links is None:
+            place = self._preparation.placing(planned)
             self._repeated = repeated_call(
-                running, call, args, kwargs, placed, flat, carried
+                running, call, args, kwargs, placed, flat, carried, place
             )
         self._follow_up(planned, flat)
         flat = placement.given_back(

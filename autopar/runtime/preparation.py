@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -539,25 +540,50 @@ class Preparation:
                 shardings,
                 first=first,
             )
+        every = self.place_some(planned, dict(enumerate(leaves)), first=first)
+        return list(every.values())
+
+    def placing(
+        self, planned: PlannedStep
+    ) -> Callable[[Mapping[int, Any]], Mapping[int, Any]] | None:
+        """Returns `place_some` for a program; None in one process."""
+        if self._world().process_count == 1:
+            return None
+        return functools.partial(self.place_some, planned)
+
+    def place_some(
+        self, planned: PlannedStep, leaves: Mapping[int, Any], *, first: bool = False
+    ) -> dict[int, Any]:
+        """Returns some of the flat arguments, placed; see `place_arguments`.
+
+        All processes must place arguments of the same positions.
+
+        Args:
+          planned: a program whose stages all processes run.
+          leaves: position of an argument -> the array.
+          first: whether this is the first step that runs the program.
+        """
+        inputs, shardings = planned.analysis.graph.inputs, planned.in_shardings
+        values = planned.analysis.graph.values
         whole: dict[str, Any] = {}
         rows: dict[int, Rows] = {}
-        placed: list[Any] = []
+        placed: dict[int, Any] = {}
         world = self._world()
         # In a first step, the processes compare arrays on the host, by an exchange
         # that also reports failures. So an error here reaches the other processes.
         what = "placing the arguments"
         with agreement.tell_errors(world, what) if first else contextlib.nullcontext():
-            for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
-                shape = graph.values[given.value].shape
+            for k, x in leaves.items():
+                given, sharding = inputs[k], shardings[k]
+                shape = values[given.value].shape
+                placed[k] = None
                 if _is_own_part(x, given, shape):
-                    rows[len(placed)] = Rows(x, shape, sharding)
-                    placed.append(None)
+                    rows[k] = Rows(x, shape, sharding)
                     continue
                 if placement.held_here(x, sharding):
                     whole[given.path] = x
-                placed.append(placement.place(x, sharding))
-            for k, array in place_rows(rows).items():
-                placed[k] = array
+                placed[k] = placement.place(x, sharding)
+            placed |= place_rows(rows)
         if first:
             agreement.check_equal(world, whole, first=True)
         else:

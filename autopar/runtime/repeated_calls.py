@@ -27,6 +27,7 @@ from autopar_passes.program.calls import StepCall
 from autopar_passes.program.static_leaves import Static, struct_of
 
 _Taken = Callable[[Sequence[Any]], Sequence[Any]]
+_Place = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class RepeatedCall:
       donated: a function that selects the donated arrays.
       moves_state: whether some donated array needs placement in each call, such as a
         random key.
+      place: places arrays, by position, together with those of other processes; None in
+        one process.
     """
 
     running: Running
@@ -85,6 +88,7 @@ class RepeatedCall:
     consumed: dict[int, int]
     donated: _Taken
     moves_state: bool
+    place: _Place | None
 
     def place_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -126,6 +130,13 @@ class RepeatedCall:
         if not self.loose:
             return given, given
         placed = list(given)
+        if self.place is not None:
+            if not all(loose.fits(given[loose.position]) for loose in self.loose):
+                return None
+            those = {loose.position: given[loose.position] for loose in self.loose}
+            for k, array in self.place(those).items():
+                placed[k] = array
+            return given, placed
         for loose in self.loose:
             leaf = given[loose.position]
             if not loose.fits(leaf):
@@ -150,6 +161,7 @@ def repeated_call(
     placed: Sequence[Any],
     flat: Sequence[Any],
     consumed: dict[int, int],
+    place: _Place | None = None,
 ) -> RepeatedCall | None:
     """Returns the properties that later calls must share with a call that has run.
 
@@ -164,6 +176,7 @@ def repeated_call(
       flat: flat results of the call.
       consumed: position of each donated argument -> position of the result that is its
         value for the next step.
+      place: as `RepeatedCall.place`.
     """
     form = call.form
     keywords = tuple(k for k in form.names[len(args) :] if k in kwargs)
@@ -209,6 +222,7 @@ def repeated_call(
         consumed,
         _taker(list(consumed), len(own)),
         any(found.position in consumed for found in loose),
+        place,
     )
 
 

@@ -281,10 +281,13 @@ def whole(process: int) -> dict[str, Any]:
     batches = list(forms.batches(3))
     state = step.init(form.create, jax.random.key(0), batch=batches[0])
     batches[2] = {k: v[:9] for k, v in batches[2].items()}
+    repeats: list[bool] = []
     losses: list[float] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a row is dropped
         for batch in batches:
+            # A call after the first is like the one before it, until rows are dropped.
+            repeats.append(step._repeated is not None)
             *state, loss = step(*state, batch)
             losses.append(float(loss))
 
@@ -295,7 +298,10 @@ def whole(process: int) -> dict[str, Any]:
     run = step.jit(evaluate, whole_argnames="weights")
     found = run(state[0], batches[1], np.arange(4, dtype=np.float32))
     shapes = [list(shape) for shape in step.plan.written_shapes.values()]
-    return {"losses": losses, "evaluated": float(found), "shapes": shapes}
+    return {
+        "losses": losses, "evaluated": float(found), "shapes": shapes,
+        "repeats": repeats,
+    }  # fmt: skip
 
 
 def placed_wrong(process: int) -> list[str]:

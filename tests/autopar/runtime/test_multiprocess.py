@@ -67,6 +67,7 @@ def test_each_process_passes_the_whole_batch(found: Any) -> None:
         np.testing.assert_allclose(own["losses"], want["losses"], rtol=1e-5)
         assert own["evaluated"] == pytest.approx(want["evaluated"], rel=1e-5)
         assert own["shapes"] == want["shapes"]
+        assert own["repeats"] == [False, True, True]
 
 
 def test_rows_are_exchanged_for_every_sharding(found: Any) -> None:
