@@ -135,9 +135,10 @@ def _kept_strategies(
     """Node of the other step -> the plan's strategy, for nodes that both steps have.
 
     Nodes are matched by the numbers of their values, which stay the same when layers
-    are rematerialised.
+    are rematerialised. Values that the rewrite for devices adds have other numbers.
     """
     strategies = assignment_of(planned, plan).strategies
+    added = min(len((x.alone or x).program.values) for x in (planned, other))
     nodes, node_of = planned.contraction.nodes, planned.contraction.node_of
     known = {
         op.outputs[0]: node_of[op.class_index]
@@ -148,6 +149,8 @@ def _kept_strategies(
     for op in other.graph.operators:
         number = other.contraction.node_of.get(op.class_index)
         if number is None or not op.outputs or op.outputs[0] not in known:
+            continue
+        if op.outputs[0] >= added:
             continue
         before, node = known[op.outputs[0]], other.contraction.nodes[number]
         if node.factors == nodes[before].factors:
@@ -427,17 +430,17 @@ class Programs:
     def priced_s(self, name: str, other: str) -> float:
         """Returns the step time of program ``other`` in the layouts of ``name``.
 
-        The solver chooses layouts for operators that only ``other`` has. The result is
-        0 if it finds none in time.
+        Both programs compute attention and sort rows as the plan of ``name`` does. The
+        solver chooses layouts for operators that only ``other`` has. The result is 0 if
+        it finds none in time, or if ``other`` cannot be computed so.
         """
         if (name, other) not in self.seconds:
-            before, after = self.program(name), self.program(other)
-            found_s = 0.0
+            plan, found_s = self.plans[name], 0.0
+            programs = self.program(name), self.program(other)
             with contextlib.suppress(PlanError):
+                before, after = (as_planned(p, plan) for p in programs)
                 roomy = _roomy(self.cluster)
-                found_s = price_in_layouts(
-                    self.plans[name], before, after, roomy
-                ).step_s
+                found_s = price_in_layouts(plan, before, after, roomy).step_s
             self.seconds[name, other] = found_s
         return self.seconds[name, other]
 

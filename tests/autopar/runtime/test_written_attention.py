@@ -64,7 +64,9 @@ def right_padded(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def training(attend: Any = attention, *, remat: bool = False) -> Any:
+def training(
+    attend: Any = attention, *, remat: bool = False, scan: bool = False
+) -> Any:
     """A step of a language model, its state, and tokens."""
 
     def block(p: Any, x: Any) -> Any:
@@ -78,8 +80,13 @@ def training(attend: Any = attention, *, remat: bool = False) -> Any:
     def step(params: Any, tokens: Any) -> Any:
         def loss_of(params: Any) -> Any:
             x = params["table"][tokens[:, :-1]]
-            for p in params["layers"]:
-                x = apply(p, x)
+            if scan:
+                x, _ = jax.lax.scan(
+                    lambda x, p: (apply(p, x), None), x, params["layers"]
+                )
+            else:
+                for p in params["layers"]:
+                    x = apply(p, x)
             logs = jax.nn.log_softmax(x @ params["table"].T)
             return -jnp.take_along_axis(logs, tokens[:, 1:, None], -1).mean()
 
@@ -92,8 +99,9 @@ def training(attend: Any = attention, *, remat: bool = False) -> Any:
         for _ in range(LAYERS)
     ]
     params = {
-        "table": jax.random.normal(next(keys), (VOCAB, WIDTH)), "layers": layers
-    }  # fmt: skip
+        "table": jax.random.normal(next(keys), (VOCAB, WIDTH)),
+        "layers": jax.tree.map(lambda *x: jnp.stack(x), *layers) if scan else layers,
+    }
     tokens = jax.random.randint(next(keys), (BATCH, SEQ + 1), 0, VOCAB)
     return step, params, tokens
 
@@ -140,6 +148,27 @@ def test_a_split_sequence_trains_as_one_device(
     expected = jax.jit(step)(params, tokens)
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))
+
+
+def test_a_loop_over_layers_is_priced_in_the_layouts_of_a_plan_with_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The search also tries layers that are computed again, beside such a plan."""
+    monkeypatch.setattr(for_devices, "_SCORES", 0.0)
+    step, params, tokens = training(remat=True, scan=True)
+
+    plan = autopar.plan(
+        step,
+        params,
+        tokens,
+        cluster=small_devices(90_000),
+        max_axes=1,
+        stages=1,
+        remat="auto",
+        seconds=1,
+    )
+
+    assert plan.attention_kernel == "blocks", str(plan)
 
 
 def biased_attention(params: Any, x: Any) -> Any:
