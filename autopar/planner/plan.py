@@ -64,7 +64,11 @@ from autopar.plans.schema import Seconds
 from autopar.plans.specs import check_divides, spec_of
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_dims, batch_rows
-from autopar.steps.for_devices import alternatives, for_devices
+from autopar.steps.for_devices import (
+    alternatives,
+    for_devices,
+    why_scores_are_kept,
+)
 from autopar.steps.offload import asked_state
 from autopar.steps.padding import padded_rows, with_row_multiple
 from autopar.units import number_of
@@ -80,6 +84,11 @@ from autopar.units import number_of
 
 class UnsplitBatchError(PlanError):
     """No mesh axis divides the rows of the batch."""
+
+    def because(self, reason: str) -> UnsplitBatchError:
+        """The error with one more reason, before the line that says what to try."""
+        head, *tail = str(self).rpartition("\n  try:")
+        return UnsplitBatchError("".join((head, f"\n  {reason}", *tail)))
 
 
 def dividing_part(cluster: Cluster, rows: int) -> Cluster | None:
@@ -247,16 +256,19 @@ def plan_best(
             why = f"{few.num_devices} devices work on as few rows each"
             plans.append(_with_idle(search_padded(few), cluster, few, why))
         except PlanError as error:
-            refused = f"; {str(error).splitlines()[0]}"
+            refused = str(error).splitlines()[0]
     small = 2 * part.num_devices < cluster.num_devices
     if (
         failed is not None
         and not plans
         and (small or isinstance(failed, InfeasibleError))
     ):
+        if refused and isinstance(failed, UnsplitBatchError):
+            raise failed.because(refused)
         raise failed
     try:
-        why = f"{part.num_devices} devices divide the batch{refused}"
+        why = f"{part.num_devices} devices divide the batch"
+        why += f"; {refused}" if refused else ""
         plans.append(_with_idle(search(part), cluster, part, why))
     # The part may have no plan: for example, with fewer devices, each needs more
     # memory.
@@ -776,7 +788,7 @@ def check_batch(
         for count in range(1, parts)
         if rows % count == 0 and any(rows // count % size == 0 for size in sizes)
     ]
-    raise UnsplitBatchError(
+    error = UnsplitBatchError(
         f"the batch cannot be split: the number of its rows is {n} ('{path}'"
         f"{f', in each of {parts} microbatches' if parts > 1 else ''}), and no "
         f"mesh axis of {cluster} ({', '.join(map(str, sizes))}) divides it.\n"
@@ -785,3 +797,5 @@ def check_batch(
         "to plan without data parallelism. With last_batch='run', such a batch runs "
         "after one that can be split."
     )
+    scores = why_scores_are_kept(analysis, up, cluster.device)
+    raise error.because(f"its sequence cannot be split: {scores}") if scores else error

@@ -222,6 +222,18 @@ def biased_expert_step(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
+def test_a_batch_that_cannot_be_split_says_what_keeps_the_sequence_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(for_devices, "_SCORES", 0.0)
+    shapes = {"qkv": [(WIDTH, HEADS, DIM)] * 3, "slopes": (HEADS,)}
+    x = jax.ShapeDtypeStruct((2, SEQ, WIDTH), jnp.float32)
+
+    why = r"its rows is 2 .*\n  its sequence .*gradients of a bias\n  try: "
+    with pytest.raises(autopar.PlanError, match=why):
+        autopar.plan(biased_step, structs(shapes), x, cluster="8:cpu", max_axes=1)
+
+
 EXPERT_SHAPES = {
     "qkv": [(WIDTH, HEADS, DIM)] * 3,
     "experts": {
