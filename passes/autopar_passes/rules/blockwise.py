@@ -521,7 +521,7 @@ def run(
       form: how the step writes its attention.
       arrays: the operands.
       forward: runs a kernel of the forward pass on all blocks, as
-        `autopar_passes.replay.primitives.Ring.forward` does.
+        `autopar_passes.replay.ring.Ring.forward` does.
       backward: the same for the backward pass.
     """
     count = len(form.operands)

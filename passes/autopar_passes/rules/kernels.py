@@ -38,7 +38,7 @@ seed, as under JAX's own partitioning.
 
 The sequence may be sharded if queries and keys have the same sequence length and only a
 causal mask distinguishes positions. Shards of keys and values are then passed around a
-ring (`autopar_passes.replay.primitives`). A bias, dropout, a sliding window, lengths or
+ring (`autopar_passes.replay.ring`). A bias, dropout, a sliding window, lengths or
 segments rule out a sharded sequence, because each block would need its part of them and
 the call has no operand for such a part.
 """
@@ -374,7 +374,7 @@ def _exchanges(
     results: Sequence[Any],
     read: Sequence[bool],
 ) -> tuple[Exchange, ...]:
-    """Returns the arrays that shards of a sequence exchange (`replay.primitives`)."""
+    """Returns the arrays that shards of a sequence exchange (`replay.ring`)."""
     factors = call.factors.dim("q seq")
     if not call.ring or not factors:
         return ()

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from kernel_cases import cudnn, gradient, struct, traced
 
 from autopar_passes.graph.operators import Operator
-from autopar_passes.replay.primitives import Ring, kernel_on_shards
+from autopar_passes.replay.primitives import kernel_on_shards
+from autopar_passes.replay.ring import Ring
 
 
 @pytest.mark.parametrize("seq", [1, 2], ids=["sequence first", "heads first"])
