@@ -378,16 +378,19 @@ class _Homes:
         """Yields the buffer that an operator's shards need while they run.
 
         An array that goes around a ring needs two buffers: one to read and one to
-        receive. An operand that shards exchange only once needs one buffer for the
-        copy. The operator's first result is accumulated in float32 over the rounds of
-        the ring. A kernel may also hold intermediate values.
+        receive. A gathered array, or one to be scattered, needs a buffer for the shards
+        of all devices. An operand that shards exchange only once needs one buffer for
+        the copy. The operator's first result is accumulated in float32 over the rounds
+        of the ring. A kernel may also hold intermediate values.
         """
         assignment, time = self.assignment, self.life.time[op.index]
         total, held = 0.0, op.kernel is not None and op.kernel.held_bytes
         for exchange, step, _, value in exchanges_of(assignment, op):
             nbytes = local_bytes(assignment, value, step.layout, tiled=self.life.tiled)
             if exchange.around:
-                total += 2 * exchange.widened * nbytes
+                gathered = assignment.gathers_keys(op)
+                parts = shards((step.axes,), assignment.sizes) if gathered else 2
+                total += parts * exchange.widened * nbytes
             elif not exchange.result:
                 total += nbytes
         if total or held:

@@ -385,9 +385,8 @@ def _exchanges(
     for op in among:
         for exchange, step, messages, value in exchanges_of(assignment, op):
             nbytes, trips = assignment.graph.values[value].nbytes, op.trips * messages
-            yield Collective(
-                step, nbytes, trips, value, op.index, beside=exchange.around
-            )
+            beside = exchange.around and not assignment.gathers_keys(op)
+            yield Collective(step, nbytes, trips, value, op.index, beside=beside)
 
 
 def _token_gathers(
@@ -452,11 +451,14 @@ def exchanges_of(
     Each exchange comes with its collective, the number of its messages, and the number
     of the exchanged value.
     """
+    gathered = assignment.gathers_keys(op)
     for exchange in op.rule.exchanges:
         dims, value = exchanged_array(op, exchange)
         axes = exchange_axes(assignment, op, exchange)
         layout = assignment.layout(op, dims)
-        step, messages = exchange_step(exchange, axes, layout, assignment.sizes)
+        step, messages = exchange_step(
+            exchange, axes, layout, assignment.sizes, gathered=gathered
+        )
         if messages:
             yield exchange, step, messages, value
 

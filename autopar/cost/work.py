@@ -98,8 +98,10 @@ def node_seconds(
         op = work.op
         seconds = work_s(work, _parts(split, mapping), device)
         if op.rule.exchanges:
-            exposed_s = _exchange_s(analysis, op, node, space, pricer, seconds)
-            waited += analysis.trips[member] * exposed_s
+            exposed_s = exchange_s(
+                analysis, op, node, space.strategies, pricer, seconds
+            )
+            waited += analysis.trips[member] * exposed_s.min(axis=0)
         kernel_s = device.kernel_latency_s if work.kernel else 0.0
         seconds = analysis.trips[member] * (seconds + kernel_s)
         parts = places.work_parts[member]
@@ -200,11 +202,11 @@ def partial_work_s(
     return np.array([seconds(axes) - seconds(()) for axes in partials])
 
 
-def _exchange_s(
+def exchange_s(
     analysis: Analysis,
     op: Operator,
     node: Node,
-    space: Space,
+    strategies: Sequence[Strategy],
     pricer: Pricer,
     work_seconds: np.ndarray,
 ) -> np.ndarray:
@@ -214,29 +216,69 @@ def _exchange_s(
       analysis: the step.
       op: the operator.
       node: the operator's node.
-      space: the node's strategies.
+      strategies: the node's strategies.
       pricer: the mesh and cluster.
       work_seconds: ``[strategies]``, seconds of work of one run of the operator.
+
+    Returns:
+      float64 ``[2, strategies]``: arrays go around a ring; arrays are gathered.
     """
-    total = np.zeros(len(space.strategies))
-    for i, strategy in enumerate(space.strategies):
+    total = np.zeros((2, len(strategies)))
+    for gathered, i in np.ndindex(*total.shape):
         around_s = once_s = hidden_s = 0.0
         for exchange in op.rule.exchanges:
-            axes = strategy[node.members[op.class_index][exchange.factor]]
+            axes = strategies[i][node.members[op.class_index][exchange.factor]]
             if not axes:
                 continue
             dims, value = exchanged_array(op, exchange)
-            layout = layout_of(strategy, node.dims(op, dims))
-            step, messages = exchange_step(exchange, axes, layout, pricer.sizes)
+            layout = layout_of(strategies[i], node.dims(op, dims))
+            step, messages = exchange_step(
+                exchange, axes, layout, pricer.sizes, gathered=bool(gathered)
+            )
             nbytes = analysis.graph.values[value].nbytes
             seconds = messages * pricer.collective_s(step, nbytes)
-            if exchange.around:
+            if exchange.around and not gathered:
                 around_s += seconds
-                hidden_s = beside_ring_s(work_seconds[i], pricer, axes)
+                hidden_s = beside_ring_s(float(work_seconds[i]), pricer, axes)
             else:
                 once_s += seconds
-        total[i] = once_s + max(0.0, around_s - hidden_s)
+        total[gathered, i] = once_s + max(0.0, around_s - hidden_s)
     return total
+
+
+# Keys and values are gathered only if this saves at least this fraction of the seconds
+# for which a kernel waits in a ring. A ring needs less memory.
+_LEAST_SAVED = 1e-6
+
+
+def gathered_nodes(
+    analysis: Analysis, strategies: Sequence[Strategy], pricer: Pricer
+) -> frozenset[int]:
+    """Returns the nodes of attention kernels that gather keys and values.
+
+    These kernels split the sequence, and wait for gathers for fewer seconds than for
+    messages around a ring.
+
+    Args:
+      analysis: the step.
+      strategies: the strategy of each node.
+      pricer: the mesh and cluster.
+    """
+    device, found = pricer.cluster.device, set[int]()
+    for member, work in analysis.works(streamed=device.streams).items():
+        if not any(e.around for e in work.op.rule.exchanges):
+            continue
+        node = analysis.contraction.node(work.op)
+        own = (strategies[node.index],)
+        seconds = work_s(
+            work, _parts(_split(own, pricer), node.members[member]), device
+        )
+        ring_s, gather_s = exchange_s(analysis, work.op, node, own, pricer, seconds)[
+            :, 0
+        ]
+        if gather_s < (1.0 - _LEAST_SAVED) * ring_s:
+            found.add(node.index)
+    return frozenset(found)
 
 
 def beside_ring_s(work_seconds: float, pricer: Pricer, axes: Axes) -> float:

@@ -156,6 +156,8 @@ class Assignment:
         array. (): every device runs all microbatches.
       gathers: value class -> the codec with which its values are gathered. Other values
         are gathered as they are.
+      gathered: nodes of attention kernels that gather keys and values over the devices
+        that split the sequence. Other such kernels pass them around a ring.
       graph: the graph of the analysis.
       contraction: the contraction of the analysis.
     """
@@ -173,6 +175,7 @@ class Assignment:
     gathers: dict[ValueClass, GatherCodec] = dataclasses.field(
         default_factory=dict[ValueClass, GatherCodec]
     )
+    gathered: frozenset[int] = frozenset()
     # Copies of fields of the analysis, because they are read for every operator.
     graph: OperatorGraph = dataclasses.field(init=False, repr=False)
     contraction: Contraction = dataclasses.field(init=False, repr=False)
@@ -256,6 +259,10 @@ class Assignment:
             if partial is not None and op.index not in partial.deferral.contributions:
                 return partial.strip(layout)
         return layout
+
+    def gathers_keys(self, op: Operator) -> bool:
+        """See `LayoutPlan`."""
+        return self.contraction.node_of.get(op.class_index) in self.gathered
 
     def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
         """See `LayoutPlan`."""

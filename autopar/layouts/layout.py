@@ -54,9 +54,14 @@ def axes_of(layout: Layout) -> frozenset[int]:
 
 
 def exchange_step(
-    exchange: Exchange, axes: Axes, layout: Layout, sizes: Sequence[int]
+    exchange: Exchange,
+    axes: Axes,
+    layout: Layout,
+    sizes: Sequence[int],
+    *,
+    gathered: bool = False,
 ) -> tuple[ReshardStep, int]:
-    """Returns a message between an operator's shards, as a collective-permute.
+    """Returns a message between an operator's shards, as a collective.
 
     The function also returns how many such messages each device sends.
 
@@ -65,8 +70,13 @@ def exchange_step(
       axes: the mesh axes that split the factor of the exchange.
       layout: layout of the array.
       sizes: size of each mesh axis.
+      gathered: whether arrays of a ring are gathered, and summed by a reduce-scatter.
     """
     devices = math.prod(sizes[a] for a in axes)
+    if gathered and exchange.around and devices > 1:
+        kind = "reduce_scatter" if exchange.result else "all_gather"
+        fraction = exchange.widened * devices / shards(layout, sizes)
+        return ReshardStep(kind, axes, fraction, layout), 1
     fraction = exchange.part(devices) / shards(layout, sizes)
     step = ReshardStep("collective_permute", axes, fraction, layout)
     return step, exchange.messages(devices)

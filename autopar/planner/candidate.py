@@ -21,6 +21,7 @@ from autopar.cost.live import live
 from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective
+from autopar.cost.work import gathered_nodes
 from autopar.layouts.assignment import Assignment, assign
 from autopar.layouts.layout import Layout
 from autopar.planner.codecs.gathers import with_gathers
@@ -268,13 +269,20 @@ def candidate_of(
       formulation: the problem that the solver was given.
       solution: the solver's answer to it.
       like: other layouts. Gradients are summed at the same places of the program as in
-        these layouts, and parameters are gathered by the same codecs; None: gradients
+        these layouts, parameters are gathered by the same codecs, and attention kernels
+        with the same layouts gather keys and values if they do there; None: gradients
         are summed once in each step.
     """
     assignment = assignment_of(analysis, formulation, solution)
     if like is not None:
         each = like.sums_each_microbatch
-        assignment = dataclasses.replace(assignment, sums_each_microbatch=each)
+        pairs = enumerate(zip(assignment.strategies, like.strategies, strict=True))
+        same = frozenset(node for node, (one, other) in pairs if one == other)
+        assignment = dataclasses.replace(
+            assignment,
+            sums_each_microbatch=each,
+            gathered=(assignment.gathered - same) | (like.gathered & same),
+        )
         if formulation.pricer.gathers is None:
             assignment = dataclasses.replace(assignment, gathers=like.gathers)
     peak_bytes = peak_of(assignment, formulation.pricer)
@@ -290,8 +298,10 @@ def assignment_of(
         formulation.spaces[i].strategies[solution.choices[i]] for i in range(count)
     ]
     copies = [(c, solution.choices[c.node]) for c in formulation.copies]
-    made = assign(analysis, formulation.pricer.sizes, strategies, copies)
-    return with_gathers(made, formulation.pricer)
+    pricer = formulation.pricer
+    made = assign(analysis, pricer.sizes, strategies, copies)
+    gathered = gathered_nodes(analysis, strategies, pricer)
+    return with_gathers(dataclasses.replace(made, gathered=gathered), pricer)
 
 
 def peak_of(assignment: Assignment, pricer: Pricer) -> float:
@@ -349,18 +359,26 @@ def laid_out(
     """Returns a solution, its layouts, and the most bytes live at once on one device.
 
     If the solution does not fit the memory as it is, but fits with its free arrays
-    split over devices, they are split.
+    split over devices, they are split. If that is not enough, no keys and values are
+    gathered for attention; they go around a ring.
     """
     pricer = formulation.pricer
     layouts = assignment_of(analysis, formulation, solution)
     peak_bytes = peak_of(layouts, pricer)
-    if peak_bytes > pricer.cluster.memory_bytes:
-        split = split_most(analysis, formulation, solution)
-        if split.choices != solution.choices:
-            apart = assignment_of(analysis, formulation, split)
-            apart_bytes = peak_of(apart, pricer)
-            if apart_bytes <= pricer.cluster.memory_bytes:
-                return split, apart, apart_bytes
+    if peak_bytes <= pricer.cluster.memory_bytes:
+        return solution, layouts, peak_bytes
+    made = [(solution, layouts)]
+    split = split_most(analysis, formulation, solution)
+    if split.choices != solution.choices:
+        made.append((split, assignment_of(analysis, formulation, split)))
+    if layouts.gathered:
+        rings = [(s, dataclasses.replace(x, gathered=frozenset())) for s, x in made]
+        layouts, peak_bytes = rings[0][1], peak_of(rings[0][1], pricer)
+        made += rings
+    for known, found in made[1:]:
+        found_bytes = peak_of(found, pricer)
+        if found_bytes <= pricer.cluster.memory_bytes:
+            return known, found, found_bytes
     return solution, layouts, peak_bytes
 
 

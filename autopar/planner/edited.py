@@ -50,8 +50,9 @@ from autopar_passes.layer_loops.split import piece_paths
 
 # The fields that a user may edit. After any edit the costs are computed again.
 EDITABLE = (
-    "inputs", "nodes", "copies", "gradients", "gathers", "sums_each_microbatch",
-    "predicted", "cluster", "mesh", "schedule", "pipeline", "replicas",
+    "inputs", "nodes", "copies", "gradients", "gathers", "attention",
+    "sums_each_microbatch", "predicted", "cluster", "mesh", "schedule", "pipeline",
+    "replicas",
 )  # fmt: skip
 
 # The fields that users may edit only in plans of several stages.
@@ -297,7 +298,7 @@ def _check_parts(plan: Plan, parts: tuple[str, ...]) -> None:
         if part not in EDITABLE and not (mesh and part == "outputs"):
             why = _WHY_NOT.get(part, "it is a fact of the step")
             raise PlanError(f"the plan's {part} was edited, and cannot be: {why}.")
-    both = [part for part in ("nodes", "copies") if part in parts]
+    both = [part for part in ("nodes", "copies", "attention") if part in parts]
     if "inputs" in parts and both and not mesh:
         raise PlanError(
             f"the plan's inputs and {' and '.join(both)} were both edited; the layouts "

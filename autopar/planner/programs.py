@@ -28,7 +28,7 @@ from autopar.planner.infeasible import size_text
 from autopar.planner.options import PlanOptions, decide_open, layers_asked, of_one_stage
 from autopar.planner.proposals import Proposal, of_program, record
 from autopar.planner.record import as_planned, assignment_of
-from autopar.planner.scheme import RING
+from autopar.planner.scheme import GATHERED, RING
 from autopar.planner.search import plan_mesh
 from autopar.planner.solving import HIDDEN, TimeOutError, solve_mesh
 from autopar.plans import AS_WRITTEN, Plan, Rematerialisation
@@ -542,10 +542,12 @@ class Programs:
                 "have some of them whole"
             )
         worth = best.worth
-        if name is not None and worth is not None and RING in worth.scheme:
+        scheme = worth.scheme if worth is not None else ""
+        if name is not None and (RING in scheme or GATHERED in scheme):
             order = as_planned(self.program(name), best).ring_order
+            placed = "order of the ring" if RING in scheme else "zigzag order"
             plain = isinstance(order, str)
-            where = f"in plain order: {order}" if plain else "in the order of the ring"
+            where = f"in plain order: {order}" if plain else f"in the {placed}"
             lines.append(f"tokens: {where}")
         lines += [line for line in best.decided if line not in lines]
         return msgspec.structs.replace(best, decided=tuple(lines))

@@ -36,7 +36,10 @@ from autopar.planner.codecs.gathers import (
 )
 from autopar.planner.scheme import worth_of
 from autopar.plans import (
+    GATHER,
+    RING,
     SCHEMA,
+    AttentionDecision,
     ClusterData,
     Compression,
     CopyDecision,
@@ -175,6 +178,7 @@ def _stage(analysis: Analysis, best: Candidate) -> StagePlan:
         nodes=_node_decisions(analysis, best.assignment, names),
         copies=_copy_decisions(analysis, best.assignment, names),
         gathers=_gather_decisions(analysis, best, names),
+        attention=_attention_decisions(analysis, best.assignment),
         rematerialisation=modules_again(analysis),
         sums_each_microbatch=best.assignment.sums_each_microbatch,
     )
@@ -261,6 +265,36 @@ def _gather_decisions(
         )
         for (producer, slot, codec, reason), axes in coded.items()
     )
+
+
+def _attention_decisions(
+    analysis: Analysis, assignment: Assignment
+) -> tuple[AttentionDecision, ...]:
+    nodes = analysis.contraction.nodes
+    return tuple(
+        AttentionDecision(
+            name=node_name(analysis, nodes[node]),
+            node=node,
+            keys=GATHER if node in assignment.gathered else RING,
+        )
+        for node, factor in _shared_sequences(analysis).items()
+        if assignment.strategies[node][factor]
+    )
+
+
+def _shared_sequences(analysis: Analysis) -> dict[int, int]:
+    """The nodes of attention kernels whose devices may share keys and values.
+
+    Each node comes with its factor that is the sequence.
+    """
+    contraction = analysis.contraction
+    return {
+        contraction.node_of[op.class_index]: own
+        for op in analysis.graph.operators
+        for e in op.rule.exchanges
+        if e.around
+        and (own := contraction.node(op).members[op.class_index][e.factor]) >= 0
+    }
 
 
 def split_as(analysis: Analysis, plan: Plan) -> Analysis:
@@ -407,6 +441,7 @@ def assignment_of(analysis: Analysis, plan: Plan) -> Assignment:
             for g in plan.stage.gathers
             if g.codec
         },
+        gathered=frozenset(d.node for d in plan.stage.attention if d.keys == GATHER),
     )
 
 
@@ -501,6 +536,18 @@ def check_decisions(analysis: Analysis, plan: Plan) -> None:
             raise _wrong(f"'{gather.name}' cannot be gathered as codes: {why}")
         check_gather_codec(gather.codec, f"the codec of '{gather.name}'")
         _check_axes(gather.name, (gather.axes,), axes)
+    shared = _shared_sequences(analysis) if plan.stage.attention else {}
+    for decision in plan.stage.attention:
+        if decision.node not in shared:
+            raise _wrong(
+                f"node {decision.node} ('{decision.name}') is no attention kernel "
+                "whose devices share keys and values"
+            )
+        if decision.keys not in (RING, GATHER):
+            raise _wrong(
+                f"the keys of '{decision.name}' are '{decision.keys}', and may be "
+                f"'{RING}' or '{GATHER}'"
+            )
     if plan.stage.rematerialisation != modules_again(analysis):
         raise _wrong("it computes other modules again than its layers have")
     if list(plan.inputs) != [i.path for i in analysis.graph.inputs]:

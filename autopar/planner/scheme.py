@@ -47,8 +47,10 @@ _NAMES = {
 # Kind of dimension -> the name of an axis that splits mostly this kind; and the name of
 # an axis that splits no work.
 _AXES, _OTHER = {DATA: "data", CONTEXT: "sequence", TENSOR: "tensor"}, "x"
-# What a scheme says of an axis around which attention kernels pass keys and values.
-RING = "with ring attention"
+# What a scheme says of an axis along which attention kernels share keys and values:
+# around a ring, by gathers, or some kernels in one way and some in the other.
+RING, GATHERED = "with ring attention", "with gathered keys and values"
+_BOTH = f"{RING} and gathered keys and values"
 _EXPERT = "expert"
 
 
@@ -65,8 +67,8 @@ class AxisSplit:
         has split parameters.
       rows: whether the axis splits a contracted dimension of some forward product that
         has split parameters.
-      ring: whether the axis splits the sequence of a kernel whose shards exchange
-        arrays.
+      keys: how kernels whose sequence the axis splits share keys and values, in words;
+        '' if there are none.
       between: the fraction of bytes for which the axis splits the sequence, among the
         forward operators between matrix products whose arrays have a sequence.
       parameters: fraction of the bytes of parameters that the axis splits.
@@ -76,7 +78,7 @@ class AxisSplit:
     work: Mapping[str, float]
     columns: bool
     rows: bool
-    ring: bool
+    keys: str
     between: float
     parameters: float
     optimizer: float
@@ -167,10 +169,10 @@ def _name(kind: str, split: AxisSplit) -> str:
             return "FSDP (ZeRO-3)"
         return "ZeRO-1" if split.optimizer >= _MOST else "data parallel"
     text = _NAMES[kind]
-    if kind == CONTEXT and split.ring:
-        text = f"{text} {RING}"
+    if kind == CONTEXT and split.keys:
+        text = f"{text} {split.keys}"
     if kind == CONTEXT and split.parameters >= _MOST:
-        return f"{text} {'and' if split.ring else 'with'} split parameters"
+        return f"{text} {'and' if split.keys else 'with'} split parameters"
     if kind == TENSOR:
         text = f"Megatron {text}" if split.columns and split.rows else text
         return f"{text} with sequence parallelism" if split.between >= _MOST else text
@@ -194,7 +196,7 @@ def split_of(
         parts,
         False in sides,
         True in sides,
-        any(_goes_around(assignment, work.op, axis) for work in products),
+        _keys_text(assignment, products, axis),
         _between(assignment, works, axis),
         _split_share(assignment, InputRole.PARAMETER, axis),
         _split_share(assignment, InputRole.OPTIMIZER_STATE, axis),
@@ -265,12 +267,20 @@ def _split_factors(assignment: Assignment, member: int, axis: int) -> list[int]:
     return [f for f, own in enumerate(mapping) if own >= 0 and axis in strategy[own]]
 
 
-def _goes_around(assignment: Assignment, op: Operator, axis: int) -> bool:
-    """Whether an axis splits a factor along which an operator's shards exchange
-    arrays.
-    """
-    moved = {e.factor for e in op.rule.exchanges}
-    return not moved.isdisjoint(_split_factors(assignment, op.index, axis))
+def _keys_text(
+    assignment: Assignment, products: Sequence[OperatorWork], axis: int
+) -> str:
+    """Returns `AxisSplit.keys`."""
+    gathered: set[bool] = set()
+    for op in (work.op for work in products):
+        moved = {e.factor for e in op.rule.exchanges}
+        if not moved.isdisjoint(_split_factors(assignment, op.index, axis)):
+            gathered.add(assignment.gathers_keys(op))
+    if len(gathered) > 1:
+        return _BOTH
+    if not gathered:
+        return ""
+    return GATHERED if True in gathered else RING
 
 
 def _labels(assignment: Assignment, member: int) -> dict[int, str]:

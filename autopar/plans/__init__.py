@@ -3,6 +3,9 @@
 from autopar.plans.files import SCHEMA, ClusterData
 from autopar.plans.records import (
     AS_WRITTEN,
+    GATHER,
+    RING,
+    AttentionDecision,
     AxisUse,
     Compression,
     CopyDecision,
@@ -27,9 +30,12 @@ from autopar.plans.specs import Spec
 
 __all__ = [
     "AS_WRITTEN",
+    "GATHER",
     "NO_SCHEDULE",
+    "RING",
     "SCHEDULES",
     "SCHEMA",
+    "AttentionDecision",
     "AxisUse",
     "ClusterData",
     "Compression",

@@ -213,6 +213,27 @@ class CopyDecision(
     reuse: bool
 
 
+# How devices share keys and values (`AttentionDecision.keys`).
+RING, GATHER = "ring", "gather"
+
+
+class AttentionDecision(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """How devices that split the sequence of an attention kernel share keys and values.
+
+    Attributes:
+      name: the kernel: module path and operator.
+      node: position of its node in `StagePlan.nodes`.
+      keys: ``ring``: keys and values travel around a ring of the devices. ``gather``:
+        each device gathers them, and gradients are summed by a reduce-scatter.
+    """
+
+    name: str
+    node: int
+    keys: str
+
+
 class GatherDecision(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
@@ -253,6 +274,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       copies: decisions about shared copies.
       gradients: how each gradient is summed.
       gathers: the codecs of gathered parameters; empty: all are gathered as they are.
+      attention: how devices share the keys and values of kernels whose sequence they
+        split; a kernel without a decision passes them around a ring.
       rematerialisation: the modules whose results the plan rematerialises in the
         backward pass, for human readers; `Plan.remat` says which layers they belong to.
         If it is empty, the plan rematerialises nothing besides the step's own
@@ -275,6 +298,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     copies: tuple[CopyDecision, ...]
     gradients: tuple[GradientDecision, ...] = ()
     gathers: tuple[GatherDecision, ...] = ()
+    attention: tuple[AttentionDecision, ...] = ()
     rematerialisation: tuple[str, ...] = ()
     sums_each_microbatch: bool = False
 

@@ -16,7 +16,14 @@ from collections.abc import Iterable, Sequence
 from autopar.compilers.options import options_text
 from autopar.compilers.targets import room_options
 from autopar.cost.breakdown import MEMORY_MORE, NEAR_LIMIT
-from autopar.plans import GatherDecision, GradientDecision, Plan, StagePlan
+from autopar.plans import (
+    GATHER,
+    RING,
+    GatherDecision,
+    GradientDecision,
+    Plan,
+    StagePlan,
+)
 from autopar.plans.schema import Predicted, set_renderer
 from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
@@ -95,6 +102,7 @@ def summary_lines(plan: Plan) -> list[str]:
         *_bubble_lines(plan),
         *cut_lines(plan),
         *gather_lines(plan),
+        *attention_lines(plan),
         *replica_lines(plan),
         *worth_lines(plan),
     ]
@@ -248,6 +256,18 @@ def gather_lines(plan: Plan) -> list[str]:
     ]
     texts += [f"{count} exact ({reason})" for reason, count in exact.items()]
     return [f"gathers  {'; '.join(texts)}"] if texts else []
+
+
+def attention_lines(plan: Plan) -> list[str]:
+    """How devices that split a sequence share keys and values, as a line."""
+    found = [d.keys for stage in plan.stages for d in stage.attention]
+    texts = {GATHER: "gathered", RING: "around a ring"}
+    parts = [
+        f"{text} for {found.count(keys)} of {len(found)} attention kernels"
+        for keys, text in texts.items()
+        if keys in found
+    ]
+    return [f"keys     {', '.join(parts)}"] if parts else []
 
 
 def _codecs_text(codecs: Sequence[str]) -> str:

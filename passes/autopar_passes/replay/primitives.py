@@ -136,6 +136,7 @@ def kernel_on_shards(
     mesh: Any,
     *,
     ordered: bool = False,
+    gathered: bool = False,
 ) -> list[Any]:
     """Runs a kernel on each device's shards.
 
@@ -147,12 +148,13 @@ def kernel_on_shards(
       results: the layouts of the results.
       mesh: the mesh of the layouts.
       ordered: see `autopar_passes.replay.ring.Ring`.
+      gathered: see `autopar_passes.replay.ring.Ring`.
     """
     axes = _axes_of_factors(rule, layouts)
     if eqn.primitive == manual.PRIMITIVE:
         return _manual(eqn, axes, operands, mesh)
 
-    ring = ring_of(eqn, rule, axes, mesh, ordered)
+    ring = ring_of(eqn, rule, axes, mesh, ordered, gathered)
 
     def run(*shards: Any) -> tuple[Any, ...]:
         if ring is None:
@@ -401,7 +403,13 @@ def _layouts_of(values: Values, op: Operator) -> tuple[list[Layout], list[Layout
 def _kernel(values: Values, eqn: Equation, op: Operator, args: list[Any]) -> list[Any]:
     """Runs a hand-written kernel on shards."""
     given, made = _layouts_of(values, op)
-    run = functools.partial(kernel_on_shards, eqn, op.rule, mesh=values.mesh)
+    run = functools.partial(
+        kernel_on_shards,
+        eqn,
+        op.rule,
+        mesh=values.mesh,
+        gathered=values.plan.gathers_keys(op),
+    )
     order = values.order
     if order is None or eqn.index not in order.of.kernels:
         return run(args, given, made)

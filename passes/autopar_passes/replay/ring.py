@@ -1,6 +1,6 @@
 """Attention with a sharded sequence.
 
-Keys and values travel around a ring of devices.
+Keys and values travel around a ring of devices, or each device gathers them.
 
 Each device keeps its queries. In each round a device receives the keys and values
 of its neighbour, runs the kernel on this block, and merges the result into its own.
@@ -21,12 +21,19 @@ computes two unmasked blocks of chunks in every round. If the surrounding progra
 does not hold tokens in this order (`autopar_passes.graph.ring_order`), inputs and
 outputs are exchanged between the plain order and this order.
 
+If keys and values are gathered (as in Llama 3, arXiv 2407.21783, section 3.3.2), each
+device has the blocks of all rounds from the start. Without a mask, one kernel computes
+them together. Under a causal mask, the rounds are those of the ring, and a device
+takes the block that it would receive. In the backward pass, keys and values are
+gathered again, and gradients are summed over devices by a reduce-scatter.
+
 Sums over rounds are computed in float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,6 +73,7 @@ class Ring:
         2 for (batch, heads, sequence, head_dim).
       ordered: whether operands and results are in the order of the ring, if it has one
         (`autopar_passes.graph.ring_order`). If not, they are in the plain order.
+      gathered: whether each device gathers keys and values. If not, they travel.
     """
 
     axes: tuple[str, ...]
@@ -73,6 +81,7 @@ class Ring:
     causal: bool
     seq: int
     ordered: bool = False
+    gathered: bool = False
 
     def forward(
         self, block: Forward, own: Sequence[Array], moved: Sequence[Array]
@@ -90,6 +99,9 @@ class Ring:
           The output, in the dtype of the queries, and the log-sum-exp in float32, with
           shape (batch, heads, sequence).
         """
+        if self.gathered and not self.causal:
+            out, rows = block(own, [self._gather(x) for x in moved], False)
+            return out.astype(own[0].dtype), rows
         dealt = self._is_dealt(own[0])
         own, moved = (
             [self._deal(x, self.seq, dealt) for x in arrays] for arrays in (own, moved)
@@ -142,6 +154,11 @@ class Ring:
         given = jax.lax.optimization_barrier((gradient, own, moved, out, rows))
         gradient, own, moved, out, rows = given
         like = own[0], *moved[:2]
+        if self.gathered and not self.causal:
+            keys = [self._gather(x) for x in moved]
+            of_query, *sums = block(own, keys, out, rows, gradient, False)
+            found = of_query, *(self._scatter(x, self.seq) for x in sums)
+            return tuple(x.astype(y.dtype) for x, y in zip(found, like, strict=True))
         own, moved, (out, gradient) = (
             [self._deal(x, self.seq, dealt) for x in arrays]
             for arrays in (own, moved, (out, gradient))
@@ -165,9 +182,11 @@ class Ring:
         def turn(number: Any, moved: Sequence[Array], held: Any) -> Any:
             return self._backward_turn(part, number, moved, held, dealt)
 
-        held = of_query, *(jnp.zeros_like(x) for x in home)
-        of_query, *travelling = self._around(turn, moved, held)
-        home = (x + self._send(y) for x, y in zip(home, travelling, strict=True))
+        blocks = (self.size,) if self.gathered else ()
+        held = of_query, *(jnp.zeros(blocks + x.shape, x.dtype) for x in home)
+        of_query, *others = self._around(turn, moved, held)
+        finish = functools.partial(self._scatter, dim=0) if blocks else self._send
+        home = (x + finish(y) for x, y in zip(home, others, strict=True))
         return tuple(
             self._return(_join(x.astype(y.dtype), self.seq), self.seq, dealt)
             for x, y in zip((of_query, *home), like, strict=True)
@@ -176,17 +195,21 @@ class Ring:
     def _backward_turn(
         self, part: Any, number: Any, moved: Sequence[Array], held: Any, dealt: bool
     ) -> Any:
-        """Adds the gradients of a round's blocks to the accumulated gradients."""
-        of_query, *travelling = held
-        if number is not _FIRST:
-            travelling = [self._send(x) for x in travelling]
-        of_key, of_value = travelling
+        """Adds the gradients of a round's blocks to the accumulated gradients.
+
+        Gradients of keys and values travel, or have an entry for each device.
+        """
+        of_query, *others = held
+        if not self.gathered and number is not _FIRST:
+            others = [self._send(x) for x in others]
+        of_key, of_value = others
+        place = (self._owner(number),) if self.gathered else ()
         keys = [_chunks(x, self.seq, 1 + dealt) for x in moved]
         for own, other, seen in self._blocks(number, dealt):
             added = part(own, [x[other] for x in keys], seen)
             of_query = of_query.at[own].add(added[0])
-            of_key = of_key.at[other].add(added[1])
-            of_value = of_value.at[other].add(added[2])
+            of_key = of_key.at[*place, other].add(added[1])
+            of_value = of_value.at[*place, other].add(added[2])
         return of_query, of_key, of_value
 
     def _around(self, turn: Any, moved: Sequence[Array], held: Any) -> Any:
@@ -196,6 +219,8 @@ class Ring:
 
         The keys and values of the next round are sent while the current round computes.
         """
+        if self.gathered:
+            return self._over_gathered(turn, moved, held)
         moved = [self._send(x) for x in moved]
 
         def step(carry: Any, number: Any) -> Any:
@@ -210,6 +235,33 @@ class Ring:
                 (moved, held), _ = jax.lax.scan(step, (moved, held), numbers)
             return turn(self.size - 1, moved, held)
         return turn(_FIRST, moved, held)
+
+    def _over_gathered(self, turn: Any, moved: Sequence[Array], held: Any) -> Any:
+        """Runs all rounds after the first on gathered keys and values."""
+        every = [jax.lax.all_gather(x, self.axes) for x in moved]
+
+        def step(held: Any, number: Any) -> Any:
+            owner = self._owner(number)
+            return turn(number, [x[owner] for x in every], held), None
+
+        return jax.lax.scan(step, held, jnp.arange(_FIRST, self.size))[0]
+
+    def _owner(self, number: Any) -> Array:
+        """The device whose keys and values this device uses in a round."""
+        return (jax.lax.axis_index(self.axes) - number) % self.size
+
+    def _gather(self, x: Array) -> Array:
+        """The shards of all devices, along the sequence."""
+        return jax.lax.all_gather(x, self.axes, axis=self.seq, tiled=True)
+
+    def _scatter(self, x: Array, dim: int) -> Array:
+        """This device's part of the sum over devices; parts lie along a dimension.
+
+        A dimension 0 has one entry for each device, and is removed.
+        """
+        return jax.lax.psum_scatter(
+            x.astype(jnp.float32), self.axes, scatter_dimension=dim, tiled=dim > 0
+        )
 
     def _blocks(self, number: Any, dealt: bool) -> Sequence[tuple[Any, Any, Any]]:
         """The blocks of a round: chunks of queries and keys, and whether they count."""
@@ -302,6 +354,7 @@ def ring_of(
     axes: dict[int, tuple[int, ...]],
     mesh: Any,
     ordered: bool,
+    gathered: bool,
 ) -> Ring | None:
     """The ring of devices that shard an attention's sequence; None without any."""
     factors = {e.factor for e in rule.exchanges}
@@ -315,6 +368,7 @@ def ring_of(
         causal=kernels.is_causal(eqn.params),
         seq=kernels.sequence_dim(eqn.params),
         ordered=ordered,
+        gathered=gathered,
     )
 
 

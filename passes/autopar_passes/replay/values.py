@@ -77,6 +77,12 @@ class LayoutPlan(Protocol):
         """Returns whether an operator reads the backward copies of its operands."""
         ...
 
+    def gathers_keys(self, op: Operator) -> bool:
+        """Returns whether an attention kernel gathers the keys and values of a sequence
+        that devices share. If not, they travel around a ring.
+        """
+        ...
+
     def output(self, position: int) -> Layout | None:
         """Returns the layout of a flat output; None for any layout."""
         ...

@@ -44,9 +44,11 @@ class Exchange:
       factor: the factor of the rule.
       slot: the index of the operand or the result.
       result: whether the array is a result.
-      around: whether the devices pass the shards of the array around a ring while the
-        operator computes. If not, each half of a shard goes to the device that works on
-        that half (`worker`), and the computation waits for both halves.
+      around: whether every device needs the shards of all devices. Either the devices
+        pass the shards around a ring while the operator computes, or they gather the
+        array, and scatter the sum of a result. The plan decides. If not ``around``,
+        each half of a shard goes to the device that works on that half (`worker`), and
+        the computation waits for both halves.
       widened: bytes per element as sent, divided by bytes per element of the array.
       placed: whether the halves of shards already are where they are needed
         (`autopar_passes.graph.ring_order`), so that nothing is sent.
@@ -60,7 +62,7 @@ class Exchange:
     placed: bool = False
 
     def messages(self, shards: int) -> int:
-        """Returns the number of messages that a device sends."""
+        """Returns the number of messages of a device that gathers nothing."""
         if shards < 2 or self.placed:
             return 0
         return shards - 1 if self.around else 2

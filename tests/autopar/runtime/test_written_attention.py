@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
+from shared_keys import check_keys, force_keys
 from sharing_links import sharing
 
 import autopar
@@ -106,23 +108,41 @@ def training(
     return step, params, tokens
 
 
+def windowed(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention in a window, with a limit of scores and a bias of distances."""
+    away = jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)
+    scores = 2.0 * jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2.0) - 0.1 * away
+    scores = jnp.where((away >= 0) & (away < 7), scores, -1e30)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "keys"),
     [
-        {},
-        {"microbatches": 2},
-        {"remat": True},
-        {"attend": shared_key_head},
-        {"attend": left_padded},
-        {"attend": right_padded},
+        ({}, "ring"),
+        ({}, "gather"),
+        ({"microbatches": 2}, "gather"),
+        ({"remat": True}, "ring"),
+        ({"remat": True}, "gather"),
+        ({"attend": shared_key_head}, "ring"),
+        ({"attend": shared_key_head}, "gather"),
+        ({"attend": left_padded}, "ring"),
+        ({"attend": right_padded}, "ring"),
+        ({"attend": right_padded}, "gather"),
+        ({"attend": windowed}, "gather"),
     ],
-    ids=lambda o: "-".join(getattr(x, "__name__", k) for k, x in o.items()),
+    ids=lambda o: (
+        o
+        if isinstance(o, str)
+        else "-".join(getattr(x, "__name__", k) for k, x in o.items())
+    ),
 )
 def test_a_split_sequence_trains_as_one_device(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks are tried although these scores are few, and are faster."""
     monkeypatch.setattr(for_devices, "_SCORES", 0.0)
+    force_keys(monkeypatch, keys)
     options = dict(options)
     attend = options.pop("attend", attention)
     step, params, tokens = training(attend, remat=options.pop("remat", False))
@@ -140,11 +160,12 @@ def test_a_split_sequence_trains_as_one_device(
     got = planned(params, tokens)
 
     assert planned.plan.attention_kernel == "blocks", str(planned.plan)
-    in_ring = "tokens: in the order of the ring" in planned.plan.decided
-    assert in_ring == (attend in (attention, shared_key_head))
+    order = "order of the ring" if keys == "ring" else "zigzag order"
+    placed = f"tokens: in the {order}" in planned.plan.decided
+    assert placed == (attend in (attention, shared_key_head, windowed))
     audit = autopar.audit(step, params, tokens, plan=planned.plan)
     assert audit.agrees, str(audit)
-    assert "collective_permute" in str(audit)
+    check_keys(planned.plan, audit.shardy, keys)
     expected = jax.jit(step)(params, tokens)
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))
@@ -169,6 +190,32 @@ def test_a_loop_over_layers_is_priced_in_the_layouts_of_a_plan_with_blocks(
     )
 
     assert plan.attention_kernel == "blocks", str(plan)
+
+
+def test_rows_of_written_attention_gather_keys_and_values() -> None:
+    """The solver splits the rows of a product as any other dimension."""
+    x = jax.ShapeDtypeStruct((1, SEQ, WIDTH), jnp.float32)
+
+    def step(params: Any, x: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in params)
+            return (attention(q, k, v) ** 2).sum()
+
+        grads = jax.grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = structs([(WIDTH, HEADS, DIM)] * 3)
+    plan = autopar.plan(
+        step, params, x, cluster=small_devices(10**9), axis_names=("sequence",),
+        max_axes=1, stages=1, seconds=1, pins={"x": P(None, "sequence")},
+    )  # fmt: skip
+
+    assert plan.attention_kernel == ""
+    audit = autopar.audit(step, params, x, plan=plan)
+    assert audit.agrees, str(audit)
+    keys_and_values = 2 * 7 / 8 * SEQ * WIDTH * 4
+    assert audit.shardy["all_gather"] == keys_and_values
+    assert audit.shardy["reduce_scatter"] == keys_and_values
 
 
 def biased_attention(params: Any, x: Any) -> Any:

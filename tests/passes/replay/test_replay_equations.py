@@ -66,6 +66,10 @@ class FactorPlan:
     def route(self, value: int, layout: Layout, backward: bool) -> LayoutRoute:
         return LayoutRoute((layout,), self.fresh)
 
+    def gathers_keys(self, op: Operator) -> bool:
+        del op
+        return False
+
     def is_backward(self, op: Operator) -> bool:
         return False
 

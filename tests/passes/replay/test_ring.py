@@ -17,6 +17,7 @@ from autopar_passes.replay.primitives import kernel_on_shards
 from autopar_passes.replay.ring import Ring
 
 
+@pytest.mark.parametrize("gathered", [False, True], ids=["ring", "gathered"])
 @pytest.mark.parametrize("seq", [1, 2], ids=["sequence first", "heads first"])
 @pytest.mark.parametrize(
     ("shape", "length"),
@@ -24,7 +25,7 @@ from autopar_passes.replay.ring import Ring
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_a_ring_attends_as_one_device(
-    causal: bool, shape: tuple[int, ...], length: int, seq: int
+    causal: bool, shape: tuple[int, ...], length: int, seq: int, gathered: bool
 ) -> None:
     """Also with an odd number of rows a device, and over two axes of a mesh."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -41,7 +42,7 @@ def test_a_ring_attends_as_one_device(
         devices=jax.devices()[:size],
         axis_types=(jax.sharding.AxisType.Auto,) * len(shape),
     )
-    ring = Ring(axes=names, size=size, causal=causal, seq=seq)
+    ring = Ring(axes=names, size=size, causal=causal, seq=seq, gathered=gathered)
     spec = P(*(names if d == seq else None for d in range(4)))
     row_spec = P(None, None, names)
 
