@@ -162,7 +162,7 @@ def test_a_split_sequence_trains_as_one_device(
     assert planned.plan.attention_kernel == "blocks", str(planned.plan)
     order = "order of the ring" if keys == "ring" else "zigzag order"
     placed = f"tokens: in the {order}" in planned.plan.decided
-    assert placed == (attend in (attention, shared_key_head, windowed))
+    assert placed == (attend in (attention, shared_key_head))
     audit = autopar.audit(step, params, tokens, plan=planned.plan)
     assert audit.agrees, str(audit)
     check_keys(planned.plan, audit.shardy, keys)
