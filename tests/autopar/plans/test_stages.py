@@ -218,7 +218,8 @@ def schema_1(cluster: str = "8:cpu") -> dict[str, Any]:
     for new in ("structure", "microbatches", "schedule", "checks"):
         del data[new]
     for new in (
-        "name", "devices", "gathers", "rematerialisation", "sums_each_microbatch"
+        "name", "devices", "gathers", "attention", "rematerialisation",
+        "sums_each_microbatch",
     ):  # fmt: skip
         del stage[new]
     return data | stage | {"schema": 1, "cluster": cluster}
