@@ -325,6 +325,9 @@ def fit_rows(
       running: the running step.
       how: what to do with the rows; ``run`` changes nothing.
       process_count: number of processes; all processes hold equally many rows.
+
+    Raises:
+      PlanError: no row would be left.
     """
     rows, plan = fewer_rows(call, running, process_count), running.plan
     if rows is None or how == "run":
@@ -335,11 +338,14 @@ def fit_rows(
     else:
         parts = _split(call, rows, plan)
         wanted = rows.given * rows.processes // parts * parts // rows.processes
-        said = (
-            f"{rows.given - wanted} of them are dropped"
-            if wanted
-            else f"fewer than the {parts} parts of a batch, so all are kept"
-        )
+        said = f"{rows.given - wanted} of them are dropped"
+        if not wanted:
+            raise PlanError(
+                f"a batch of {rows.given * rows.processes} rows is smaller than the "
+                f"{parts} parts into which the plan splits a batch, so "
+                "last_batch='drop' would leave no row. Leave this batch out, or give "
+                "last_batch='run' or 'pad'."
+            )
     if wanted == rows.given:
         return call
     warnings.warn(
@@ -347,8 +353,6 @@ def fit_rows(
         f"(last_batch={how!r}).",
         stacklevel=4,
     )
-    if not wanted:
-        return call
     arrays = list(call.arrays)
     for k, dim in rows.dims.items():
         size = arrays[k].shape[dim] * wanted // rows.given

@@ -81,8 +81,9 @@ def test_drop() -> None:
     assert step.plan.shapes["batch/x"][0] == 8
     with pytest.warns(UserWarning, match="3 of them are dropped"):
         *state, _ = step(*state, next(forms.batches(1, rows=19)))
-    with pytest.warns(UserWarning, match="so all are kept"):
-        *state, loss = step(*state, next(forms.batches(1, rows=1)))
+    with pytest.raises(PlanError, match="1 rows is smaller than the 8 parts"):
+        step(*state, next(forms.batches(1, rows=1)))
+    *state, loss = step(*state, next(forms.batches(1)))  # The state is still there.
     assert np.isfinite(loss)
 
 
