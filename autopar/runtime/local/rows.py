@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RunError
 from autopar.runtime import arguments
 from autopar_passes.program.calls import StepCall
 from autopar_passes.program.static_leaves import Static
@@ -95,8 +95,7 @@ def check_alive(name: str, state: Any) -> None:
     Raises:
       PlanError: an array was donated.
     """
-    leaves = jax.tree.leaves(state)
-    if not any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+    if not _has_donated(state):
         return
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(x, jax.Array) and x.is_deleted():
@@ -105,6 +104,27 @@ def check_alive(name: str, state: Any) -> None:
                 "an earlier call, to reuse its memory. Pass the state that the last "
                 "call returned, or keep the old one with local_steps(donate=False)."
             )
+
+
+def check_kept(name: str, state: Any, error: Exception) -> None:
+    """Checks that a step that failed has not consumed a part of its state.
+
+    Raises:
+      RunError: it has.
+    """
+    if _has_donated(state):
+        raise RunError(
+            f"{name}: the step failed after a part of the LocalState was consumed, so "
+            f"this state is gone: {error}\n"
+            "  try: go on from a checkpoint, or keep the state that a step is given "
+            "with local_steps(donate=False)."
+        ) from error
+
+
+def _has_donated(state: Any) -> bool:
+    """Whether an array of a state was donated, which freed it."""
+    leaves = jax.tree.leaves(state)
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
 
 
 def split_result(name: str, out: Any, state: Any) -> tuple[Any, tuple[Any, ...] | None]:

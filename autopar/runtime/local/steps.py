@@ -38,6 +38,7 @@ from autopar.runtime.local.outer import (
 from autopar.runtime.local.pace import Pace
 from autopar.runtime.local.rows import (
     check_alive,
+    check_kept,
     fit_rows,
     join_results,
     opened,
@@ -383,10 +384,21 @@ class LocalSteps:
 
         Raises:
           PlanError: the state is not of this training, or the rows cannot be divided.
+          RunError: an error came after a part of the state was consumed.
         """
         self._check(state)
         fewer = self._options.get("last_batch", "run")
         parts = self._divide(state.state, rest, named, fewer)
+        try:
+            return self._take_step(state, parts)
+        except Exception as error:
+            check_kept(self.__name__, state, error)
+            raise
+
+    def _take_step(
+        self, state: LocalState, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> Any:
+        """Runs a step of each replica on its part of the arguments, and outer steps."""
         states: list[Any] = []
         results: list[Any] = []
         if self._pace is not None:

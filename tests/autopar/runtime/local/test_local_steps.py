@@ -487,6 +487,29 @@ def test_refused_calls_change_nothing() -> None:
         other.init(create, jax.random.key(0), batch=batch(1))
 
 
+@pytest.mark.parametrize("donate", [True, False])
+def test_an_error_in_the_middle_of_a_step_says_whether_the_state_is_left(
+    donate: bool,
+) -> None:
+    made = autopar.local_steps(
+        step, every=2, cluster="2x1:cpu", seconds=1, donate=donate
+    )
+    state = made.init(create, jax.random.key(0), batch=batch(1))
+    known = made.steps
+
+    def fail(*args: Any) -> Any:
+        raise FloatingPointError("the second replica")
+
+    made._steps = (known[0], fail)
+    wanted = autopar.errors.RunError if donate else FloatingPointError
+    with pytest.raises(wanted, match="the second replica") as caught:
+        made(state, batch(1))
+    assert ("this state is gone" in str(caught.value)) is donate
+    made._steps = known
+    if not donate:
+        made(state, batch(1))
+
+
 def test_replicas_synchronise_where_gradients_change() -> None:
     def with_norm(state: Any, batch: Any) -> Any:
         new, loss = step(state, batch)
