@@ -70,6 +70,7 @@ def local_steps(
       ClusterError: the text describes no cluster.
       InputError: there is no such codec.
       PlanError: a value is out of range, or an option belongs to the cluster.
+      TraceError: the step has no argument of a name that is given as static.
     """
     if not callable(step):
         raise PlanError(f"local_steps: expected a train step, got {step!r}.")
@@ -120,6 +121,7 @@ def local_steps(
                 "local_steps: feedback= is for outer steps that replicas wait for; "
                 "leave overlap= out."
             )
+    parallelize(step, **options)  # Checks the options before anything is planned.
     return LocalSteps(
         step,
         every=rule,

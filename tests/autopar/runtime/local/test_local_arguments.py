@@ -66,6 +66,18 @@ def test_static_arguments() -> None:
     np.testing.assert_allclose(state.state, np.mean(halves, 0), atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"static_argnames": ("nope",)}, "the step has no such argument"),
+        ({"microbatches": 0}, "microbatches=0: expected"),
+    ],
+)
+def test_options_of_the_step_are_checked_at_once(given: Any, says: str) -> None:
+    with pytest.raises(autopar.AutoparError, match=says):
+        autopar.local_steps(step, **OPTIONS, **given)
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_arguments_after_the_batch(named: bool) -> None:
     def noisy(w: Any, x: Any, key: Any) -> Any:
