@@ -308,7 +308,7 @@ class WorkerMember:
     """What the supervisor knows about a worker.
 
     Attributes:
-      phase: ``starting``, ``ready`` (waits to be in a world), or ``in`` (is in a
+      phase: ``starting``, ``ready`` (waits to be in a world), or ``joined`` (is in a
         world).
       since_s: when the phase began; infinite while no host has room for the worker.
       heard_s: when the last message of the worker came.
@@ -380,7 +380,7 @@ def overdue(member: WorkerMember, limits: MemberLimits, now: float) -> str:
     waited = now - member.since_s  # negative while no host has room for the worker
     if member.phase == "starting" and waited > limits.start_s:
         return f"not ready {limits.start_s:g} s after its start"
-    if member.phase == "in" and now > member.leave_by_s:
+    if member.phase == "joined" and now > member.leave_by_s:
         return f"did not leave its world within {limits.leave_s:g} s"
     return ""
 
@@ -446,7 +446,7 @@ def starts_again(
     # If an earlier supervisor started the worker, it may have ended while no supervisor
     # ran, so that its exit code is unknown.
     unseen = member.trained and member.pid is None
-    return member.respawns and member.phase == "in" and (gathers or unseen)
+    return member.respawns and member.phase == "joined" and (gathers or unseen)
 
 
 def respawn_member(member: WorkerMember, now: float) -> WorkerMember:
@@ -476,11 +476,17 @@ def end_text(code: int | None) -> str:
     return f"ended with code {code}" if code >= 0 else f"died by signal {-code}"
 
 
-def never_started(worker: int, code: int) -> str:
+def never_started(worker: int, code: int, member: WorkerMember) -> str:
     """The text that a run ends with if a worker ended before it joined."""
+    ended = f"worker {worker} {end_text(code)} before it joined the run"
+    if member.connected or member.pid is not None:
+        return (
+            f"{ended}, after it had called autopar.elastic(...): its script must go on "
+            "to take steps; see its output."
+        )
     return (
-        f"worker {worker} {end_text(code)} before it joined the run: its script must "
-        "call autopar.elastic(...) and take its steps; see its output."
+        f"{ended}: its script must call autopar.elastic(...) and take its steps; see "
+        "its output."
     )
 
 
@@ -493,7 +499,7 @@ def adopt(now: float, *, inside: bool, formed: bool = False) -> WorkerMember:
       formed: whether all workers of the world had the training state.
     """
     return WorkerMember(
-        phase="in" if inside else "starting",
+        phase="joined" if inside else "starting",
         since_s=now,
         heard_s=now,
         connected=inside,  # a worker outside the world may not have connected

@@ -81,7 +81,7 @@ METRICS = {
         "counter", "Time for which a worker was named so.", _WORKER
     ),
 }
-_PHASES = ("starting", "ready", "in")
+_PHASES = ("starting", "ready", "joined")
 # Name of a metric -> pairs of label values and the metric's value.
 Samples = Mapping[str, list[tuple[tuple[str, ...], float]]]
 

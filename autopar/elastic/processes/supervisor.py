@@ -324,7 +324,7 @@ class Supervisor:
         if self._respawn(worker, code, member):
             self._advance()
             return
-        if member.trained and member.pid is None and member.phase == "in":
+        if member.trained and member.pid is None and member.phase == "joined":
             # An earlier supervisor started this worker, which may have ended because no
             # supervisor ran. So its exit code tells nothing.
             code = None
@@ -346,12 +346,12 @@ class Supervisor:
             return
         left = worker in self._leaving or member.dismissed
         self._leaving -= {worker}
-        if code == 0 and member.phase == "in" and not left:
+        if code == 0 and member.phase == "joined" and not left:
             self._early_s = min(self._early_s, self._clock())
             if not self.members:
                 self._stop_ended()
         elif members.never_starts(member, code, self._restarts) and not self._ever:
-            self.stop(members.never_started(worker, code or 0), code or 1)
+            self.stop(members.never_started(worker, code or 0, member), code or 1)
         elif (code or 0) > 0 and not left and not members.is_new(member, self.members):
             # Either an error of its own made the worker fail, or the loss of another
             # one did.
@@ -459,7 +459,7 @@ class Supervisor:
             # The worker counted as gone while it was unreachable, and missed the order
             # to leave its world.
             self.wanted = min(self.wanted + 1, self.limits.most)
-            self._phase(member, "in")
+            self._phase(member, "joined")
             member.leave_by_s = self._clock() + self.limits.leave_s
             self._do.send(worker, "abort", generation=self.generation)
 
@@ -468,7 +468,7 @@ class Supervisor:
         self.generation = max(self.generation, generation)
         if self.state in ("run", "pause"):
             self._abort("its workers are in another one")
-        self._phase(member, "in")
+        self._phase(member, "joined")
         member.leave_by_s = self._clock() + self.limits.leave_s
         self._do.send(worker, "abort", generation=generation)
 
@@ -628,7 +628,7 @@ class Supervisor:
     def _form_if_ready(self) -> None:
         waiting = [m for m in self.members.values() if m.phase != "ready"]
         again = [m for m in waiting if m.respawns and m.since_s < math.inf]
-        if again or any(m.phase == "in" for m in waiting):
+        if again or any(m.phase == "joined" for m in waiting):
             return
         if not self._ever and waiting:
             return  # a run begins with all its workers
@@ -695,7 +695,7 @@ class Supervisor:
         }
         for rank, worker in enumerate(workers):
             member = self.members[worker]
-            self._phase(member, "in")
+            self._phase(member, "joined")
             member.formed = member.finished = False
             member.started, member.step = None, -1
             self._do.send(worker, "form", rank=rank, **same)

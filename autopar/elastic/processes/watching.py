@@ -271,7 +271,7 @@ class HangWatch:
                 return "it is gone"
             if kind in ("stopped", "silent"):
                 return "it answers" if now - member.heard_s < _HEARD_S else ""
-            if member.phase != "in":
+            if member.phase != "joined":
                 return "it has left its world"
         if kind == "slow":
             holds = now < self._slow_until.get(worker or 0, 0.0)
@@ -353,7 +353,7 @@ def _hangs(finding: HangFinding) -> bool:
 
 def _is_inside(member: WorkerMember | None) -> bool:
     """Whether a worker trains: it has the training state in its world."""
-    return member is not None and member.phase == "in" and member.formed
+    return member is not None and member.phase == "joined" and member.formed
 
 
 def _waiting_outside(

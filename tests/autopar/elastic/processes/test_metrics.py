@@ -71,7 +71,7 @@ def test_what_is_known_of_a_run(metrics: RunMetrics) -> None:
     assert found["autopar_worlds_total",] == 3
     assert found["autopar_pauses_total",] == 2
     assert found["autopar_pause_seconds_total",] == 2.5
-    assert found["autopar_workers", "in"] == 2
+    assert found["autopar_workers", "joined"] == 2
     assert found["autopar_worker_own_seconds", "1", host] == pytest.approx(0.15)
     assert found["autopar_worker_silence_seconds", "1", host] == 1.0
     assert found["autopar_worker_hang_seconds_total", "1", host] == 3.0

@@ -355,6 +355,11 @@ def _alive(pid: int) -> bool:
         ("raise SystemExit(3)", 3, "ended with code 3 before it joined the run"),
         ("import nonsense_module", 1, "No module named 'nonsense_module'"),
         ("print('no training')", 1, "must call autopar.elastic(...)"),
+        (
+            "import autopar\nautopar.elastic(lambda x: x)\nraise SystemExit(3)",
+            3,
+            "after it had called autopar.elastic(...)",
+        ),
     ],
 )
 def test_scripts_that_do_not_train(
