@@ -178,7 +178,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
             "fallback= is given": store.fallback is not None,
             "policy= is given": self._codecs.policy is not None,
         }
-        return next((why for why, holds in reasons.items() if holds), "")
+        why = next((why for why, holds in reasons.items() if holds), "")
+        return f"{why}; stages='auto' also tries several stages" if why else ""
 
     @property
     def parameters(self) -> Parameters:
