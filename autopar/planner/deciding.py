@@ -41,6 +41,7 @@ from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import unsplit
 from autopar.planner.codecs.choose import CodecRequest
+from autopar.planner.deadline import OutOfTimeError
 from autopar.planner.infeasible import size_text
 from autopar.planner.options import PlanOptions, of_one_stage
 from autopar.planner.programs import (
@@ -129,6 +130,10 @@ def decide(
             propose(search)
         except PlanError:
             raise
+        # The next proposers only note what they would try.
+        except OutOfTimeError:
+            if search.best is None:  # A caller knows a plan.
+                raise
         # A proposal of the planner may fail without an error for the user.
         except Exception as error:
             asked_for = (options.stages, options.microbatches, options.remat)
@@ -631,7 +636,11 @@ def _plan_on_host(search: Programs, paths: Sequence[str]) -> Plan:
         search.codecs,
         offload=paths,
     )
-    _rewritten(inner)
+    try:
+        _rewritten(inner)
+    except OutOfTimeError:
+        if inner.best is None:
+            raise
     if inner.best is None:
         raise inner.failure(advise=False)
     return inner.write_plan()

@@ -115,6 +115,22 @@ OPTIONS: Mapping[str, Option] = {
         metavar="{N,inf}",
         flag="--seconds",
     ),
+    "planning_seconds": Option(
+        default=None,
+        text="time limit of the whole search for a plan, in seconds of the clock: all "
+        "meshes, microbatches, rematerialised layers, stages and codecs together. When "
+        "it is over, the search ends with the best plan so far, and the plan says what "
+        "was not tried; without any plan the search goes on to the first one. The work "
+        "under way, tracing and the compile check are not cut short. None: no limit",
+        expected="the time limit of the whole search in seconds, such as 60.0: more "
+        "than 0, or None for no limit",
+        words="the time limit of the whole search in seconds, such as 60: more than 0, "
+        "or inf for no limit",
+        effect=LIMITS,
+        unit="s",
+        metavar="{N,inf}",
+        flag="--planning-seconds",
+    ),
     "split_batch": Option(
         default=True,
         text="whether it is an error if no mesh axis divides the rows of the "

@@ -184,6 +184,7 @@ _CHECKS: Mapping[str, Check] = {
     "axis_names": _any(None, _names()),
     "max_axes": _any(None, lambda x: isinstance(x, int) and not isinstance(x, bool)),
     "seconds": _any(None, lambda x: _number(0.0)(x) and x > 0),
+    "planning_seconds": _any(None, lambda x: _number(0.0)(x) and x > 0),
     "split_batch": _any(True, False),
     "compile_check": _any(True, False),
     "compression": _codec,
@@ -211,6 +212,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "axis_names": lambda text: tuple(x.strip() for x in text.split(",")),
     "max_axes": int,
     "seconds": _read_seconds,
+    "planning_seconds": _read_seconds,
     "split_batch": bool,
     "compile_check": bool,
     "error_budget": float,
@@ -243,6 +245,7 @@ class PlanOptions:
     axis_names: Sequence[str] | None = OPTIONS["axis_names"].default
     max_axes: int | None = OPTIONS["max_axes"].default
     seconds: float | None = OPTIONS["seconds"].default
+    planning_seconds: float | None = OPTIONS["planning_seconds"].default
     split_batch: bool = OPTIONS["split_batch"].default
     compile_check: bool = OPTIONS["compile_check"].default
     compression: str = OPTIONS["compression"].default

@@ -10,7 +10,6 @@ import glob
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate, ParamSpec
 
 import msgspec
 from jax.sharding import PartitionSpec
@@ -27,6 +26,13 @@ from autopar.planner.codecs.choose import (
     worth_encoding,
 )
 from autopar.planner.codecs.gathers import why_none, with_exact_gathers
+from autopar.planner.deadline import (
+    OutOfTimeError,
+    deadline,
+    is_over,
+    leave_untried,
+    new_search,
+)
 from autopar.planner.deciding import decide
 from autopar.planner.edited import carried_out, check_fits, with_status
 from autopar.planner.hints import (
@@ -257,6 +263,8 @@ def plan_best(
             plans.append(_with_idle(search_padded(few), cluster, few, why))
         except PlanError as error:
             refused = str(error).splitlines()[0]
+        except OutOfTimeError:
+            pass
     small = 2 * part.num_devices < cluster.num_devices
     if (
         failed is not None
@@ -272,7 +280,7 @@ def plan_best(
         plans.append(_with_idle(search(part), cluster, part, why))
     # The part may have no plan: for example, with fewer devices, each needs more
     # memory.
-    except PlanError:
+    except (PlanError, OutOfTimeError):
         if not plans:
             raise
     return min(plans, key=lambda plan: plan.predicted.step_s)
@@ -348,39 +356,6 @@ def _check_copies(analysis: Analysis, stage: StagePlan) -> None:
         spec_of(copy.axes, shape, stage.mesh["axes"], owner)
 
 
-P = ParamSpec("P")
-
-
-def _completed(
-    plan: Callable[Concatenate[Analysis, Cluster, PlanOptions, P], Plan],
-) -> Callable[Concatenate[Analysis, Cluster, PlanOptions, P], Plan]:
-    """Records in a plan the duration of the whole search, and compiler options."""
-
-    @functools.wraps(plan)
-    def plan_completely(
-        analysis: Analysis,
-        cluster: Cluster,
-        options: PlanOptions = DEFAULTS,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Plan:
-        begin = time.perf_counter()
-        found = plan(analysis, cluster, options, *args, **kwargs)
-        trace_s, graph_s = analysis.trace_s, analysis.graph_s
-        solve_s = time.perf_counter() - begin
-        total_s = trace_s + graph_s + solve_s
-        spent = Seconds(trace=trace_s, graph=graph_s, solve=solve_s, total=total_s)
-        given, kept = options.compiler_options, options.layouts
-        if given is None and kept is not None:
-            given = kept.compiler_options
-        return msgspec.structs.replace(
-            found, seconds=spent, compiler_options=dict(given or {})
-        )
-
-    return plan_completely
-
-
-@_completed
 def plan_analysis(
     analysis: Analysis,
     cluster: Cluster,
@@ -411,6 +386,36 @@ def plan_analysis(
       PlanError: a pin does not fit, the batch cannot be split, or Flax's rules were
         not turned into pins (`with_logical_pins`).
     """
+    begin = time.perf_counter()
+    with deadline(options.planning_seconds), new_search() as untried:
+        found = _plan(analysis, cluster, options, sent, errors, advise, unfit)
+        if left_out := untried():
+            ended = f"planning ended by planning_seconds={options.planning_seconds:g}"
+            found = with_status(found, f"{ended}; {found.solver.status}")
+            said = *found.decided, f"{ended}, not tried: {left_out}"
+            found = msgspec.structs.replace(found, decided=said)
+    solve_s = time.perf_counter() - begin
+    trace_s, graph_s = analysis.trace_s, analysis.graph_s
+    total_s = trace_s + graph_s + solve_s
+    spent = Seconds(trace=trace_s, graph=graph_s, solve=solve_s, total=total_s)
+    given, kept = options.compiler_options, options.layouts
+    if given is None and kept is not None:
+        given = kept.compiler_options
+    return msgspec.structs.replace(
+        found, seconds=spent, compiler_options=dict(given or {})
+    )
+
+
+def _plan(
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    sent: Plan | None,
+    errors: Errors | None,
+    advise: bool,
+    unfit: Unfit | None,
+) -> Plan:
+    """As `plan_analysis`, without what it records about the whole search."""
     if options.logical_axis_rules:
         raise PlanError(
             "plan_analysis: logical_axis_rules need the step's arguments; turn them "
@@ -565,10 +570,9 @@ def plan_beside(
       InfeasibleError: with these layouts the batch does not fit the memory of a device.
       PlanError: the cluster has no such mesh as the running plan.
     """
+    codecs = request_of(options, sent)
     if running.replicas:
-        return _replicas_beside(
-            analysis, cluster, options, running, request_of(options, sent)
-        )
+        return _replicas_beside(analysis, cluster, options, running, codecs)
     try:
         kept = dataclasses.replace(options, layouts=running, microbatches=None)
         return plan_analysis(analysis, cluster, kept, sent)
@@ -582,7 +586,6 @@ def plan_beside(
             raise
     analysis = for_devices(analysis, cluster.num_devices)
     pins = _state_pins(analysis, running)
-    codecs = request_of(options, sent)
     return _search_layouts(
         [analysis], cluster, meshes, pins, codecs, options.seconds
     ).plan
@@ -666,6 +669,9 @@ def _search_layouts(
     found: list[tuple[Analysis, SearchResult]] = []
     failed: list[PlanError] = []
     for program in programs:
+        if found and is_over():
+            leave_untried("another form of the step for the devices")
+            continue
         if found and least_work_s(program, cluster) >= most_s:
             continue  # Its work alone takes longer than the step of another program.
         restrict = functools.partial(_restrict_to_pins, program, pins)
@@ -684,6 +690,9 @@ def _search_layouts(
             )
         except PlanError as error:
             failed.append(error)
+        except OutOfTimeError:
+            if not found:
+                raise
         else:
             found.append((program, result))
             most_s = min(most_s, result.best.step_s)

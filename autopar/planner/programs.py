@@ -24,6 +24,7 @@ from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate
 from autopar.planner.codecs.choose import CodecRequest
 from autopar.planner.codecs.gathers import gathers_of, why_none
+from autopar.planner.deadline import is_over, keep_plan, stop_if_over
 from autopar.planner.infeasible import size_text
 from autopar.planner.options import PlanOptions, decide_open, layers_asked, of_one_stage
 from autopar.planner.proposals import Proposal, of_program, record
@@ -282,6 +283,7 @@ class Programs:
         """
         if name in self.plans or name in self.errors:
             return
+        stop_if_over(name)
         begin = time.thread_time()
         try:
             found = make()
@@ -306,6 +308,7 @@ class Programs:
         Of equally fast plans, keeps the plan that changes the user's step less.
         """
         best = self.best
+        keep_plan()
         if best is not None:
             more, less = _changes(plan), _changes(best)
             gain += _TOLD * ((more > less) - (more < less))
@@ -400,6 +403,7 @@ class Programs:
                 continue
             if (1 - gain) * quick_s >= self.most_s():
                 continue
+            stop_if_over(f"the proof of {name}")
             say(f"planning in full: {name}")
             options, most_s = self.programs[name], self.most_s()
             # If the solver finds no plan that fits within its time limit, the quick
@@ -477,7 +481,7 @@ class Programs:
             return [*others.values(), *unfit.values()][0]
         name = min(reversed(programs), key=lambda n: unfit[n].least_bytes or math.inf)
         error: PlanError = unfit[name]
-        if advise:
+        if advise and not is_over():
             try:
                 with of_program(name):
                     program, options = self.program(name), self.programs[name]

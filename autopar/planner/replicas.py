@@ -35,6 +35,7 @@ from autopar.layouts.assignment import Assignment, CopyChoice
 from autopar.layouts.layout import Layout
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import CodecRequest, sent_alike, sent_as_asked
+from autopar.planner.deadline import is_over, leave_untried
 from autopar.planner.hints import (
     Pins,
     check_pinned,
@@ -349,6 +350,9 @@ def plan_replicas(
         if count is None:
             break
         left.remove(count)
+        if best is not None and is_over():
+            leave_untried(f"{count} microbatches on replicas")
+            break
         say(f"dealing {count} microbatches out to {len(sites)} replicas")
         try:
             base = as_asked(whole, dataclasses.replace(options, microbatches=count))

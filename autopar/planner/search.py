@@ -16,6 +16,7 @@ from autopar.layouts.gathering import GatherRequest
 from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import Candidate, SearchResult, candidate_of, choices_of
 from autopar.planner.codecs.choose import CodecRequest
+from autopar.planner.deadline import is_over, leave_untried, stop_if_over
 from autopar.planner.infeasible import advise
 from autopar.planner.problem import Restriction, formulate
 from autopar.planner.proposals import program_text
@@ -135,9 +136,16 @@ def search(
     start = time.perf_counter()
     tried: list[tuple[MeshShape, Candidate | None]] = []
     failures: list[tuple[Pricer, PlanError]] = []
+    late = False
     wanted = candidate_meshes(cluster) if meshes is None else list(meshes)
     for number, mesh in enumerate(wanted, 1):
         which = f"mesh {number} of {len(wanted)} ({mesh.label}){program_text()}"
+        name = f"mesh {mesh.label}{program_text()}"
+        if any(c is not None for _, c in tried) and is_over():
+            late = True
+            leave_untried(name)
+            continue
+        stop_if_over(name)
         say(f"planning {which}{_best(tried)}")
         pricer = Pricer(cluster, mesh, gathers=gathers)
         limit = restriction(pricer) if restriction is not None else None
@@ -160,9 +168,10 @@ def search(
             failures.append((pricer, error))
     solved = [c for _, c in tried if c is not None]
     if not solved:
+        untried = None if is_over() else untried
         raise _no_mesh(analysis, failures, seconds, restriction, untried)
     best = min(solved, key=lambda c: c.step_s)
-    late = any(isinstance(error, TimeOutError) for _, error in failures)
+    late = late or any(isinstance(error, TimeOutError) for _, error in failures)
     # The lower bounds hold only for plans without codecs.
     coded = best.sending is not None and best.sending.has_codecs
     floor_s = 0.0 if late or coded else min(c.bound_s for c in solved)

@@ -48,6 +48,13 @@ from autopar.planner.candidate import (
     tie_broken,
 )
 from autopar.planner.codecs.choose import CodecRequest, prices_of, sent_as_asked
+from autopar.planner.deadline import (
+    end_text,
+    is_over,
+    leave_untried,
+    limited_s,
+    timer_for,
+)
 from autopar.planner.infeasible import infeasible
 from autopar.planner.memory_terms import fixed_bytes
 from autopar.planner.problem import (
@@ -112,14 +119,16 @@ class Limit:
 
     @property
     def over(self) -> bool:
-        """Whether the whole limit is spent."""
-        return self.seconds is not None and self.spent_s >= self.seconds
+        """Whether the whole limit is spent, or that of the whole search."""
+        spent = self.seconds is not None and self.spent_s >= self.seconds
+        return spent or is_over()
 
     def part_s(self, share: float) -> float | None:
         """Returns a fraction of the remaining seconds; None: no limit."""
         if self.seconds is None:
-            return None
-        return max(share * (self.seconds - self.spent_s), _LEAST_SHARE * self.seconds)
+            return limited_s(None)
+        part_s = max(share * (self.seconds - self.spent_s), _LEAST_SHARE * self.seconds)
+        return limited_s(part_s)
 
     def part(self, share: float) -> Limit:
         """Returns a limit of a fraction of the remaining seconds."""
@@ -292,6 +301,12 @@ class _Mesh:
         least_s = (1 - WORTHWHILE) * self.best.step_s
         return self.bound_s >= min(most_s, least_s)
 
+    def out_of_time(self) -> bool:
+        """Whether no further problem of the mesh may begin."""
+        if is_over():
+            leave_untried(f"more layouts on mesh {self.pricer.mesh.label}")
+        return self.limit.over
+
     def felt_weights(self, weights: Weights) -> Weights:
         """Raises the weights of communication that overlaps, because it slows the work.
 
@@ -310,7 +325,7 @@ class _Mesh:
         Raises:
           PlanError: no plan was found, and no plan was known before.
         """
-        if way in self._tried or (self.best is not None and self.limit.over):
+        if way in self._tried or (self.best is not None and self.out_of_time()):
             return None
         if self._alike >= _MOST_ALIKE and way.prices is None:
             return None
@@ -468,7 +483,7 @@ class _Mesh:
             ]
         way = dataclasses.replace(self.way, messages=None)
         for name, inner in (("nothing split", _splits_nothing), *rules):
-            if self.limit.over:
+            if self.out_of_time():
                 return
             # The user's pins also hold for plans of experts.
             rule = Within(self.restriction, inner)
@@ -554,13 +569,14 @@ class _Mesh:
             choices = None
             if start is not None:
                 choices = choices_of(formulation, start.assignment)
+            limit_s = self.limit.part_s(part)
             solution = solve(
                 formulation.problem,
-                seconds=self.limit.part_s(part),
+                seconds=limit_s,
                 gap=_GAP,
                 warm_start=choices,
                 below=math.inf if inner is None else self.far_s,
-                timer=time.thread_time,
+                timer=timer_for(limit_s),
             )
             self.limit.spend(solution.seconds)
             if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
@@ -694,9 +710,12 @@ def _failure(
     """Returns the error if the solver found no plan that fits."""
     label = mesh.pricer.mesh.label
     if status is Status.UNKNOWN:
+        ended = end_text()
+        seconds = mesh.limit.seconds
+        within = f"{ended}" if ended or seconds is None else f"{seconds:g} s"
         return TimeOutError(
-            f"no plan found on mesh {label} within {mesh.limit.seconds:g} s. Give the "
-            "solver more time with seconds=."
+            f"no plan found on mesh {label} within {within}. Give the solver more time "
+            f"with {'planning_seconds=' if ended else 'seconds='}."
         )
     if tight is None:
         return PlanError(

@@ -21,6 +21,7 @@ from autopar.compilers.compiled import check_target, compile_for
 from autopar.compilers.targets import CPU, TARGETS, Target
 from autopar.cost.breakdown import NEAR_LIMIT
 from autopar.errors import CompileError, InfeasibleError, PlanError
+from autopar.planner.deadline import deadline
 from autopar.planner.infeasible import round_up, size_text
 from autopar.planner.options import PlanOptions, decide_open
 from autopar.planner.programs import Unfit
@@ -63,6 +64,17 @@ def plan_that_fits(
     Raises:
       InfeasibleError: no plan fits.
     """
+    with deadline(options.planning_seconds):
+        return _plan_that_fits(analysis, cluster, options, find)
+
+
+def _plan_that_fits(
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    find: Callable[[Cluster, Unfit], Plan],
+) -> Plan:
+    """As `plan_that_fits`, without a limit of all searches together."""
     unfit: Unfit = {}
     target = _target(cluster) if options.compile_check else None
     # Groups of unequal devices have no common compiler, and no common memory limit.

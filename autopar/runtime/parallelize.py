@@ -73,6 +73,7 @@ def parallelize(
     axis_names: Sequence[str] | None = ...,
     max_axes: int | None = ...,
     seconds: float | None = ...,
+    planning_seconds: float | None = ...,
     split_batch: bool = ...,
     compile_check: bool = ...,
     compression: str = ...,
@@ -115,6 +116,7 @@ def parallelize(
     axis_names: Sequence[str] | None = ...,
     max_axes: int | None = ...,
     seconds: float | None = ...,
+    planning_seconds: float | None = ...,
     split_batch: bool = ...,
     compile_check: bool = ...,
     compression: str = ...,
@@ -158,6 +160,7 @@ def parallelize(
     axis_names: Sequence[str] | None = None,
     max_axes: int | None = None,
     seconds: float | None = SOLVER_SECONDS,
+    planning_seconds: float | None = None,
     split_batch: bool = True,
     compile_check: bool = True,
     compression: str = "none",
@@ -221,6 +224,12 @@ def parallelize(
         busy machine does not shorten it. Without a limit it goes on until the plan is
         proved optimal, and the same call always gives the same plan; with one, calls
         may give different plans, whose times differ by at most the solver's gap.
+      planning_seconds: time limit of the whole search for a plan, in seconds of the
+        clock: all meshes, microbatches, rematerialised layers, stages and codecs
+        together. When it is over, the search ends with the best plan so far, and the
+        plan says what was not tried; without any plan the search goes on to the first
+        one. The work under way, tracing and the compile check are not cut short. None:
+        no limit.
       split_batch: whether it is an error if no mesh axis divides the rows of the batch;
         False: the step is then planned without data parallelism.
       compile_check: whether plans near the limit of memory are compiled for the
@@ -309,6 +318,7 @@ def parallelize(
         axis_names=axis_names,
         max_axes=max_axes,
         seconds=seconds,
+        planning_seconds=planning_seconds,
         split_batch=split_batch,
         compile_check=compile_check,
         compression=compression,
@@ -442,6 +452,7 @@ _REPLANS = (
     "axis_names",
     "max_axes",
     "seconds",
+    "planning_seconds",
     "split_batch",
     "compile_check",
 )

@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.deadline import limited_s, stop_if_over
 from autopar.planner.stages.boundaries import NO_CODECS, SearchCodecs
 from autopar.planner.stages.costs import (
     Priced,
@@ -131,6 +132,13 @@ class PipelineChoice:
     seconds: dict[str, float]
 
 
+# The error if the solver ran out of time.
+_LATE = (
+    "no pipeline was found in time. Give the solver more of it with seconds= and "
+    "planning_seconds=, or fewer choices with microbatches= and schedule=."
+)
+
+
 def plan_stages(
     analysis: Analysis,
     cluster: Cluster,
@@ -190,6 +198,9 @@ def plan_stages(
     spent.on("layouts")
     counts = list(microbatches or covering(every, found, analysed))
     scales = np.array([analysed / count for count in counts])
+    if not found:
+        raise PlanError(_LATE)
+    stop_if_over("stages")
     prices = price_layers(layers, found, scales, codecs)
     problem = stage_problem(
         layers,
@@ -202,6 +213,7 @@ def plan_stages(
         optional_codecs=codecs.optional,
     )
     spent.on("costs")
+    stop_if_over("stages")
     copied = None
     if analysis.pieces:
         copied = with_copied_layers(problem, layers, cluster, prices)
@@ -211,7 +223,7 @@ def plan_stages(
     one_s = solution.step_s if alone else math.inf
     if alone and solution.pipeline is not None and solution.pipeline.stages > 1:
         one = dataclasses.replace(problem, max_stages=1)
-        one_s = solve_stages(one, seconds=seconds, gap=gap).step_s
+        one_s = solve_stages(one, seconds=limited_s(seconds), gap=gap).step_s
     spent.on("stages")
     return _choice(layers, cluster, prices, solved, solution, one_s, spent.seconds)
 
@@ -234,6 +246,7 @@ def _solve(
     """
     several = [schedule for schedule in problem.schedules if schedule.chunks > 1]
     if copied is None or not several:
+        seconds = limited_s(seconds)
         return problem, solve_stages(problem, seconds=seconds, gap=gap, below_s=below_s)
     rest = [schedule for schedule in problem.schedules if schedule.chunks == 1]
     groups = [(problem, rest), (copied, several)]
@@ -244,7 +257,8 @@ def _solve(
             continue
         own = dataclasses.replace(each, schedules=tuple(schedules))
         most_s = below_s if best is None else min(below_s, best[1].step_s)
-        found = solve_stages(own, seconds=seconds, gap=gap, below_s=most_s)
+        limit_s = limited_s(seconds)
+        found = solve_stages(own, seconds=limit_s, gap=gap, below_s=most_s)
         bound_s = min(bound_s, found.bound_s)
         if best is None or found.pipeline is not None:
             best = own, found
@@ -429,10 +443,7 @@ def _infeasible(
 ) -> PlanError:
     known = solution.binding
     if solution.status is Status.UNKNOWN:
-        return PlanError(
-            "no pipeline was found in time. Give the solver more of it with seconds=, "
-            "or fewer choices with microbatches= and schedule=."
-        )
+        return PlanError(_LATE)
     if known is None:
         return InfeasibleError(
             f"no pipeline fits: no cut of the {layers.count} layers, number of "

@@ -19,6 +19,7 @@ from autopar.planner.codecs.choose import (
     CodecRequest,
     warn_if_unused,
 )
+from autopar.planner.deadline import is_over, leave_untried
 from autopar.planner.record import make_plan
 from autopar.planner.stages.codecs import StagedChoice, choose_staged, sending_of
 from autopar.planner.stages.cut_choice import CutChoice, choose_cut_codecs
@@ -147,7 +148,11 @@ def staged_plan(
         search, said = dataclasses.replace(search, cut=cut), (text,)
     if codecs.mode != "none":
         own = dataclasses.replace(search, codecs=codecs, known={})
-        every = (laid, _lay_stages(cut, cluster, wanted, table, own))
+        every = [laid]
+        if is_over():
+            leave_untried("layouts of stages for codecs")
+        else:
+            every.append(_lay_stages(cut, cluster, wanted, table, own))
         sent = [_send_by_codecs(cut, table, x, codecs) for x in every]
         laid = min(sent, key=lambda x: play(table, x.costs.tasks).makespan_s)
         assert laid.choice is not None

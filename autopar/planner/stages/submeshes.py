@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -29,6 +28,7 @@ from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import assignment_of, peak_of
+from autopar.planner.deadline import stop_if_over, timer_for
 from autopar.planner.problem import Formulation, Restriction, formulate, small_state
 from autopar.planner.recipes import most_split
 from autopar.planner.replicas import replica_pricer, slowest_of
@@ -412,9 +412,11 @@ def _solve_by_rule(
     formulation: Formulation, analysis: Analysis, allowed: Restriction, limit: Limit
 ) -> Assignment | None:
     """The fastest layouts of a problem that keep to a rule; None if none were found."""
+    stop_if_over("stages")
     limited = formulation.within(analysis, allowed)
+    limit_s = limit.part_s(_SHARE)
     solution = solve(
-        limited.problem, seconds=limit.part_s(_SHARE), gap=_GAP, timer=time.thread_time
+        limited.problem, seconds=limit_s, gap=_GAP, timer=timer_for(limit_s)
     )
     limit.spend(solution.seconds)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
