@@ -180,3 +180,15 @@ def test_the_step_runs_on_the_part(count: int) -> None:
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(state, expected_state, rtol=1e-5, atol=1e-6)
     assert len(state.sharding.device_set) == 4
+
+
+def test_a_plan_says_what_tries_several_stages() -> None:
+    step = autopar.parallelize(
+        forms.plain_step, cluster=forms.cheap("2x4:cpu"), noise_scale=True
+    )
+    state = jax.eval_shape(forms.create_plain, jax.random.key(0))
+    decided = step.prepare(*state, forms.batch_structs()).plan.decided
+    [line] = [text for text in decided if text.startswith("one stage: ")]
+    assert line.endswith(
+        "noise_scale= is measured; stages='auto' also tries several stages"
+    )

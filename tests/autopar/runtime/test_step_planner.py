@@ -11,7 +11,6 @@ import small_step
 import step_forms as forms
 from jax.sharding import PartitionSpec
 
-import autopar
 from autopar import Cluster
 from autopar.planner.options import PlanOptions
 from autopar.runtime.agreement import content_digest
@@ -117,15 +116,3 @@ def test_spare_copies_are_planned_for_from_now_on() -> None:
     assert again.analysis.spares == spares
     found.hold(spares)
     assert analysed(found, small_step.structs()) is again
-
-
-def test_a_plan_says_what_tries_several_stages() -> None:
-    step = autopar.parallelize(
-        forms.plain_step, cluster=forms.cheap("2x4:cpu"), noise_scale=True
-    )
-    state = jax.eval_shape(forms.create_plain, jax.random.key(0))
-    decided = step.prepare(*state, forms.batch_structs()).plan.decided
-    [line] = [text for text in decided if text.startswith("one stage: ")]
-    assert line.endswith(
-        "noise_scale= is measured; stages='auto' also tries several stages"
-    )
