@@ -4,6 +4,7 @@ records the plan.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -62,7 +63,11 @@ from autopar.planner.search import (
     search_of_one,
 )
 from autopar.planner.solving import HIDDEN
-from autopar.planner.stages.kept import kept_pipeline, layouts_in_stages
+from autopar.planner.stages.kept import (
+    kept_pipeline,
+    layouts_in_stages,
+    pipeline_beside,
+)
 from autopar.planner.weights import Weights
 from autopar.plans import NodeDecision, Plan, StagePlan
 from autopar.plans.files import checks_of
@@ -555,9 +560,9 @@ def plan_beside(
     """Makes a plan for another batch size that leaves the state of a running plan where
     it is.
 
-    If the mesh axes divide the new batch, the plan has the layouts of the running plan.
-    If the mesh axes do not divide the new batch, only the state keeps its layouts
-    (pinned layouts included), and the batch is split as far as possible.
+    Several stages stay if they can run the batch (`pipeline_beside`). In one stage, the
+    plan has the layouts of the running plan if the mesh axes divide the batch. If not,
+    only the state keeps its layouts, and the batch is split as far as possible.
 
     Args:
       analysis: the step with the other batch size.
@@ -573,6 +578,10 @@ def plan_beside(
     codecs = request_of(options, sent)
     if running.replicas:
         return _replicas_beside(analysis, cluster, options, running, codecs)
+    if len(running.stages) > 1:
+        with contextlib.suppress(PlanError):
+            return pipeline_beside(analysis, cluster, options, running, codecs)
+        return plan_analysis(analysis, cluster, options, sent)  # the state moves
     try:
         kept = dataclasses.replace(options, layouts=running, microbatches=None)
         return plan_analysis(analysis, cluster, kept, sent)

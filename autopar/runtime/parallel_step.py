@@ -392,7 +392,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         that the state keeps its shardings of a full batch.
         """
         current = self._current
-        if current is None or current.has_stages:
+        if current is None:
             return None
         full, count = current.of_full_batch, self.world.process_count
         return full if arguments.fewer_rows(call, full, count) else None

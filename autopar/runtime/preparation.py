@@ -187,11 +187,6 @@ class Running:
         """The step that was planned for a full batch."""
         return self.full or self.planned
 
-    @property
-    def has_stages(self) -> bool:
-        """Whether the plan is a pipeline of several stages."""
-        return len(self.planned.plan.stages) > 1
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Made:

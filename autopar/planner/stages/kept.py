@@ -21,16 +21,29 @@ from autopar.planner.search import search_of_one
 from autopar.planner.stages.entry import (
     cut_as,
     cut_budget,
+    cut_for,
     plan_pipeline,
     with_given_codecs,
     with_wanted_codes,
 )
-from autopar.planner.stages.stage_search import StageSite, check_matches, own_pins
-from autopar.planner.stages.staged import WantedPipeline, kept_plan, schedule_of
+from autopar.planner.stages.stage_search import (
+    StageHints,
+    StageSite,
+    check_matches,
+    own_pins,
+)
+from autopar.planner.stages.staged import (
+    WantedPipeline,
+    kept_plan,
+    schedule_of,
+    staged_plan,
+)
 from autopar.planner.stages.submeshes import one_stage, stage_pricers
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
-from autopar.steps.stages import CutStep
+from autopar.steps.batch import batch_rows
+from autopar.steps.stages import CutStep, sizes_from_paths, with_pieces
+from autopar_passes.layer_loops.split import whole_path
 from autopar_passes.remat.copies import KERNELS
 
 
@@ -152,6 +165,62 @@ def _input_pins(kept: Plan, axes: Sequence[str]) -> dict[str, PartitionSpec]:
         if own:
             out[glob.escape(path)] = PartitionSpec(*(names or None for names in own))
     return out
+
+
+def pipeline_beside(
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    running: Plan,
+    codecs: CodecRequest,
+) -> Plan:
+    """Plans a step with fewer rows in the stages of a running plan.
+
+    Stages, meshes, schedule, codecs of cuts and the layouts of the state are those of
+    the running plan. The batch is split into as many microbatches, or as many as its
+    rows and the schedule allow.
+
+    Args:
+      analysis: the step with fewer rows.
+      cluster: the cluster of the running plan.
+      options: hints and limits of the running plan.
+      running: a plan of several stages of the step with more rows.
+      codecs: the user's request about codecs.
+
+    Raises:
+      InfeasibleError: a stage does not fit the memory of its devices.
+      PlanError: the batch cannot be split for these stages.
+    """
+    assert running.pipeline is not None
+    whole = analysis.whole or analysis
+    whole = with_pieces(whole, sizes_from_paths(whole, running.pipeline.pieces))
+    wanted = kept_wanted(running, cluster)
+    hints = StageHints(
+        pins=_pins_of_state(whole, running), seconds=options.seconds, keeps_meshes=True
+    )
+    rows, most = batch_rows(whole.graph), running.microbatches
+    failed: list[PlanError] = []
+    for count in range(most, 0, -1):
+        if rows % count:
+            continue
+        try:
+            cut = cut_for(whole, options, wanted, count)
+            return staged_plan(cut, cluster, wanted, codecs, hints)
+        except PlanError as error:
+            failed.append(error)
+    raise failed[0]
+
+
+def _pins_of_state(whole: Analysis, running: Plan) -> dict[str, PartitionSpec]:
+    """Pins the carried inputs of stages to their layouts in a plan."""
+    carried = {i.path for i in whole.graph.inputs if i.output >= 0}
+    return {
+        glob.escape(own): PartitionSpec(*(axes or None for axes in spec))
+        for number, stage in enumerate(running.stages)
+        for path, spec in stage.inputs.items()
+        if (own := whole_path(path) or path) in carried
+        and (own != path or running.home(path) == number)
+    }
 
 
 def kept_wanted(kept: Plan, cluster: Cluster) -> WantedPipeline:

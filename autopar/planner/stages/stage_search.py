@@ -62,6 +62,8 @@ class StageHints:
       max_axes: the most axes of a stage's mesh.
       seconds: time limit of the search of a stage on one mesh.
       recipe: a rule about the axes of each stage's mesh; None: no rule.
+      keeps_meshes: whether each stage has the mesh of its `StageSite`, whatever the
+        other hints are.
     """
 
     pins: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
@@ -69,6 +71,7 @@ class StageHints:
     max_axes: int | None = None
     seconds: float | None = None
     recipe: Recipe | None = None
+    keeps_meshes: bool = False
 
     @property
     def about_meshes(self) -> bool:
@@ -232,7 +235,7 @@ class StageSearch:
     ) -> list[MeshShape]:
         """Returns the meshes that a stage may have."""
         hints = self.hints
-        if not hints.about_meshes and site.mesh is not None:
+        if site.mesh is not None and (hints.keeps_meshes or not hints.about_meshes):
             return [site.mesh]
         meshes = candidate_meshes(site.cluster, hints.max_axes, hints.axis_names)
         return fitting_meshes(analysis, pins, meshes) if pins else meshes

@@ -70,6 +70,36 @@ def test_state_stays_in_its_layouts() -> None:
         assert [x.sharding for x in jax.tree.leaves(state)] == before
 
 
+@pytest.mark.parametrize(
+    "asked", [{}, {"cut_codecs": "int8"}, {"plan": True, "cut_codecs": "int8"}]
+)
+def test_stages_stay_in_a_smaller_batch(tmp_path: Any, asked: Any) -> None:
+    """With their codecs; a batch that does not divide runs in fewer microbatches."""
+    rows = [24, 24, 12, 5, 24]
+    options: Any = {"cluster": forms.cheap("2x4:cpu"), "stages": 2, "microbatches": 2}
+    options |= {"cut_codecs": asked.get("cut_codecs", "none")}
+    if "plan" in asked:
+        _, _, made = trained(forms.plain_step, rows[:1], **options)
+        made.plan.save(tmp_path / "plan.json")
+        options = {"plan": str(tmp_path / "plan.json")}
+    run = autopar.parallelize(forms.plain_step, **options)
+    state = forms.create_plain(jax.random.key(0))
+    losses: list[float] = []
+    found: list[Any] = []
+    for k, count in enumerate(rows):
+        batch = list(forms.batches(k + 1, rows=count))[k]
+        *state, loss = run(*state, batch)
+        losses.append(float(loss))
+        lies = [x.sharding for x in jax.tree.leaves(state)]
+        found.append((run.plan.pipeline.activation_codecs, lies))
+    want, _, _ = trained(forms.plain_step, rows)
+    exact = "cut_codecs" not in asked
+    np.testing.assert_allclose(losses, want, rtol=1e-5 if exact else 0.02)
+    assert found == found[:1] * len(rows)
+    assert found[0][0] == (() if exact else ("int8",))
+    assert len(run._store) == 3
+
+
 def test_drop() -> None:
     step = autopar.parallelize(
         forms.plain_step, cluster=CLUSTER, pins=PINS, last_batch="drop"

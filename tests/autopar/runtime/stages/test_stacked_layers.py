@@ -94,6 +94,21 @@ def test_losses_and_state_are_those_of_one_device(one_device, options):
     assert own == {LAYERS // step.plan.home_axes[-1][0][1]}, "each stage has its layers"
 
 
+@pytest.mark.parametrize("options", [{}, {"schedule": "interleaved"}])
+def test_a_smaller_batch_runs_in_the_same_pieces(options):
+    step, state = staged(**options)
+    plain, expected = jax.jit(case()[0]), copied(state)
+    state, _ = train(step, state, count=1)
+    shardings = [x.sharding for x in jax.tree.leaves(state)]
+    expected, _ = train(plain, expected, count=1)
+    few = {name: x[: len(x) // 2 + 1] for name, x in batch().items()}
+    state, loss = step(state, few)
+    expected, wanted = plain(expected, few)
+    np.testing.assert_allclose(loss, wanted, rtol=CLOSE)
+    assert distance(expected, state) < CLOSE
+    assert [x.sharding for x in jax.tree.leaves(state)] == shardings
+
+
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (2, 3), (4, 2)])
 def test_chunks_of_layers_train_as_on_one_device(stages, chunks):
     layers, schedule = stages * chunks, Schedule(ScheduleKind.INTERLEAVED, chunks)
