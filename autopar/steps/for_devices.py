@@ -99,23 +99,10 @@ def alternatives(
         be, so rows have no slots then.
     """
     if analysis.row_blocks == 1:
-        return _with_attention(analysis, devices, device)
+        return _with_attention([analysis], devices, device)
     made = _with_sorted_rows(analysis, devices, names_codecs)
-    if not _has_many_scores(analysis, devices, device):
-        return made
-    first, reason = made[0], why_scores_are_kept(analysis, devices, device)
-    if not reason:
-        sorting = first.row_blocks, first.row_capacity
-        kernel = _kernel_for(device)
-        try:
-            both = for_devices(
-                first.alone or first, devices, *sorting, attention_kernel=kernel
-            )
-        except PlanError as error:
-            reason = f"attention that is written out keeps all scores: {error}"
-        else:
-            return [both, *made]
-    return [_with_note(x, reason) for x in made]
+    found = _with_attention(made, devices, device)
+    return [*found[len(made) :], *found[: len(made)]]
 
 
 def _with_sorted_rows(
@@ -148,19 +135,31 @@ def _with_sorted_rows(
 
 
 def _with_attention(
-    analysis: Analysis, devices: int, device: DeviceSpec
+    made: list[Analysis], devices: int, device: DeviceSpec
 ) -> list[Analysis]:
-    """A step, and the step with its attention in blocks, if it has many scores."""
-    if not _has_many_scores(analysis, devices, device):
-        return [analysis]
-    base = analysis.alone or analysis
-    if kept := why_scores_are_kept(analysis, devices, device):
-        analysis = _with_note(analysis, kept)
-    kernel = _kernel_for(device)
-    program, _ = _in_blocks(base, kernel)
-    if program is base.program:
-        return [analysis]
-    return [analysis, for_devices(base, devices, attention_kernel=kernel)]
+    """Rewrites of a step, and the first of them with attention in blocks of scores.
+
+    The attention is in blocks only if it has many scores. A step of which some
+    attention cannot be computed in blocks says why.
+    """
+    first = made[0]
+    if not _has_many_scores(first, devices, device):
+        return made
+    blocks = first.row_blocks if first.row_blocks > 1 else None
+    reason = why_scores_are_kept(first, devices, device)
+    try:
+        both = for_devices(
+            first.alone or first,
+            devices,
+            blocks,
+            first.row_capacity,
+            attention_kernel=_kernel_for(device),
+        )
+    except PlanError as error:
+        reason = reason or f"attention that is written out keeps all scores: {error}"
+    else:
+        made = [*made, both]
+    return [_with_note(x, reason) for x in made] if reason else made
 
 
 def why_scores_are_kept(analysis: Analysis, devices: int, device: DeviceSpec) -> str:

@@ -18,6 +18,7 @@ from sharing_links import sharing
 import autopar
 from autopar.reports.table import note_lines
 from autopar.steps import for_devices
+from autopar.steps.analysis import analyse
 
 BATCH, SEQ, HEADS, DIM, LAYERS, VOCAB = 4, 32, 2, 4, 2, 16
 WIDTH = HEADS * DIM
@@ -337,6 +338,39 @@ def test_a_plan_says_why_attention_stays_written_out(
     assert reason in line
     assert line in str(plan)
     assert any(line in text for text in note_lines(plan))
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_part_of_the_attention_is_computed_in_blocks(
+    experts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two layers, the one without a learned bias; beside experts, too."""
+    monkeypatch.setattr(for_devices, "_SCORES", 0.0)
+
+    def loss_of(params: Any, x: Any) -> Any:
+        x = x + biased_attention(params, x).reshape(x.shape)
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in params["qkv"])
+        tokens = attention(q, k, v).reshape(-1, WIDTH)
+        if experts:
+            tokens = expert_steps.by_inverse(tokens, params["experts"])
+        return (tokens**2).mean()
+
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(loss_of)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    shapes = {**EXPERT_SHAPES, "slopes": (HEADS,)}
+    x = jax.ShapeDtypeStruct((8, SEQ, WIDTH), jnp.float32)
+    found = for_devices.for_devices(analyse(step, (structs(shapes), x)), 8)
+    device = autopar.Cluster.parse("8:cpu").device
+    made = for_devices.alternatives(found, 8, device)
+
+    assert {a.attention_kernel for a in made} == {"", "blocks"}
+    for each in made:
+        notes = [a for a in each.graph.assumed_trips if "keeps all scores" in a]
+        assert len(notes) == 1
+        assert "gradients of a bias" in notes[0]
+    assert any(a.row_capacity and a.attention_kernel for a in made) == experts
 
 
 def test_a_step_that_does_not_fit_says_why_attention_stays_written_out() -> None:
