@@ -158,6 +158,53 @@ def test_rows_may_have_slots_beside_codecs_that_the_planner_chooses() -> None:
     assert not any("gate" in g.name for g in made.gradients)
 
 
+def test_slots_run_beside_chosen_codecs_on_a_slow_link() -> None:
+    """Of two hosts: a codec sends the dense matrices, and tokens have slots."""
+    _, state, x = expert_steps.training(rows=64, length=4, layers=1)
+    wide = 8192
+    keys = jax.random.split(jax.random.key(1))
+    params = {
+        "experts": state["params"],
+        "up": 0.02 * jax.random.normal(keys[0], (expert_steps.WIDTH, wide)),
+        "down": 0.02 * jax.random.normal(keys[1], (wide, expert_steps.WIDTH)),
+    }
+
+    def loss_of(params: Any, x: jax.Array) -> jax.Array:
+        y = x + jnp.tanh(x @ params["up"]) @ params["down"]
+        own = params["experts"][0]
+        y = y + expert_steps.by_inverse(y.reshape(-1, y.shape[-1]), own).reshape(
+            y.shape
+        )
+        return jnp.mean((y - x[..., ::-1]) ** 2)
+
+    def step(params: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss_of)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    run = autopar.parallelize(
+        step,
+        cluster=slow_devices("2x4:cpu,network=10Mb/s"),
+        compression="auto",
+        stages=1,
+        seconds=2,
+        microbatches=1,
+        remat=0,
+        axis_names=("data", "inner"),
+        pins={"x": P(("data", "inner")), "params/up": P(), "params/down": P()},
+    )
+    losses, left = after(run, params, x, steps=4)
+    exact, wanted = after(jax.jit(step), params, x, steps=4)
+
+    assert run.plan.row_capacity > 0, str(run.plan)
+    sent = {g.name: g.codec for g in run.plan.gradients if g.codec not in ("", "dense")}
+    assert set(sent) == {"params/up", "params/down"}, str(run.plan)
+    np.testing.assert_allclose(losses, exact, rtol=1e-3)
+    assert losses != exact
+    assert exact[-1] < 0.95 * exact[0]
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.05 * float(np.abs(b).max()))
+
+
 def test_a_plan_says_why_rows_have_no_slots() -> None:
     """Keys may be larger than the number of groups; such rows are in no group."""
 
