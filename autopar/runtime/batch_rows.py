@@ -104,12 +104,12 @@ def place_rows(batch: Mapping[int, Rows]) -> dict[int, Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def by_process(mesh: Any) -> list[list[Any]]:
+def by_process(mesh: Any) -> tuple[tuple[Any, ...], ...]:
     """The devices of each process of a mesh, in the order of the processes."""
     found: dict[int, list[Any]] = {}
     for device in sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id)):
         found.setdefault(device.process_index, []).append(device)
-    return list(found.values())
+    return tuple(map(tuple, found.values()))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -151,7 +151,8 @@ def group_size(
     raise AssertionError(shape)
 
 
-def group_mesh(devices: Sequence[Sequence[Any]], group: int) -> Mesh:
+@functools.lru_cache(maxsize=64)
+def group_mesh(devices: tuple[tuple[Any, ...], ...], group: int) -> Mesh:
     """The mesh of groups of processes: groups, their processes, and their devices."""
     grid = np.array(devices, dtype=object)
     return Mesh(grid.reshape(-1, group, grid.shape[1]), ("group", "member", "local"))

@@ -53,7 +53,7 @@ def call_of(
       kwargs: the same for arguments that are given by name.
     """
     with updating():
-        return arguments.abstract(opened_within(step._parameters, args, kwargs))
+        return arguments.abstract(opened_within(step.parameters, args, kwargs))
 
 
 def shape_for_call(
@@ -235,7 +235,7 @@ def study_step(step: ParallelStep[..., Any], *args: Any, **kwargs: Any) -> None:
       kwargs: the same for arguments that are given by name.
     """
     with updating():
-        call = opened_within(step._parameters, args, kwargs)
+        call = opened_within(step.parameters, args, kwargs)
     step.preparation.analyse(arguments.abstract(call))
 
 
@@ -248,11 +248,11 @@ def read_rows(step: ParallelStep[..., Any], position: int) -> None:
       step: the step, before it is planned.
       position: position of the argument.
     """
-    known = step._parameters
+    known = step.parameters
     name, roles = known.positional(position + 1)[position], known.roles
     if name not in roles.read:
         roles = dataclasses.replace(roles, read=(*roles.read, name))
-        step._parameters = dataclasses.replace(known, roles=roles)
+        step.parameters = dataclasses.replace(known, roles=roles)
 
 
 def enter_world(

@@ -81,7 +81,7 @@ def method_of(step: Any, instance: Any) -> Any:
 
 def _bind_step(step: Any, instance: Any) -> Any:
     """Returns the step of one object, with its own plans."""
-    bound, known = functools.partial(step._step, instance), step._parameters
+    bound, known = functools.partial(step._step, instance), step.parameters
     return type(step)(
         bound,
         setting=step._setting,
@@ -138,7 +138,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         functools.update_wrapper(self, step)
         self.__name__: str = step_name(step)
         self._step = step
-        self._parameters = parameters or Parameters.of(step)
+        self.parameters = parameters or Parameters.of(step)
         self._last_batch: LastBatch = fewer
         self._world = world
         self._setting = setting
@@ -180,11 +180,6 @@ class ParallelStep(HasNoise, Generic[P, R]):
         }
         why = next((why for why, holds in reasons.items() if holds), "")
         return f"{why}; stages='auto' also tries several stages" if why else ""
-
-    @property
-    def parameters(self) -> Parameters:
-        """How the step takes its arguments."""
-        return self._parameters
 
     @property
     def world(self) -> World:
@@ -250,7 +245,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         agreement.check_same_creation(self.world, shapes.leaves, args)
         self._preparation.planner.hold_types(shapes.structs)
         rest = creation.arguments_after(batch, others)
-        creation.check_tuple(self.__name__, self._parameters.signature, shapes, rest)
+        creation.check_tuple(self.__name__, self.parameters.signature, shapes, rest)
         if rest is not None:
             self.prepare(*shapes.arguments(), *rest[0], **rest[1])
         with agreement.tell_errors(self.world, "creating the state"):
@@ -365,7 +360,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def prepare(self, *args: Any, **kwargs: Any) -> PlannedStep:
         """Plans for these arguments (arrays or structs) without running the step."""
         with agreement.tell_errors(self.world, "reading the arguments"), updating():
-            call = opened_within(self._parameters, args, kwargs)
+            call = opened_within(self.parameters, args, kwargs)
         return self._prepare(call)
 
     def _prepare(self, call: StepCall) -> PlannedStep:
@@ -409,7 +404,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             return self._step(*args, **kwargs)
         with without_mesh(), updating():
             with agreement.tell_errors(self.world, "reading the arguments"):
-                call = opened_within(self._parameters, args, kwargs)
+                call = opened_within(self.parameters, args, kwargs)
                 arguments.check_alive(self.__name__, call)
             return self._run(call, args, kwargs)
 

@@ -60,7 +60,7 @@ from autopar.runtime.state_mover import name_arrays
 from autopar.runtime.world import World
 from autopar.units import bytes_text, number_of, seconds_text
 from autopar_errors import check_type
-from autopar_passes.program.calls import Parameters, StepCall
+from autopar_passes.program.calls import StepCall
 from autopar_passes.program.trace import opened_within
 
 # Batches whose rows are remembered.
@@ -181,11 +181,6 @@ class LocalSteps:
         return self._steps
 
     @property
-    def _parameters(self) -> Parameters:
-        """How the step takes its arguments: as the step of a replica."""
-        return self.steps[0].parameters
-
-    @property
     def plan(self) -> Plan:
         """The plan of a replica."""
         return self.steps[0].plan
@@ -216,7 +211,9 @@ class LocalSteps:
         creation.check_creation(self.__name__, create_state, batch, others)
         rest = creation.arguments_after(batch, others)
         shapes = creation.state_shapes(create_state, args)
-        creation.check_tuple(self.__name__, self._parameters.signature, shapes, rest)
+        creation.check_tuple(
+            self.__name__, self.steps[0].parameters.signature, shapes, rest
+        )
         parts = self._divide(shapes.state(shapes.structs), *(rest or ((), {})))
         made = []
         for number, (in_order, words) in enumerate(parts):
@@ -295,7 +292,9 @@ class LocalSteps:
         """
         rest = creation.arguments_after(batch, others)
         shapes = creation.state_shapes(create_state, args)
-        creation.check_tuple(self.__name__, self._parameters.signature, shapes, rest)
+        creation.check_tuple(
+            self.__name__, self.steps[0].parameters.signature, shapes, rest
+        )
         parts = self._divide(shapes.state(shapes.structs), *(rest or ((), {})))
         replicas = []
         for number, part in enumerate(parts):
@@ -623,7 +622,7 @@ class LocalSteps:
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments after the state, by replica; ``fewer`` is ``last_batch``."""
         given = state if type(state) is tuple else (state,)
-        call = opened_within(self._parameters, (*given, *rest), dict(named))
+        call = opened_within(self.steps[0].parameters, (*given, *rest), dict(named))
         if call.form.objects:
             raise PlanError(
                 f"{self.__name__}: local steps take states of arrays; split NNX "

@@ -23,7 +23,7 @@ def exchanged(
     wholes: list[np.ndarray], dims: list[int], group: int
 ) -> tuple[list[jax.Array], int]:
     """The arrays that the groups get, and the number of all-gathers."""
-    mesh = batch_rows.group_mesh(DEVICES.reshape(PROCESSES, LOCAL).tolist(), group)
+    mesh = batch_rows.group_mesh(tuple(map(tuple, DEVICES.reshape(-1, LOCAL))), group)
     by_process = [
         [np.split(x, PROCESSES, d)[k] for x, d in zip(wholes, dims, strict=True)]
         for k in range(PROCESSES)
