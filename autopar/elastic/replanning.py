@@ -25,7 +25,7 @@ import msgspec
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.planner.codecs.adjusted import program_plan
-from autopar.planner.plan import dividing_part
+from autopar.planner.idle_devices import dividing_part
 from autopar.plans import Plan, StagePlan
 from autopar.progress import LOGGER
 from autopar.runtime.background import Beside, switching_often

@@ -141,8 +141,7 @@ class Ring:
 
         Args:
           block: the kernel.
-          own: see `forward`.
-          moved: see `forward`.
+          own, moved: see `forward`.
           out: the output of `forward`.
           rows: the log-sum-exp of `forward`.
           gradient: the gradient of the output.
@@ -155,9 +154,7 @@ class Ring:
         gradient, own, moved, out, rows = given
         like = own[0], *moved[:2]
         if self.gathered and not self.causal:
-            keys = [self._gather(x) for x in moved]
-            of_query, *sums = block(own, keys, out, rows, gradient, False)
-            found = of_query, *(self._scatter(x, self.seq) for x in sums)
+            found = self._backward_at_once(block, own, moved, (out, rows, gradient))
             return tuple(x.astype(y.dtype) for x, y in zip(found, like, strict=True))
         own, moved, (out, gradient) = (
             [self._deal(x, self.seq, dealt) for x in arrays]
@@ -191,6 +188,18 @@ class Ring:
             self._return(_join(x.astype(y.dtype), self.seq), self.seq, dealt)
             for x, y in zip((of_query, *home), like, strict=True)
         )
+
+    def _backward_at_once(
+        self,
+        block: Backward,
+        own: Sequence[Array],
+        moved: Sequence[Array],
+        rest: tuple[Array, Array, Array],
+    ) -> list[Array]:
+        """The gradients of one call with all keys; ``rest`` is as in `backward`."""
+        keys = [self._gather(x) for x in moved]
+        of_query, *sums = block(own, keys, *rest, False)
+        return [of_query, *(self._scatter(x, self.seq) for x in sums)]
 
     def _backward_turn(
         self, part: Any, number: Any, moved: Sequence[Array], held: Any, dealt: bool

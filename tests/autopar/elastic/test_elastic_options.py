@@ -24,7 +24,7 @@ from autopar.elastic.replanning import (
     likely_next,
 )
 from autopar.errors import ClusterError
-from autopar.planner.plan import dividing_part
+from autopar.planner.idle_devices import dividing_part
 from autopar.runtime.state_mover import _lacking, move_of
 
 CLUSTER = Cluster.parse("4:cpu")

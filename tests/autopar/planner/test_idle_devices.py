@@ -16,14 +16,14 @@ import step_forms as forms
 import autopar
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.planner.options import PlanOptions
-from autopar.planner.plan import (
+from autopar.planner.idle_devices import (
     UnsplitBatchError,
     dividing_part,
     padded_part,
     part_to_try,
-    plan_analysis,
 )
+from autopar.planner.options import PlanOptions
+from autopar.planner.plan import plan_analysis
 from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.padding import with_row_multiple
 

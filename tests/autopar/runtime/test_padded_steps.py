@@ -13,8 +13,9 @@ import pytest
 from step_forms import cheap
 
 import autopar
+from autopar.planner.idle_devices import plan_with_padding
 from autopar.planner.options import PlanOptions
-from autopar.planner.plan import plan_analysis, plan_with_padding
+from autopar.planner.plan import plan_analysis
 from autopar.steps.analysis import Analysis, analyse
 
 ROWS, WIDTH, STEPS = 22, 8, 3
