@@ -480,10 +480,7 @@ def never_started(worker: int, code: int, member: WorkerMember) -> str:
     """The text that a run ends with if a worker ended before it joined."""
     ended = f"worker {worker} {end_text(code)} before it joined the run"
     if member.connected or member.pid is not None:
-        return (
-            f"{ended}, after it had called autopar.elastic(...): its script must go on "
-            "to take steps; see its output."
-        )
+        return f"{ended}, in its call of autopar.elastic(...); see its output."
     return (
         f"{ended}: its script must call autopar.elastic(...) and take its steps; see "
         "its output."

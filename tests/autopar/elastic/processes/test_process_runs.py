@@ -356,9 +356,13 @@ def _alive(pid: int) -> bool:
         ("import nonsense_module", 1, "No module named 'nonsense_module'"),
         ("print('no training')", 1, "must call autopar.elastic(...)"),
         (
-            "import autopar\nautopar.elastic(lambda x: x)\nraise SystemExit(3)",
+            "import autopar, numpy as np\n"
+            "step = autopar.parallelize(lambda w, x: (w - x.mean(), x.mean()))\n"
+            "def create(): raise SystemExit(3)\n"
+            "rows = lambda position, count: np.ones((count, 3))\n"
+            "autopar.elastic(step, create, rows, batch=8, steps=2)",
             3,
-            "after it had called autopar.elastic(...)",
+            "before it joined the run, in its call of autopar.elastic(...)",
         ),
     ],
 )

@@ -340,11 +340,11 @@ class TestEnds:
         assert fake.supervisor.result == 3
         assert "before it joined the run: its script must" in fake.supervisor.reason
 
-    def test_a_script_that_ends_before_its_first_step(self) -> None:
+    def test_a_script_that_ends_before_it_is_ready(self) -> None:
         fake = Fake(processes=2)
         fake.tell(1, "hello", generation=-1, process=None)
         fake.supervisor.on_end(1, 3)
-        assert "after it had called autopar.elastic(...)" in fake.supervisor.reason
+        assert "in its call of autopar.elastic(...)" in fake.supervisor.reason
 
     def test_a_script_that_fails(self) -> None:
         fake = running(2)
