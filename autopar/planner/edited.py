@@ -69,6 +69,7 @@ _WHY_NOT = {
     "row_blocks": "other blocks of rows are another plan: make it with autopar.plan",
     "row_capacity": "other slots of rows are another plan: make it with autopar.plan",
     "attention_kernel": "another kernel is another plan: make it with autopar.plan",
+    "loss_blocks": "other blocks of tokens are another plan: make it with autopar.plan",
     "local": "it says what is computed from each microbatch alone",
     "rematerialisation": "it says which modules the layers that are computed again "
     "have",

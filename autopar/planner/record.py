@@ -129,6 +129,7 @@ def make_plan(
         row_blocks=analysis.row_blocks,
         row_capacity=analysis.row_capacity,
         attention_kernel=analysis.attention_kernel,
+        loss_blocks=analysis.loss_blocks,
         local=() if analysis.split is None else analysis.split.local,
         remat=analysis.remat,
         offload=analysis.offload,
@@ -330,6 +331,7 @@ def as_planned(analysis: Analysis, plan: Plan) -> Analysis:
         plan.row_blocks,
         plan.row_capacity,
         attention_kernel=plan.attention_kernel,
+        loss_blocks=plan.loss_blocks,
     )
 
 

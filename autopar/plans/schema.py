@@ -209,6 +209,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       attention_kernel: what computes attention that the step writes out: ``blocks``,
         which computes blocks of scores; ``cudnn``, where cuDNN's attention can, and
         blocks where not; '': the step's own operators.
+      loss_blocks: the number of blocks of tokens in which the loss is computed,
+        together with the last product of the model; 1: for all tokens at once.
       replicas: the share of each replica, for replicas of unequal devices. The replicas
         are the positions along the mesh's first axis, which splits no array. Empty:
         every device takes part in all microbatches.
@@ -257,6 +259,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     row_blocks: int = 1
     row_capacity: float = 0.0
     attention_kernel: str = ""
+    loss_blocks: int = 1
     replicas: tuple[ReplicaPlan, ...] = ()
     local: tuple[str, ...] = ()
     schedule: str = NO_SCHEDULE
@@ -279,7 +282,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanError("a plan has at least one stage.")
         if self.microbatches < 1:
             raise PlanError(f"microbatches must be 1 or more, not {self.microbatches}.")
-        for name in ("row_multiple", "row_blocks"):
+        for name in ("row_multiple", "row_blocks", "loss_blocks"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be 1 or more, not {getattr(self, name)}.")
         if not 0 <= self.row_capacity < math.inf:

@@ -311,6 +311,8 @@ def shape_of_plan(plan: Plan) -> str:
             split += f", slots for {plan.row_capacity:g} times the mean of a group"
         if plan.attention_kernel:
             split += f", attention by {plan.attention_kernel}"
+        if plan.loss_blocks > 1:
+            split += f", loss in {plan.loss_blocks} blocks of tokens"
         if plan.stage.sums_each_microbatch:
             split += ", gradients summed in each"
         if plan.replicas:

@@ -217,6 +217,8 @@ class Analysis:
         rows (`autopar_passes.graph.row_slots`); 0 if rows have no slots.
       attention_kernel: how attention that the step writes out is computed
         (`autopar.steps.for_devices`).
+      loss_blocks: the number of blocks of tokens in which the loss is computed; 1 if it
+        is computed for all tokens at once.
       offload: paths of the state that the plan keeps in host memory
         (`autopar.steps.offload`).
       on_devices: if there is such state, the analysis of the step with all its state in
@@ -250,6 +252,7 @@ class Analysis:
     row_blocks: int = 1
     row_capacity: float = 0.0
     attention_kernel: str = ""
+    loss_blocks: int = 1
     offload: tuple[str, ...] = ()
     on_devices: Analysis | None = None
     programs: Mapping[int, int] | None = None

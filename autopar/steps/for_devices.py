@@ -5,13 +5,17 @@ The update computes equal matrices in batches, of which each device takes a part
 as tokens by their experts, are sorted in blocks, so that each device sorts its own rows
 (`autopar_passes.graph.row_blocks`). Attention with many scores is computed in blocks of
 scores, so that devices may share a sequence (`autopar_passes.graph.attention_blocks`).
+A loss with large logits is computed in blocks of tokens, with the last product of the
+model (`autopar_passes.microbatches.loss_blocks`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
+from typing import Any
 
 from autopar.cluster import DeviceSpec
 from autopar.errors import PlanError
@@ -23,6 +27,8 @@ from autopar_passes.graph.row_blocks import sort_in_blocks
 from autopar_passes.graph.row_orders import NO_ORDERS, RowOrders, find_row_orders
 from autopar_passes.graph.row_slots import EXPECTED_RUNS, RowSlots, give_slots
 from autopar_passes.microbatches.facts import place_of
+from autopar_passes.microbatches.loss_blocks import loss_in_blocks
+from autopar_passes.microbatches.losses import FoundLosses, find_losses
 from autopar_passes.program.equations import Program
 from autopar_passes.program.update_batches import batch_updates
 from autopar_passes.remat.kernels import keep_kernels
@@ -34,6 +40,12 @@ AS_WRITTEN, IN_BLOCKS, CUDNN = "", "blocks", "cudnn"
 # Attention is also planned in blocks if the scores of one product, split over all
 # devices, need more than this share of a device's memory.
 _SCORES = 1 / 16
+# The loss is also planned in blocks of tokens if the logits, split over all devices,
+# need more than the first share of a device's memory. The logits of a block need at
+# most the second share, if each device then has enough tokens in a block for fast
+# products.
+_LOGITS, _BLOCK = 1 / 16, 1 / 32
+_BLOCK_TOKENS = 1024
 # A softmax is computed in float32.
 _SCORE_BYTES = 4
 
@@ -45,6 +57,7 @@ def for_devices(
     row_capacity: float = 0.0,
     *,
     attention_kernel: str = AS_WRITTEN,
+    loss_blocks: int = 1,
 ) -> Analysis:
     """Returns the analysis of a step that suits a number of devices.
 
@@ -58,18 +71,20 @@ def for_devices(
         number of rows; 0: rows have no slots.
       attention_kernel: how attention that the step writes out is computed:
         `AS_WRITTEN`, `IN_BLOCKS` or `CUDNN`.
+      loss_blocks: the number of blocks of tokens in which the loss is computed; 1: for
+        all tokens at once.
 
     Returns:
       ``analysis`` itself if there is nothing to rewrite.
 
     Raises:
-      PlanError: the rows of this step cannot have slots, or it writes out no attention
-        that can be computed in blocks.
+      PlanError: the rows of this step cannot have slots, it writes out no attention
+        that can be computed in blocks, or its loss cannot be computed in so many.
     """
     alone = analysis.alone or analysis
     if devices == 1 or alone.traced is None:
         return alone
-    how = devices, row_blocks, row_capacity, attention_kernel
+    how = devices, row_blocks, row_capacity, attention_kernel, loss_blocks
     make = functools.partial(_rewritten, alone, *how)
     return alone.remember(("for devices", *how), make)
 
@@ -87,8 +102,9 @@ def alternatives(
     whose rows cannot have slots says why among its assumptions. Rewrites with slots
     come first, because they are most often the fastest: the search of the others then
     ends as soon as their lower bounds are above its step. Attention with many scores
-    may be computed in blocks of scores. If rows are sorted, too, this is combined with
-    the first of the other rewrites only.
+    may be computed in blocks of scores, and a loss with large logits in blocks of
+    tokens. If rows are sorted, too, these are combined with the first of the other
+    rewrites only.
 
     Args:
       analysis: the result of `for_devices`.
@@ -98,6 +114,35 @@ def alternatives(
         The gradients of products of rows with slots are added up in a loop, and cannot
         be, so rows have no slots then.
     """
+    made = _without_loss_blocks(analysis, devices, device, names_codecs)
+    blocks, reason = _blocks_of_loss(analysis, devices, device)
+    if reason:
+        return [_with_note(x, reason) for x in made]
+    if blocks == 1:
+        return made
+    chosen = made if analysis.row_blocks == 1 else made[:1]
+    return [*made, *(_with_loss_blocks(x, devices, blocks) for x in chosen)]
+
+
+def _with_loss_blocks(analysis: Analysis, devices: int, blocks: int) -> Analysis:
+    """A rewritten step whose loss is computed in blocks of tokens, too."""
+    notes = analysis.graph.assumed_trips
+    made = for_devices(
+        analysis,
+        devices,
+        analysis.row_blocks,
+        analysis.row_capacity,
+        attention_kernel=analysis.attention_kernel,
+        loss_blocks=blocks,
+    )
+    missing = [note for note in notes if note not in made.graph.assumed_trips]
+    return functools.reduce(_with_note, missing, made)
+
+
+def _without_loss_blocks(
+    analysis: Analysis, devices: int, device: DeviceSpec, names_codecs: bool
+) -> list[Analysis]:
+    """The rewrites of a step whose loss is computed for all tokens at once."""
     if analysis.row_blocks == 1:
         return _with_attention([analysis], devices, device)
     made = _with_sorted_rows(analysis, devices, names_codecs)
@@ -211,6 +256,61 @@ def _in_blocks(analysis: Analysis, kernel: str) -> tuple[Program, FoundAttention
     return analysis.remember(("attention", kernel), make)
 
 
+def _blocks_of_loss(
+    analysis: Analysis, devices: int, device: DeviceSpec
+) -> tuple[int, str]:
+    """The number of blocks of tokens in which a plan may compute the loss.
+
+    Returns:
+      The number, which is 1 for a step with small logits; and the reason why it is 1
+      for a step with large ones.
+    """
+    base = analysis.alone or analysis
+    least = _LOGITS * devices * device.memory_bytes
+    if devices == 1 or base.traced is None or _largest_product_bytes(base) <= least:
+        return 1, ""
+    found = _losses(base)
+    kept = "the loss is computed for all tokens at once, because "
+    if not found.tokens:
+        return 1, kept + "; ".join(found.refused) if found.refused else ""
+    nbytes = _SCORE_BYTES * found.elements
+    if nbytes <= least:
+        return 1, ""
+    tokens = found.elements // found.words
+    each = math.gcd(found.tokens, devices)
+    numbers = [
+        n
+        for n in range(2, found.tokens // 2 + 1)
+        if found.tokens % n == 0
+        and found.tokens // n % each == 0
+        and tokens >= n * devices * _BLOCK_TOKENS
+    ]
+    if not numbers:
+        few = "a block would have too few tokens for each device"
+        return 1, kept + "; ".join([*found.refused, few])
+    most = _BLOCK * devices * device.memory_bytes
+    return next((n for n in numbers if nbytes <= n * most), numbers[-1]), ""
+
+
+def _losses(analysis: Analysis) -> FoundLosses:
+    """The losses of a step that can be computed in blocks of tokens."""
+    return analysis.remember(
+        ("losses",), lambda: find_losses(analysis.program, _rules(analysis))
+    )
+
+
+def _largest_product_bytes(analysis: Analysis) -> int:
+    """The bytes of the largest result of a product, in float32."""
+    values = analysis.graph.values
+    sizes = (
+        values[v].size
+        for op in analysis.graph.operators
+        if op.kind == "dot_general"
+        for v in op.outputs
+    )
+    return _SCORE_BYTES * max(sizes, default=0)
+
+
 def stages_for_devices(micro: Analysis, devices: int) -> Analysis:
     """Returns the analysis of one microbatch, with rows sorted in blocks for devices.
 
@@ -250,17 +350,30 @@ def _rewritten(
     row_blocks: int | None,
     row_capacity: float,
     attention_kernel: str,
+    loss_blocks: int,
 ) -> Analysis:
     start = time.perf_counter()
+    changed: dict[str, Any] = {
+        "alone": analysis,
+        "attention_kernel": attention_kernel,
+        "loss_blocks": loss_blocks,
+    }
+    # Each rewrite reads the program that the rewrites before it made.
     source = analysis
+    if loss_blocks > 1:
+        source = analysis.remember(
+            ("loss in blocks", loss_blocks),
+            lambda: _with_loss(analysis, loss_blocks, start),
+        )
     if attention_kernel:
         if all(op.kind not in RAGGED_PRODUCTS for op in analysis.graph.operators):
-            return _with_kernel(analysis, devices, attention_kernel, start)
-        # Slots and blocks of rows are found in the program with the kernels.
-        source = analysis.remember(
+            made = _with_kernel(source, devices, attention_kernel, start)
+            return dataclasses.replace(made, **changed)
+        before = source
+        source = before.remember(
             ("attended", attention_kernel),
             lambda: with_program(
-                analysis, _attended(analysis, attention_kernel), start, alone=analysis
+                before, _attended(before, attention_kernel), start, alone=analysis
             ),
         )
     if row_capacity:
@@ -276,11 +389,30 @@ def _rewritten(
         own = equations_of_update(source)
         program, orders, blocks = _sorted_in_blocks(source, devices, row_blocks)
         program, batches = batch_updates(program, own, devices)
-        if not (attention_kernel or batches or orders or orders.refused):
+        rewritten = attention_kernel or loss_blocks > 1
+        if not (rewritten or batches or orders or orders.refused):
             return analysis
         made = with_program(source, program, start, batches=batches, row_blocks=blocks)
         made = _with_reasons(made, source, orders)
-    return dataclasses.replace(made, alone=analysis, attention_kernel=attention_kernel)
+    return dataclasses.replace(made, **changed)
+
+
+def _with_loss(analysis: Analysis, blocks: int, start: float) -> Analysis:
+    """The analysis of a step whose loss is computed in blocks of tokens.
+
+    Raises:
+      PlanError: the loss of the step cannot be computed in so many blocks.
+    """
+    program = loss_in_blocks(analysis.program, _rules(analysis), blocks)
+    if program is analysis.program:
+        found = _losses(analysis)
+        reasons = "".join(f"\n  {why}" for why in found.refused)
+        tokens = f" of {found.tokens} tokens" if found.tokens else ""
+        raise PlanError(
+            f"loss_blocks={blocks}: the loss of {analysis.pytrees.name}{tokens} cannot "
+            f"be computed in so many blocks.{reasons}"
+        )
+    return with_program(analysis, program, start, alone=analysis)
 
 
 def _attended(analysis: Analysis, kernel: str) -> Program:

@@ -335,7 +335,7 @@ class _Search:
             for factors in dims
             if factor in factors
         )
-        return alone and _reads_no_positions(eqn, rule, factor)
+        return alone and reads_no_positions(eqn, rule, factor)
 
     def moved_bytes(self, order: RingOrder) -> float:
         """Bytes of values that are permuted where they enter or leave the region."""
@@ -362,7 +362,7 @@ def _slots(op: Operator) -> list[tuple[int, Any]]:
     return [(value, dims) for value, dims in pairs if value is not None]
 
 
-def _reads_no_positions(eqn: Equation, rule: FactorRule, factor: int) -> bool:
+def reads_no_positions(eqn: Equation, rule: FactorRule, factor: int) -> bool:
     """Whether an equation gives the same results for a factor in any order.
 
     Args:

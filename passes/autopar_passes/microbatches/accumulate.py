@@ -129,7 +129,7 @@ class _Joiner:
         ends = self.sums(added)
         rows = [self.micro.values[c.value] for c in stacked]
         stacks = [self.builder.value((count, *v.shape), v.dtype) for v in rows]
-        source = _scan_source(count, len(consts), len(carries))
+        source = scan_source(count, len(consts), len(carries))
         self.loop_index = self.builder.index()
         self.builder.equations.append(
             Equation(
@@ -149,7 +149,7 @@ class _Joiner:
     def sums(self, added: list[Crossing]) -> list[int]:
         """Adds a value to the program for each sum."""
         like = [self.micro.values[c.value] for c in added]
-        return [self.builder.value(v.shape, _wide(v.dtype)) for v in like]
+        return [self.builder.value(v.shape, wide_dtype(v.dtype)) for v in like]
 
     def hand_on(self, crossing: Crossing, value: int) -> None:
         """Makes the value of the whole batch from a result of the loop."""
@@ -239,7 +239,7 @@ class _Joiner:
     def zero(self, crossing: Crossing) -> Atom:
         """Returns the initial value of a sum: zeros."""
         value = self.micro.values[crossing.value]
-        dtype = _wide(value.dtype)
+        dtype = wide_dtype(value.dtype)
         return self.builder.call(lambda: jax.lax.full(value.shape, 0, dtype), [])
 
     def add(self, crossing: Crossing, carry: int) -> Atom:
@@ -257,7 +257,7 @@ def _stack_of(equations: list[Equation], value: int) -> str:
     return next((e.name_stack for e in reversed(equations) if value in e.outputs), "")
 
 
-def _wide(dtype: Any) -> Any:
+def wide_dtype(dtype: Any) -> Any:
     """Returns the dtype of a sum: half precision would lose small summands."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype("float32") if half else dtype
@@ -268,7 +268,7 @@ def _read(equations: tuple[Equation, ...]) -> set[int]:
     return {a for e in equations for a in e.arrays}
 
 
-def _scan_source(length: int, consts: int, carries: int) -> Any:
+def scan_source(length: int, consts: int, carries: int) -> Any:
     """JAX's equation of a scan, of which only the parameters are used."""
 
     def run(start: Any) -> Any:
