@@ -35,7 +35,11 @@ from autopar.planner.solving import HIDDEN, TimeOutError, solve_mesh
 from autopar.plans import AS_WRITTEN, Plan, Rematerialisation
 from autopar.progress import LOGGER, say
 from autopar.steps.analysis import Analysis
-from autopar.steps.for_devices import for_devices, why_scores_are_kept
+from autopar.steps.for_devices import (
+    for_devices,
+    why_logits_are_kept,
+    why_scores_are_kept,
+)
 from autopar.steps.nodes import Node
 from autopar.steps.offload import keep_on_host
 from autopar.steps.remat import layer_starts, rematerialise
@@ -494,11 +498,9 @@ class Programs:
         known = {**self.left_out, **said}.items()
         reasons = [f"\n  not tried: {what}: {why}" for what, why in known]
         cluster = self.cluster
-        kept = why_scores_are_kept(
-            self.program(name), cluster.num_devices, cluster.device
-        )
-        if kept:
-            reasons.insert(0, f"\n  {kept}")
+        where = self.program(name), cluster.num_devices, cluster.device
+        kept = [why_scores_are_kept(*where), why_logits_are_kept(*where)]
+        reasons[:0] = [f"\n  {why}" for why in kept if why]
         if name != program_name(1, ""):
             reasons.insert(0, f"\n  this is with what needs least memory: {name}")
         if reasons and isinstance(error, InfeasibleError):

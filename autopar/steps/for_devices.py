@@ -269,7 +269,7 @@ def _blocks_of_loss(
     least = _LOGITS * devices * device.memory_bytes
     if devices == 1 or base.traced is None or _largest_product_bytes(base) <= least:
         return 1, ""
-    found = _losses(base)
+    found = _losses(base, least / _SCORE_BYTES)
     kept = "the loss is computed for all tokens at once, because "
     if not found.tokens:
         return 1, kept + "; ".join(found.refused) if found.refused else ""
@@ -292,10 +292,25 @@ def _blocks_of_loss(
     return next((n for n in numbers if nbytes <= n * most), numbers[-1]), ""
 
 
-def _losses(analysis: Analysis) -> FoundLosses:
-    """The losses of a step that can be computed in blocks of tokens."""
+def why_logits_are_kept(analysis: Analysis, devices: int, device: DeviceSpec) -> str:
+    """Why no plan computes a loss with large logits in blocks of tokens.
+
+    Args:
+      analysis: the result of `for_devices`.
+      devices: the number of devices of the plan, which has one stage.
+      device: the kind of the devices.
+
+    Returns:
+      A sentence; '' if the logits are small, or the loss may be computed in blocks.
+    """
+    return _blocks_of_loss(analysis, devices, device)[1]
+
+
+def _losses(analysis: Analysis, least: float = 0.0) -> FoundLosses:
+    """The losses that can be computed in blocks, with logits of at least a size."""
     return analysis.remember(
-        ("losses",), lambda: find_losses(analysis.program, _rules(analysis))
+        ("losses", least),
+        lambda: find_losses(analysis.program, _rules(analysis), least),
     )
 
 
@@ -392,7 +407,10 @@ def _rewritten(
         rewritten = attention_kernel or loss_blocks > 1
         if not (rewritten or batches or orders or orders.refused):
             return analysis
-        made = with_program(source, program, start, batches=batches, row_blocks=blocks)
+        made = source
+        if program is not source.program:
+            how: dict[str, Any] = {"batches": batches, "row_blocks": blocks}
+            made = with_program(source, program, start, **how)
         made = _with_reasons(made, source, orders)
     return dataclasses.replace(made, **changed)
 

@@ -87,8 +87,8 @@ class _Rewrite:
         region = dataclasses.replace(region, equations=tuple(inner))
         while True:
             search = LossSearch(region, self.builder.values, self.rules)
-            loss = next(search.losses({}), None)
-            if loss is None or loss.elements < self.least or loss.groups % self.blocks:
+            loss = next(search.losses(self.least), None)
+            if loss is None:
                 return region
             region = self.replaced(search, loss)
 

@@ -68,19 +68,23 @@ class FoundLosses:
     refused: tuple[str, ...] = ()
 
 
-def find_losses(program: Program, rules: Mapping[int, FactorRule]) -> FoundLosses:
+def find_losses(
+    program: Program, rules: Mapping[int, FactorRule], least: float = 0.0
+) -> FoundLosses:
     """Finds the losses that can be computed in blocks of tokens.
 
     Args:
       program: a flat program.
       rules: the sharding rules, by equation.
+      least: the number of elements that the largest logits have at least.
     """
     found: list[Loss] = []
     refused: dict[str, None] = {}
     for region in _regions(program.body):
         search = LossSearch(region, program.values, rules)
-        for loss in search.losses(refused):
+        for loss in search.losses(LARGE * least, refused):
             found.append(loss)
+            least = max(least, loss.elements)
     kept = _largest(found)
     if not kept:
         return FoundLosses(refused=tuple(refused))
@@ -154,24 +158,27 @@ class LossSearch:
             for value in reads(eqn):
                 self.readers[value].append(eqn)
 
-    def losses(self, refused: dict[str, None]) -> Iterator[Loss]:
+    def losses(
+        self, least: float, refused: dict[str, None] | None = None
+    ) -> Iterator[Loss]:
         """Yields the losses of the region, those with the largest logits first.
 
         Args:
-          refused: the reasons why losses are left as they are are added to this.
+          least: the number of elements that logits have at least. Logits with much
+            fewer elements than others of the region are left out, too.
+          refused: gets the reasons why losses are left as they are.
         """
         seen: set[int] = set()
-        most = 0
         for product in sorted(self.products(), key=self.elements, reverse=True):
             elements = self.elements(product)
-            if elements < LARGE * most:
+            if elements < least:
                 return
             if product.index in seen:
                 continue
-            loss = self.loss(product, refused)
+            loss = self.loss(product, {} if refused is None else refused)
             if loss is not None:
                 seen.update(eqn.index for eqn in loss.equations)
-                most = max(most, elements)
+                least = max(least, LARGE * elements)
                 yield loss
 
     def elements(self, eqn: Equation) -> int:
@@ -273,7 +280,9 @@ class LossSearch:
             if eqn.index in inside and eqn.index not in waiting:
                 continue
             eqn = waiting.get(eqn.index, eqn)
-            late = not later.isdisjoint(reads(eqn))
+            # Side effects keep their order.
+            effects = bool(eqn.source.effects) and any(e.source.effects for e in after)
+            late = effects or not later.isdisjoint(reads(eqn))
             (after if late else before).append(eqn)
             later.update(eqn.outputs if late else ())
         return before, [*after, *self.region.equations[last + 1 :]]
