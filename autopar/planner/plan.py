@@ -496,7 +496,11 @@ def _search_layouts(
             found.append((program, result))
             most_s = min(most_s, result.best.step_s)
     if not found:
-        raise failed[0]
+        # Of several programs that do not fit, the one with the least memory matters.
+        unfit = [e for e in failed if isinstance(e, InfeasibleError) and e.least_bytes]
+        if len(unfit) < len(failed):
+            raise failed[0]
+        raise min(unfit, key=lambda e: e.least_bytes)
     analysis, result = min(found, key=lambda pair: pair[1].best.step_s)
     if not worth_encoding(result.best):
         exact = _search_layouts(

@@ -41,6 +41,8 @@ _REDUCTIONS = frozenset({"reduce_max", "reduce_sum", "argmax", "top_k", "sort"})
 _ALONE = frozenset(
     {"sort", "top_k", "cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp"}
 )
+# Primitives that take a part of an array.
+_CUTS = frozenset({"slice", "dynamic_slice", "gather", "split"})
 # Primitives that add up the elements of their operands.
 _SUMS = frozenset({"dot_general", "reduce_sum"})
 
@@ -311,6 +313,7 @@ class _Tokens:
         self.sums: set[int] = set()
         self.groups = self.values[self.logits].shape[dim]
         self.reduced = False
+        self.cut: Equation | None = None
 
     def loss(self) -> Loss:
         """The loss.
@@ -321,10 +324,13 @@ class _Tokens:
         """
         core = self.flood()
         if not self.reduced:
-            raise _NoLossError
+            if self.cut is None:
+                raise _NoLossError
+            raise _RefusedError(f"{place_of(self.cut)} takes some of the tokens")
         equations, waiting = self.without_others(self.search.between(core, self.rows))
         made = {v for eqn in equations for v in eqn.outputs}
-        for eqn in equations:
+        # The second time, the places of all values that come from outside are known.
+        for eqn in (*equations, *equations):
             self.follow(eqn, made)
         self.check_results(made)
         _, after = self.search.around(equations, waiting)
@@ -355,7 +361,11 @@ class _Tokens:
             around = [*([] if maker is None else [maker]), *self.search.readers[value]]
             for eqn in around:
                 core.add(eqn.index)
-                for other, rows in self.places(eqn, value):
+                placed = list(self.places(eqn, value))
+                if eqn.primitive in _CUTS and eqn.inputs[0] == value:
+                    kept = any(v in eqn.outputs for v, _ in placed)
+                    self.cut = self.cut if kept else eqn
+                for other, rows in placed:
                     self.reduced |= self.is_reduction(eqn, value, other)
                     if self.is_large(other) and other not in self.rows:
                         self.rows[other] = rows

@@ -178,6 +178,16 @@ def of_each_position(logits: Any, labels: Any, mask: Any) -> Any:
     return loss_steps.masked(logits * place, labels, mask)
 
 
+def shifted(logits: Any, labels: Any, mask: Any) -> Any:
+    return loss_steps.masked(logits[:, :-1], labels[:, 1:], mask[:, 1:])
+
+
+def by_number(logits: Any, labels: Any, mask: Any) -> Any:
+    logs = jax.nn.log_softmax(logits).reshape(-1, logits.shape[-1])
+    found = logs[jnp.arange(labels.size), labels.reshape(-1)]
+    return -loss_steps.masked_mean(found, mask.reshape(-1)), ()
+
+
 def printed(logits: Any, labels: Any, mask: Any) -> Any:
     jax.debug.print("{}", logits)
     return loss_steps.masked(logits, labels, mask)
@@ -194,6 +204,8 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
         (returned, "returns the logits"),
         (with_noise, ""),
         (of_each_position, "positions of tokens"),
+        (shifted, "takes some of the tokens"),
+        (by_number, "positions of tokens"),
         (printed, "has side effects"),
     )
 }
@@ -219,6 +231,28 @@ def test_a_number_of_blocks_that_does_not_divide_the_tokens_changes_nothing() ->
 
     assert loss_in_blocks(program, rules, 7) is program
     assert loss_in_blocks(program, rules, 1) is program
+
+
+def test_an_array_with_two_meanings_is_refused() -> None:
+    """The same numbers are added to words and to tokens, whose numbers are equal."""
+
+    def step(matrix: Any, x: Any, numbers: Any) -> Any:
+        def loss_of(matrix: Any) -> Any:
+            logits = x @ matrix + numbers
+            return (jax.nn.logsumexp(logits, -1) * numbers).sum()
+
+        return jax.value_and_grad(loss_of)(matrix)
+
+    x = jax.random.normal(jax.random.key(0), (64, 8))
+    program, rules = traced(step, jnp.ones((8, 64)), x, jnp.arange(64.0))
+
+    found = find_losses(program, rules)
+
+    made = loss_in_blocks(program, rules, 4)
+    if found.elements:
+        check_equal(program, made, (jnp.ones((8, 64)), x, jnp.arange(64.0)))
+    else:
+        assert found.refused
 
 
 def test_layers_without_a_loss_are_no_loss() -> None:
