@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
 from autopar.cost.work import least_work_s
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.codecs.choose import (
     CodecRequest,
     Errors,
