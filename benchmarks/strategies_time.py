@@ -111,7 +111,9 @@ def without_strategies() -> Generator[None]:
                 mock.patch(f"autopar.planner.{name}.for_devices", as_written)
             )
         stack.enter_context(
-            mock.patch("autopar.planner.plan.alternatives", lambda a, *_, **__: [a])
+            mock.patch(
+                "autopar.planner.idle_devices.alternatives", lambda a, *_, **__: [a]
+            )
         )
         stack.enter_context(
             mock.patch("autopar.steps.remat.keep_kernels", lambda program: program)

@@ -13,7 +13,7 @@ import pytest
 from sharing_links import sharing
 
 import autopar
-from autopar.planner import plan as planning
+from autopar.planner import idle_devices
 from autopar.reports.table import shape_of_plan
 from autopar.steps import for_devices
 
@@ -36,8 +36,10 @@ def in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(for_devices, "_LOGITS", 0.0)
     monkeypatch.setattr(for_devices, "_BLOCK", 0.0)
     monkeypatch.setattr(for_devices, "_BLOCK_TOKENS", 1)
-    every = planning.alternatives
-    monkeypatch.setattr(planning, "alternatives", lambda *a, **k: every(*a, **k)[-1:])
+    every = idle_devices.alternatives
+    monkeypatch.setattr(
+        idle_devices, "alternatives", lambda *a, **k: every(*a, **k)[-1:]
+    )
 
 
 def check_trains(planned: Any, step: Any, state: Any, batch: Any) -> None:
