@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import msgspec
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, ClusterError
@@ -442,6 +443,21 @@ def as_written(asked: PlanOptions) -> PlanOptions:
         remat=0 if asked.remat is None else asked.remat,
         offload=asked.offload or "none",
     )
+
+
+def with_compiler_options(plan: Plan, asked: PlanOptions, model: Plan | None) -> Plan:
+    """Records the compiler options of a plan: the user's, or those of another plan.
+
+    Args:
+      plan: a plan.
+      asked: the options of planning.
+      model: the plan whose compiler options are taken if the user gave none; None: no
+        such plan.
+    """
+    given = asked.compiler_options
+    if given is None:
+        given = {} if model is None else model.compiler_options
+    return msgspec.structs.replace(plan, compiler_options=dict(given))
 
 
 def of_one_stage(asked: PlanOptions, **changes: Any) -> PlanOptions:

@@ -52,7 +52,12 @@ from autopar.planner.idle_devices import (
     rewrites,
     rows_by_path,
 )
-from autopar.planner.options import DEFAULTS, PlanOptions, of_one_stage
+from autopar.planner.options import (
+    DEFAULTS,
+    PlanOptions,
+    of_one_stage,
+    with_compiler_options,
+)
 from autopar.planner.problem import Restriction
 from autopar.planner.programs import NEAR, Planned, Unfit, remat_wanted
 from autopar.planner.recipes import has_context
@@ -193,12 +198,8 @@ def plan_analysis(
     trace_s, graph_s = analysis.trace_s, analysis.graph_s
     total_s = trace_s + graph_s + solve_s
     spent = Seconds(trace=trace_s, graph=graph_s, solve=solve_s, total=total_s)
-    given, kept = options.compiler_options, options.layouts
-    if given is None and kept is not None:
-        given = kept.compiler_options
-    return msgspec.structs.replace(
-        found, seconds=spent, compiler_options=dict(given or {})
-    )
+    found = msgspec.structs.replace(found, seconds=spent)
+    return with_compiler_options(found, options, options.layouts)
 
 
 def _plan(
@@ -365,6 +366,18 @@ def plan_beside(
       InfeasibleError: with these layouts the batch does not fit the memory of a device.
       PlanError: the cluster has no such mesh as the running plan.
     """
+    found = _beside(analysis, cluster, options, running, sent)
+    return with_compiler_options(found, options, running)
+
+
+def _beside(
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    running: Plan,
+    sent: Plan | None,
+) -> Plan:
+    """As `plan_beside`, perhaps without its compiler options."""
     codecs = request_of(options, sent)
     if running.replicas:
         return _replicas_beside(analysis, cluster, options, running, codecs)

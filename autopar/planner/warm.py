@@ -28,7 +28,7 @@ from autopar.planner.codecs.choose import (
     worth_encoding,
 )
 from autopar.planner.hints import check_pinned, pin_restriction, pinned_layouts
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PlanOptions, with_compiler_options
 from autopar.planner.plan import meshes_of, plan_analysis
 from autopar.planner.problem import FEW_NODES, Restriction, Within
 from autopar.planner.programs import as_asked
@@ -95,7 +95,7 @@ def warm_plan(
         return plan_analysis(analysis, cluster, options, sent, errors)
     best = result.best
     check_pinned(options.pins or {}, split, best.assignment, best.pricer.mesh)
-    return make_plan(split, result, codecs)
+    return with_compiler_options(make_plan(split, result, codecs), options, running)
 
 
 def _split(

@@ -121,3 +121,14 @@ def test_compilers_without_devices_get_the_options(
     words = gpu["XLA_FLAGS"].split()
     assert "--xla_gpu_enable_pipelined_collectives=true" in words
     assert "--xla_gpu_autotune_level=2" in words
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_smaller_batch_is_compiled_with_the_options(stages: int) -> None:
+    options = {"xla_cpu_enable_fast_math": False}
+    step = autopar.parallelize(
+        small_step.step, cluster="2:cpu", stages=stages, compiler_options=options
+    )
+    for rows in (24, 8):
+        step(small_step.state(), small_step.batch(rows))
+        assert step.plan.compiler_options == options
