@@ -138,7 +138,8 @@ def cut_codecs() -> dict[str, Any]:
             descended(chain_loss), **ASKED, stages=2, cut_codecs=codecs,
             comparison=comparison,
         )  # fmt: skip
-        params, losses = step.init(weights, batch=batch()), list[float]()
+        own = jax.tree.map(lambda x: x[mine], batch())
+        params, losses = step.init(weights, batch=own), list[float]()
         for seed in range(3):
             rows = jax.tree.map(lambda x: x[mine], batch(seed))
             with unittest.mock.patch.object(transport.Links, "offer", offered):

@@ -195,9 +195,8 @@ def pipeline_beside(
     whole = analysis.whole or analysis
     whole = with_pieces(whole, sizes_from_paths(whole, running.pipeline.pieces))
     wanted = kept_wanted(running, cluster)
-    hints = StageHints(
-        pins=_pins_of_state(whole, running), seconds=options.seconds, keeps_meshes=True
-    )
+    pins = {**(options.pins or {}), **_pins_of_state(whole, running)}
+    hints = StageHints(pins=pins, seconds=options.seconds, keeps_meshes=True)
     rows, most = batch_rows(whole.graph), running.microbatches
     failed: list[PlanError] = []
     for count in range(most, 0, -1):
