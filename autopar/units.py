@@ -1,4 +1,4 @@
-"""Formats seconds, bytes and other numbers with suitable units."""
+"""Formats seconds, bytes and other numbers with suitable units, and reads values."""
 
 from __future__ import annotations
 
@@ -138,3 +138,19 @@ def share_text(part: float) -> str:
     if percent < 1.0:
         return f"{three_digits(float(f'{percent:.2g}'))} %"
     return f"{min(percent, 99.99):.4g} %"
+
+
+def guess(text: str) -> int | float | bool | str:
+    """Converts a text to the type that it looks like.
+
+    >>> [guess(text) for text in ("3", "1e-3", "true", "adamw")]
+    [3, 0.001, True, 'adamw']
+    """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -24,6 +24,7 @@ from typing import Any
 from autopar.cli.failures import describe_error
 from autopar.errors import TargetError, TraceError
 from autopar.steps.analysis import Analysis, analyse
+from autopar.units import guess
 from autopar_errors import check_type
 from autopar_passes.jax_compat import without_devices
 from autopar_passes.program.calls import NOT_NAMED, NamedRoles, argument_names
@@ -345,22 +346,6 @@ def _convert_union(where: str, kinds: tuple[Any, ...], text: str) -> Any:
             continue
     names = ", ".join(getattr(k, "__name__", str(k)) for k in kinds)
     raise TargetError(f"{where} is none of {names}.")
-
-
-def guess(text: str) -> int | float | bool | str:
-    """Converts a text to the type that it looks like.
-
-    >>> [guess(text) for text in ("3", "1e-3", "true", "adamw")]
-    [3, 0.001, True, 'adamw']
-    """
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _kind(value: Any) -> str:

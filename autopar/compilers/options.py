@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 import jax
 
 from autopar.errors import PlanError
+from autopar.units import guess
 
 CompilerValue: TypeAlias = bool | int | float | str
 CompilerOptions: TypeAlias = Mapping[str, CompilerValue]
@@ -132,16 +133,5 @@ def read_options(words: Sequence[str]) -> dict[str, CompilerValue]:
         name = name.strip().removeprefix("--")
         if not (name and sign):
             raise ValueError(word)
-        out[name] = _read_value(value.strip())
+        out[name] = guess(value.strip())
     return out
-
-
-def _read_value(text: str) -> CompilerValue:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -98,7 +98,7 @@ def node_seconds(
         op = work.op
         seconds = work_s(work, _parts(split, mapping), device)
         if op.rule.exchanges:
-            exposed_s = exchange_s(
+            exposed_s = kernel_wait_s(
                 analysis, op, node, space.strategies, pricer, seconds
             )
             waited += analysis.trips[member] * exposed_s.min(axis=0)
@@ -202,7 +202,7 @@ def partial_work_s(
     return np.array([seconds(axes) - seconds(()) for axes in partials])
 
 
-def exchange_s(
+def kernel_wait_s(
     analysis: Analysis,
     op: Operator,
     node: Node,
@@ -273,7 +273,7 @@ def gathered_nodes(
         seconds = work_s(
             work, _parts(_split(own, pricer), node.members[member]), device
         )
-        ring_s, gather_s = exchange_s(analysis, work.op, node, own, pricer, seconds)[
+        ring_s, gather_s = kernel_wait_s(analysis, work.op, node, own, pricer, seconds)[
             :, 0
         ]
         if gather_s < (1.0 - _LEAST_SAVED) * ring_s:

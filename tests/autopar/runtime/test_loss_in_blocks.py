@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,24 +9,12 @@ import loss_steps
 import msgspec
 import numpy as np
 import pytest
-from sharing_links import sharing
+from sharing_links import small_devices
 
 import autopar
 from autopar.planner import idle_devices
 from autopar.reports.table import shape_of_plan
 from autopar.steps import for_devices
-
-
-def small_devices(memory_bytes: int = 1 << 30) -> autopar.Cluster:
-    """Slow devices with little memory."""
-    cluster = sharing(autopar.Cluster.parse("8:cpu"))
-    rates = tuple(
-        (dtype, 1e-4 * rate) for dtype, rate in cluster.device.peak_flops_per_s
-    )
-    device = dataclasses.replace(
-        cluster.device, peak_flops_per_s=rates, memory_bytes=memory_bytes
-    )
-    return dataclasses.replace(cluster, device=device)
 
 
 @pytest.fixture

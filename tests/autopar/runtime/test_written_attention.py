@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import expert_steps
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from shared_keys import check_keys, force_keys
-from sharing_links import sharing
+from sharing_links import small_devices
 
 import autopar
 from autopar.reports.table import note_lines
@@ -22,18 +21,6 @@ from autopar.steps.analysis import analyse
 
 BATCH, SEQ, HEADS, DIM, LAYERS, VOCAB = 4, 32, 2, 4, 2, 16
 WIDTH = HEADS * DIM
-
-
-def small_devices(memory_bytes: int) -> autopar.Cluster:
-    """Slow devices with little memory."""
-    cluster = sharing(autopar.Cluster.parse("8:cpu"))
-    rates = tuple(
-        (dtype, 1e-4 * rate) for dtype, rate in cluster.device.peak_flops_per_s
-    )
-    device = dataclasses.replace(
-        cluster.device, peak_flops_per_s=rates, memory_bytes=memory_bytes
-    )
-    return dataclasses.replace(cluster, device=device)
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:
