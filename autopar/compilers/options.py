@@ -125,13 +125,16 @@ def read_options(words: Sequence[str]) -> dict[str, CompilerValue]:
     """Parses options of a command line, such as ``xla_cpu_enable_fast_math=true``.
 
     Raises:
-      ValueError: a word has no name or no value.
+      PlanError: a word has no name or no value.
     """
     out: dict[str, CompilerValue] = {}
     for word in words:
         name, sign, value = word.partition("=")
         name = name.strip().removeprefix("--")
         if not (name and sign):
-            raise ValueError(word)
+            raise PlanError(
+                f"--compiler-option {word}: expected name=value, such as "
+                "xla_gpu_enable_latency_hiding_scheduler=true."
+            )
         out[name] = guess(value.strip())
     return out
