@@ -10,6 +10,7 @@ printed plan says so.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,10 @@ from autopar.units import bytes_text
 # The largest number of plans to compile; each plan needs less memory than the one
 # before.
 _MOST_PLANS = 3
+# A search that finds a plan for at most this factor times the memory may find one that
+# fits where the compiler makes room. The compiler frees the operands of products of
+# gradients: up to a third of the memory of a Llama of 32 layers with long rows.
+_CLOSE = 1.5
 # The memory limit for the next plan is also multiplied by this factor, because the
 # predicted memory of that plan may be too small.
 _BELOW = 0.995
@@ -83,9 +88,11 @@ def _plan_that_fits(
         found = find(cluster, unfit)
     except InfeasibleError as error:
         # If no option is untried, the search has already tried the programs that need
-        # the least memory.
+        # the least memory. The compiler then makes enough room only if little is
+        # lacking.
         pinned = decide_open(options).untried_options
-        if target is None or target.kind == CPU.kind or not pinned:
+        close = (error.enough_bytes or math.inf) <= _CLOSE * memory
+        if target is None or target.kind == CPU.kind or not (pinned or close):
             raise
         return _with_room_made(analysis, cluster, target, find, error)
     # Seconds of all searches together. Tracing and analysing the step happened once,

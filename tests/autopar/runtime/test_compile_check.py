@@ -11,7 +11,9 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
 from autopar.compilers.compiled import CompiledProgram, Memory
+from autopar.planner.options import PlanOptions
 from autopar.runtime import compile_check
+from autopar.steps.analysis import analyse
 
 
 @functools.cache
@@ -148,3 +150,38 @@ def test_a_plan_that_needs_room_is_kept_where_it_compiles(
     assert found.compiled_memory_bytes == held.argument_bytes
     assert found.cluster.read() == cluster
     assert not found.changed_parts
+
+
+@pytest.mark.parametrize("lacking", [1.4, 1.6, None])
+def test_room_is_made_with_all_options_open_where_little_is_lacking(
+    lacking: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that has tried all options says how much memory would be enough."""
+    made, args = step()
+    fits = autopar.plan(made, *args, cluster="1:h100", seconds=2, compile_check=False)
+    cluster = autopar.Cluster.parse("1:h100")
+
+    def find(on: autopar.Cluster, unfit: object) -> autopar.Plan:
+        del unfit
+        if on.device.corrections.makes_room:
+            return fits
+        error = autopar.InfeasibleError("nothing fits")
+        if lacking is not None:
+            error.enough_bytes = int(lacking * on.memory_bytes)
+        raise error
+
+    held = Memory(
+        argument_bytes=cluster.memory_bytes, output_bytes=0, alias_bytes=0, temp_bytes=0
+    )
+    monkeypatch.setattr(compile_check, "check_target", lambda *_: None)
+    monkeypatch.setattr(
+        compile_check, "compile_for", lambda *_: [CompiledProgram("", held)]
+    )
+    analysis, options = analyse(made, args), PlanOptions()
+    if lacking != 1.4:
+        with pytest.raises(autopar.InfeasibleError, match="nothing fits"):
+            compile_check.plan_that_fits(analysis, cluster, options, find)
+        return
+    found = compile_check.plan_that_fits(analysis, cluster, options, find)
+
+    assert found.compiled_memory_bytes == cluster.memory_bytes
