@@ -31,7 +31,6 @@ from autopar.checkpoint.store import Digest, copy_arrays, digest_of, num_bytes
 from autopar.errors import CheckpointError
 from autopar.plans import Plan
 from autopar.runtime import agreement, creation
-from autopar.runtime.parallel_step import ParallelStep
 from autopar.version import __version__
 from autopar_errors import check_path
 from autopar_passes import jax_compat
@@ -391,7 +390,7 @@ class Checkpoints:
             )
         )
 
-    def claim(self, train_step: ParallelStep[..., Any]) -> None:
+    def claim(self, train_step: TrainStep) -> None:
         """Locks the directory for this run already before the first `save`.
 
         A directory that cannot be written raises no error here; `save` raises it later.
@@ -411,9 +410,7 @@ class Checkpoints:
                 folders.claim(self.directory)
         agreement.exchange_data(world, "opening the checkpoints")
 
-    def wait_for_other_world(
-        self, train_step: ParallelStep[..., Any], patience_s: float
-    ) -> None:
+    def wait_for_other_world(self, train_step: TrainStep, patience_s: float) -> None:
         """Waits while processes that left this run save their last state here.
 
         Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import inspect
 import math
 import statistics
 import time
@@ -18,18 +17,18 @@ import numpy as np
 from autopar import progress
 from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.cluster import Cluster
+from autopar.elastic.driven import Driven, OfPlan, TrainStep
 from autopar.elastic.events import Event, Inbox, Resolved
 from autopar.elastic.ledger import Ledger, event_data
 from autopar.elastic.nans import Finiteness, OnNan
-from autopar.elastic.replanning import Ahead, Outcome, Replanner, likely_next, meshes_of
-from autopar.elastic.samples import Samples, planned_batch
-from autopar.elastic.saves import Saves, carried_out, splat
+from autopar.elastic.replanning import Ahead, Outcome, likely_next, meshes_of
+from autopar.elastic.replicas import OfReplicas
+from autopar.elastic.samples import Samples
+from autopar.elastic.saves import Saves
 from autopar.elastic.sources.source import Source
 from autopar.errors import AutoparError, EventError
 from autopar.plans import Plan
-from autopar.runtime import changing_batches
-from autopar.runtime.creation import state_shapes
-from autopar.runtime.parallel_step import ParallelStep
+from autopar.runtime.local.steps import LocalSteps
 from autopar.runtime.state_mover import StateLayout
 from autopar.runtime.world import World
 from autopar.units import rounded_cluster, seconds_text
@@ -261,7 +260,7 @@ class ElasticRun:
 
     def __init__(
         self,
-        step: ParallelStep[..., Any],
+        step: TrainStep,
         samples: Samples,
         *,
         steps: float,
@@ -289,11 +288,9 @@ class ElasticRun:
           shows: whether progress is shown; None: only on a terminal.
           on_nan: what to do if a loss or gradient is not finite.
         """
-        # A re-plan plans for a whole cluster and for parts of it, and compares the
-        # plans.
-        step.preparation.planner.uses_all = True
-        self.nans = Finiteness(step, on_nan, self._write)
-        self._train_step, self._samples, self._steps = step, samples, steps
+        self._train_step = driven_of(step, guards=on_nan != "continue")
+        self.nans = Finiteness(self._train_step, on_nan, self._write)
+        self._samples, self._steps = samples, steps
         self.ledger = ledger
         self.state: Any = None
         self.step = 0
@@ -302,8 +299,10 @@ class ElasticRun:
         self._stopped, self._begun = False, False
         self._cluster = step.cluster
         self._visited: tuple[Cluster, ...] = ()
-        self._replanner = Replanner(step, samples.batch)
-        self.ahead = Ahead(step, samples.batch) if ahead else None
+        self._replanner = self._train_step.changer(samples.batch)
+        self.ahead = None
+        if ahead and not isinstance(step, LocalSteps):
+            self.ahead = Ahead(step, samples.batch)
         own = range(len(step.world.devices))
         self._inbox = Inbox(
             step.cluster, tuple(own), self._check, ledger, most=len(own)
@@ -394,16 +393,10 @@ class ElasticRun:
             # `init` would take arrays for only this process's part of the batch, so it
             # gets shapes.
             rest, named = self._last
-        if named or world.process_count > 1:
-            count = len(state_shapes(create_state, args).arguments())
-            changing_batches.read_rows(self._train_step, count)
-            if named:
-                names = list(inspect.signature(self._train_step).parameters)
-                named = {names[count]: rest[0], **named}
-        found = self._saves.restore(create_state, args, named or rest)
+        others = self._train_step.study(create_state, args, (rest, named))
+        found = self._saves.restore(create_state, args, others)
         if found is None:
-            state = self._train_step.init(create_state, *args, others=named or rest)
-            self.state = state
+            self.state = self._train_step.init(create_state, *args, others=others)
             return
         self.state, self.step = found.state, found.step
         self._samples = self._samples.gone_on(found.step, found.position)
@@ -498,13 +491,10 @@ class ElasticRun:
         not a later call.
         """
         world = self._membership.world
-        planned = self._train_step.running.planned
-        known = planned_batch(planned, len(splat(self.state)), world)
-        rest, named = self._samples.arguments(self.step, world, known)
+        step = self._train_step
+        rest, named = step.arguments(self._samples, self.step, world, self.state)
         self._last = jax.tree.map(struct_of, (rest, named))
-        returned = self._train_step(*splat(self.state), *rest, **named)
-        analysis = self._train_step.running.analysed.analysis
-        state, result = carried_out(analysis, self.state, returned)
+        state, result = step.call(self.state, rest, named)
         jax.block_until_ready(jax.tree.leaves(result))
         self.nans.look(self.step, result, says=not world.process_index)
         self.state, self.step = self.nans.state_after(self.state, state), self.step + 1
@@ -611,6 +601,18 @@ class ElasticRun:
         world.at(cluster.ids)
 
 
+def driven_of(step: TrainStep, *, guards: bool) -> Driven:
+    """What the loop asks of a planned step, or of local steps.
+
+    Args:
+      step: the train step.
+      guards: whether a replica keeps its state if its step is not finite.
+    """
+    if isinstance(step, LocalSteps):
+        return OfReplicas(step, guards=guards)
+    return OfPlan(step)
+
+
 def plan_data(plan: Plan) -> dict[str, Any]:
     """The description of a plan in the ledger."""
     return {
@@ -637,4 +639,5 @@ def outcome_data(found: Outcome) -> dict[str, Any]:
             "compiled": chosen.compiled,
             "more_steps": steps - max(others) if others else None,
         },
+        **found.fields,
     }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
 
 from autopar.errors import NotFiniteError, PlanError
 from autopar.runtime import changing_batches
+from autopar.runtime.local.steps import LocalSteps
 from autopar.runtime.parallel_step import ParallelStep
 
 OnNan = Literal["stop", "skip", "continue"]
@@ -20,10 +21,20 @@ _HOW = ("stop", "skip", "continue")
 _MOST = 3
 
 
-def guard(name: str, step: ParallelStep[..., Any], how: Any) -> None:
+class Looks(Protocol):
+    """A train step that looks whether its results are finite."""
+
+    @property
+    def finite(self) -> Any:
+        """Whether the last step was finite; None: the step does not look."""
+        ...
+
+
+def guard(name: str, step: ParallelStep[..., Any] | LocalSteps, how: Any) -> None:
     """Makes a step return its old state if a result is not finite.
 
-    If ``how`` is ``continue``, the step stays as it is.
+    If ``how`` is ``continue``, the step stays as it is. The replicas of local steps are
+    not planned yet; the loop guards them later.
 
     Args:
       name: name of the calling function, for error messages.
@@ -39,7 +50,7 @@ def guard(name: str, step: ParallelStep[..., Any], how: Any) -> None:
             "a row that is not finite, 'skip' to leave the state as before such a "
             "step, or 'continue'."
         )
-    if how != "continue":
+    if how != "continue" and not isinstance(step, LocalSteps):
         changing_batches.guard(step)
 
 
@@ -53,9 +64,7 @@ class Finiteness:
         not finite.
     """
 
-    def __init__(
-        self, step: ParallelStep[..., Any], how: OnNan, record: Callable[..., None]
-    ) -> None:
+    def __init__(self, step: Looks, how: OnNan, record: Callable[..., None]) -> None:
         """Starts with a count of 0.
 
         Args:

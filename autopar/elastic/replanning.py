@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -330,6 +330,7 @@ class Outcome:
       plan_s: seconds of planning.
       compile_s: seconds of compiling.
       move_s: seconds of moving the state.
+      fields: further fields of the line in the ledger.
     """
 
     state: Any
@@ -339,6 +340,7 @@ class Outcome:
     plan_s: float
     compile_s: float
     move_s: float
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Replanner:

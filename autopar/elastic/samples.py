@@ -77,12 +77,37 @@ class Samples:
             batch = self._ask(position + world.process_index * each, each, dims)
         else:
             batch = self._own(position, structs, dims)
+        return self._beside(step, batch)
+
+    def part(
+        self, step: int, part: int, parts: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a step after the state, with one of equal parts of its rows.
+
+        Args:
+          step: number of the step.
+          part: number of the part.
+          parts: number of parts.
+
+        Raises:
+          PlanError: the rows have no such equal parts.
+        """
+        each, rest = divmod(self.batch, parts)
+        if rest:
+            raise PlanError(
+                f"batch={self.batch} rows cannot be divided among {parts} processes; "
+                "choose a multiple."
+            )
+        return self._beside(step, self._ask(self.position(step) + part * each, each))
+
+    def _beside(self, step: int, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A batch, and the arguments of a step after it."""
         rest = self.others(step)
         if isinstance(rest, Mapping):
             return (batch,), dict(rest)
         return (batch, *rest), {}
 
-    def _ask(self, position: int, rows: int, dims: Any) -> Any:
+    def _ask(self, position: int, rows: int, dims: Any = None) -> Any:
         """Calls the source, and checks what it returns.
 
         Args:

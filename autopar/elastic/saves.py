@@ -20,6 +20,7 @@ from autopar.checkpoint.checkpoints import Checkpoints, Restored
 from autopar.elastic.ledger import Ledger
 from autopar.errors import CheckpointError
 from autopar.runtime.creation import flat_state, replace_leaves, splat
+from autopar.runtime.local.steps import LocalSteps
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.steps.analysis import Analysis
 
@@ -31,7 +32,7 @@ class Saves:
         self,
         checkpoints: Checkpoints | None,
         every: int | None,
-        step: ParallelStep[..., Any],
+        step: ParallelStep[..., Any] | LocalSteps,
         ledger: Ledger,
     ) -> None:
         """Reads and writes no file yet.

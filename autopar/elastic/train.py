@@ -36,6 +36,7 @@ from autopar.plans import Plan
 from autopar.runtime import changing_batches
 from autopar.runtime.background import Beside
 from autopar.runtime.creation import state_shapes
+from autopar.runtime.local.steps import LocalSteps
 from autopar.runtime.noise.averages import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep
 from autopar_errors import check_type
@@ -220,7 +221,7 @@ class TrainRun:
 
 
 def elastic(
-    step: ParallelStep[..., Any],
+    step: ParallelStep[..., Any] | LocalSteps,
     create_state: Callable[..., Any],
     source: Callable[[int, int], Any],
     *,
@@ -247,12 +248,13 @@ def elastic(
     ...     print(done.step, done.result)
 
     Args:
-      step: the result of `autopar.parallelize`. Its first arguments are the state, and
-        its next argument is the batch.
+      step: the result of `autopar.parallelize` or of `autopar.local_steps`. Its first
+        arguments are the state, and its next argument is the batch.
       create_state: makes the state. A plain tuple holds several leading arguments.
       source: ``source(position, rows)`` returns ``rows`` samples as arrays, beginning
         with sample number ``position``.
-      batch: samples of a step, over all devices and processes.
+      batch: samples of a step, over all devices and processes. Replicas of local steps
+        share them evenly, whatever their number.
       steps: number of steps, including the steps before a restart.
       args: arguments of ``create_state``, such as a random key.
       others: arguments of the step after the batch, in order or by name; or a function
@@ -377,10 +379,15 @@ def check_step(name: str, step: Any, create_state: Any, source: Any) -> None:
     Raises:
       PlanError: an argument is wrong.
     """
-    if not isinstance(step, ParallelStep):
+    if isinstance(step, LocalSteps) and name == "train":
+        raise PlanError(
+            "train: local steps have no gradient of the whole batch whose noise could "
+            "choose the batch size; use autopar.elastic with a fixed batch."
+        )
+    if not isinstance(step, ParallelStep | LocalSteps):
         raise PlanError(
             f"{name}: step is {type(step).__name__}; pass what "
-            "autopar.parallelize(step) returns."
+            "autopar.parallelize(step) or autopar.local_steps(step) returns."
         )
     for kind, given in (("create_state", create_state), ("source", source)):
         if not callable(given):

@@ -226,6 +226,11 @@ def guard(step: ParallelStep[..., Any]) -> None:
         step._store.guard, step._current = True, None
 
 
+def is_guarded(step: ParallelStep[..., Any]) -> bool:
+    """Whether `guard` was called."""
+    return step._store.guard
+
+
 def study_step(step: ParallelStep[..., Any], *args: Any, **kwargs: Any) -> None:
     """Analyses a step on these arguments, without planning or compiling it.
 

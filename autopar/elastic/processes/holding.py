@@ -22,6 +22,16 @@ from autopar.elastic.processes.tiles import Tile
 from autopar.runtime import placement
 from autopar_passes import jax_compat
 
+# The paths of arrays that belong to one process alone, such as those of a replica of
+# local steps, begin so. No other process gets copies of them.
+PRIVATE = "@worker/"
+
+
+def is_private(path: str) -> bool:
+    """Whether an array belongs to one process alone."""
+    return path.startswith(PRIVATE)
+
+
 # Path of an array in the state -> tile of the array -> elements of the tile.
 Tiles = dict[str, dict[Tile, np.ndarray]]
 
@@ -104,9 +114,11 @@ def _shards(array: Any) -> dict[Tile, np.ndarray]:
 
 
 def only_here(arrays: Mapping[str, Any]) -> dict[str, dict[Tile, np.ndarray]]:
-    """The shards that no other process has."""
+    """The shards that no other process has, without arrays of this process alone."""
     found: Tiles = {}
     for path, array in arrays.items():
+        if is_private(path):
+            continue
         bits = jax_compat.key_bits(array)
         if isinstance(bits, np.ndarray):
             continue  # every process has the array

@@ -10,10 +10,11 @@ from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.events import Event, Resolved
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.nans import OnNan
+from autopar.elastic.processes.driven import team_driven_of
 from autopar.elastic.processes.following import TeamFollowing
-from autopar.elastic.processes.link import AHEAD_VARIABLE, VARIABLE
+from autopar.elastic.processes.link import AHEAD_VARIABLE, VARIABLE, Address
 from autopar.elastic.processes.preparing import NextWorlds
-from autopar.elastic.processes.team import Team
+from autopar.elastic.processes.team import Team, local_devices
 from autopar.elastic.processes.training import TeamRun
 from autopar.elastic.samples import Samples
 from autopar.elastic.saves import Saves
@@ -23,12 +24,13 @@ from autopar.elastic.sources.source import Source
 from autopar.errors import PlanError
 from autopar.goodput.loop import Record
 from autopar.runtime.creation import state_shapes
+from autopar.runtime.local.steps import LocalSteps
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.steps.spares import Spares
 
 
 def join_run(
-    step: ParallelStep[..., Any],
+    step: ParallelStep[..., Any] | LocalSteps,
     create_state: Callable[..., Any],
     args: Sequence[Any],
     samples: Samples,
@@ -73,22 +75,29 @@ def join_run(
             f"elastic: survive={survive!r} must be a whole number, at least 0."
         )
     donate = survive == 0
-    # The supervisor decides how many processes a world has.
-    step.preparation.planner.uses_all = True
-    if survive:
-        # Tells the planner how much memory the copies of the state take. While a step
-        # runs, memory holds the state before the step, the states of the two steps
-        # before it, and copies of other processes' states (`Team.keep_state`). An array
-        # that other processes also have is kept in one further copy only.
-        step.preparation.planner.hold(Spares(always=1, split=2 + survive))
-    if AHEAD_VARIABLE in os.environ:
-        shapes = state_shapes(create_state, args)
-        NextWorlds(step=step, shapes=shapes, samples=samples, donate=donate).serve()
-    splits = step.preparation.planner.options.split_batch
+    splits = True  # among replicas
+    if isinstance(step, ParallelStep):
+        # The supervisor decides how many processes a world has.
+        step.preparation.planner.uses_all = True
+        if survive:
+            # Tells the planner how much memory the copies of the state take. While a
+            # step runs, memory holds the state before the step, the states of the two
+            # steps before it, and copies of other processes' states
+            # (`Team.keep_state`). An array that other processes also have is kept in
+            # one further copy only.
+            step.preparation.planner.hold(Spares(always=1, split=2 + survive))
+        if AHEAD_VARIABLE in os.environ:
+            shapes = state_shapes(create_state, args)
+            NextWorlds(step=step, shapes=shapes, samples=samples, donate=donate).serve()
+        splits = step.preparation.planner.options.split_batch
     if VARIABLE not in os.environ:
         return None
     texts, signals = _heard_by(events)
     rows = samples.batch if splits else 0
+    worker = Address.parse(os.environ[VARIABLE]).worker
+    driven = team_driven_of(step, worker, guards=on_nan != "continue")
+    if isinstance(step, LocalSteps):
+        rows = samples.batch * local_devices()
     saves = checkpoints is not None
     team = Team.of_environment(survive, rows, texts, saves=saves)
     assert team is not None
@@ -96,7 +105,7 @@ def join_run(
         source.start(Resigning(team))
     written = Ledger(ledger)
     return TeamRun(
-        step,
+        driven,
         create_state,
         args,
         samples,

@@ -280,6 +280,12 @@ class StateSource:
         return cls(version=data["version"], shapes=shapes, holders=holders)
 
 
+def _age(held: Holding) -> tuple[int, int]:
+    """The number of the world that made a state, and that of its step."""
+    step, generation = held.version.split(".")
+    return int(generation), int(step)
+
+
 class Fetcher:
     """Reads tiles of a state from this process, or from the processes that hold them.
 
@@ -294,7 +300,7 @@ class Fetcher:
         """Connects to no process yet."""
         self.local_bytes = self.remote_bytes = 0
         self._source, self._token, self._network = source, token, network
-        self._own: Tiles = offers.tiles(source.version)
+        self._offers, self._own = offers, offers.tiles(source.version)
         self._peers: dict[str, Peer] = {}
         self._turn = 0
 
@@ -330,6 +336,19 @@ class Fetcher:
         if filled < tiles.size(wanted):
             raise PlanError(f"nobody holds all of '{path}' after the last step.")
         return out
+
+    def own_state(self, begin: str) -> Holding | None:
+        """The last state of which this process has arrays of its own; None: none.
+
+        Args:
+          begin: how the paths of these arrays begin.
+        """
+        found = [
+            held
+            for held in self._offers.holdings()
+            if any(path.startswith(begin) for path in held.tiles)
+        ]
+        return max(found, key=_age, default=None)
 
     def whole(self, path: str) -> np.ndarray:
         """Reads the whole array of a path."""

@@ -16,38 +16,30 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import jax
-
 from autopar.cluster import Cluster
 from autopar.elastic import loop
+from autopar.elastic.driven import TrainStep
 from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
 from autopar.elastic.nans import Finiteness, OnNan
 from autopar.elastic.pace import Pace, plan_fields
-from autopar.elastic.processes import beside, programs
+from autopar.elastic.processes import programs
+from autopar.elastic.processes.driven import Entering, TeamDriven
 from autopar.elastic.processes.following import TeamFollowing
-from autopar.elastic.processes.holding import place
-from autopar.elastic.processes.members import SUSPENDED
+from autopar.elastic.processes.members import SUSPENDED, Message
 from autopar.elastic.processes.preparing import Preparer
 from autopar.elastic.processes.programs import StoredPrograms
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
-from autopar.elastic.samples import Samples, placed_rest, planned_batch
-from autopar.elastic.saves import Saves, carried_out, splat
+from autopar.elastic.samples import Samples
+from autopar.elastic.saves import Saves
 from autopar.errors import NotFiniteError, RunError
 from autopar.goodput.loop import Record
 from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
-from autopar.reports.worth import scheme_text
 from autopar.runtime import changing_batches
-from autopar.runtime.creation import (
-    StateShapes,
-    flat_state,
-    replace_leaves,
-    state_shapes,
-)
-from autopar.runtime.parallel_step import ParallelStep
+from autopar.runtime.local.steps import LocalSteps
 
 # If another world's save has written nothing for this many seconds, it counts as dead.
 _SIGN_S = 15.0
@@ -68,7 +60,7 @@ class TeamRun:
 
     def __init__(
         self,
-        step: ParallelStep[..., Any],
+        step: TeamDriven,
         create_state: Callable[..., Any],
         args: Sequence[Any],
         samples: Samples,
@@ -106,15 +98,10 @@ class TeamRun:
         self._create, self._args = create_state, programs.on_host(tuple(args))
         self._team, self._donate, self.ledger = team, donate, ledger
         self._activity = team.activity
-        preparer = Preparer(
-            team.say,
-            lambda: self._samples.batch,
-            functools.partial(changing_batches.known_errors, step),
-            functools.partial(changing_batches.remember_plan, step),
-        )
-        team.on_prepare(preparer.take)
-        self._activity.program, self._activity.tasks = step.__name__, self._tasks
-        self._base = self._own = step.setting.cluster
+        team.on_prepare(self._preparing(step.step))
+        self._activity.program = step.step.__name__
+        self._activity.tasks = step.tasks
+        self._base = self._own = step.given_cluster
         self._folder = team.folder
         self.state: Any = None
         self.step, self._saves = 0, saves
@@ -131,8 +118,7 @@ class TeamRun:
         self._leaves = False
         self._seconds: list[float] = []
         self._display = loop.Display(steps, shows)
-        self._shapes: StateShapes | None = None
-        self._study()
+        step.study(create_state, self._args, samples)
         # This time may come from the process before this one: both read the host's
         # clock.
         self._broke_s: float | None = before.get("broke_s")
@@ -220,6 +206,7 @@ class TeamRun:
                 if self._team.is_stopped:
                     self._steps = self.step
                 else:
+                    self._part()
                     self._reform()
                 continue
             done = self._try_step()
@@ -231,17 +218,38 @@ class TeamRun:
                 self._display.show(done.step + 1, done.seconds, self.plan)
                 if self._follow is not None and (until := self._follow.ends.until):
                     self._steps = self.step if until(done) else self._steps
-                planned, before = self._train_step.running.planned, self._before
+                planned, before = self._train_step.current, self._before
                 self._before = planned
                 self._activity.enter("script", done.step)
                 if planned is before:
                     return done
                 return dataclasses.replace(done, plan=self.plan)
 
+    def _preparing(self, step: TrainStep) -> Callable[[Message], None]:
+        """What carries out the supervisor's orders to prepare worlds."""
+        if isinstance(step, LocalSteps):
+            return self._prepare_nothing
+        preparer = Preparer(
+            self._team.say,
+            lambda: self._samples.batch,
+            functools.partial(changing_batches.known_errors, step),
+            functools.partial(changing_batches.remember_plan, step),
+        )
+        return preparer.take
+
+    def _prepare_nothing(self, order: Message) -> None:
+        """Answers the supervisor that local steps keep their plan."""
+        if order["number"]:
+            error = "the plans of replicas do not change with links or speeds"
+            made = {k: order[k] for k in ("number", "processes")}
+            made |= {"expected": order.get("expected", False), "refused": True}
+            self._team.say("prepared", error=error, **made)
+
     def _give_up(self, error: NotFiniteError) -> NoReturn:
-        """Saves the last finite state together with all processes; ends the run."""
+        """Ends the run; if all processes do, they save the last finite state."""
         self.step = self.nans.first
-        self._saves.end(self.state, self.step, self.position)
+        if self._train_step.saves_together:
+            self._saves.end(self.state, self.step, self.position)
         self.close()
         raise error
 
@@ -352,19 +360,17 @@ class TeamRun:
     def _run(self) -> Any:
         """Runs one step, and keeps the new state for the case that the world breaks."""
         begin = time.perf_counter()
-        world = self._train_step.world
-        planned = self._train_step.running.planned
-        count = len(splat(self.state))
-        known = planned_batch(planned, count, world)
-        self._activity.enter("samples", self.step)
-        rest, named = self._samples.arguments(self.step, world, known)
-        if world.process_count > 1 and len(self.plan.stages) == 1:
-            rest = (rest[0], *placed_rest(planned, count + 1, rest[1:]))
+        world, step = self._train_step.world, self._train_step
+        rest, named = step.arguments(
+            self._samples,
+            self.step,
+            self.state,
+            lambda phase: self._activity.enter(phase, self.step),
+        )
         self._activity.enter("program", self.step)
         returned = self._call(rest, named)
         self._activity.enter("after", self.step)
-        analysis = self._train_step.running.analysed.analysis
-        state, result = carried_out(analysis, self.state, returned)
+        state, result = step.after(self.state, returned)
         host = programs.on_host(result)
         self.nans.look(self.step, host, says=not world.process_index)
         state = self.nans.state_after(self.state, state)
@@ -372,7 +378,7 @@ class TeamRun:
             seconds = time.perf_counter() - begin
             state = self._follow.after(state, rest, named, seconds, host)
             samples = self._follow.resize(self._samples, self.step + 1)
-            self._samples, self._team.rows = samples, self._rows(samples)
+            self._samples, self._team.rows = samples, self._train_step.rows(samples)
         self._keep(state, self.step + 1)
         self.state, self.step = state, self.step + 1
         return host
@@ -381,17 +387,23 @@ class TeamRun:
         """Calls the step, and waits until its results are computed."""
 
         def call() -> Any:
-            returned = self._train_step(*splat(self.state), *rest, **named)
-            return jax.block_until_ready(returned)
+            return self._train_step.call(self.state, rest, named)
 
-        step = self._train_step  # pipeline stages notice a lost process
-        pure = len(self.plan.stages) == 1 and changing_batches.is_pure(step)
-        return self._team.run(call) if pure else call()
+        return self._team.run(call) if self._train_step.is_pure else call()
 
-    def _rows(self, samples: Samples) -> int:
-        """Rows that the devices must split evenly; 0 if there is no such condition."""
-        splits = self._train_step.preparation.planner.options.split_batch
-        return samples.batch if splits else 0
+    def _part(self) -> None:
+        """Prepares to leave a world whose processes all live, and keeps the state."""
+        before = self.state
+        try:
+            self._team.check_alive()
+            state = self._train_step.part(before)
+        except Exception as error:
+            if not (isinstance(error, WorldBroken) or self._team.broken(error)):
+                raise
+            return
+        if state is not before:
+            self.state = state
+            self._keep(state, self.step)
 
     def _keep(
         self, state: Any, step: int, *, placed: Cluster | None = None
@@ -407,27 +419,15 @@ class TeamRun:
         Returns:
           Seconds of the pause in training before this world; None if there was none.
         """
-        arrays, trees = beside.state_beside(self._train_step)
-        arrays |= self._by_path(state)
+        arrays, trees = self._train_step.held(state)
         extra = {"position": self._samples.position(step), **trees}
         if self._follow is not None:
             extra["follow"] = self._follow.notes()
         if placed is None:
             self._team.keep_state(step, arrays, extra)
             return None
-        data, scheme = placed.to_data(), scheme_text(self.plan)
+        data, scheme = placed.to_data(), self._train_step.scheme
         return self._team.say_placed(step, arrays, extra, data, scheme, self._broke_s)
-
-    def _tasks(self) -> dict[str, Any]:
-        """The pipeline task that this process is running; empty without stages."""
-        pipeline = self._train_step.running.planned.pipeline
-        return {} if pipeline is None else pipeline.progress()
-
-    def _by_path(self, state: Any) -> dict[str, Any]:
-        """Path -> array of a state."""
-        leaves, _ = flat_state(state)
-        inputs = self._train_step.running.analysed.analysis.graph.inputs
-        return {given.path: x for given, x in zip(inputs, leaves, strict=False)}
 
     def _reform(self) -> None:
         """Leaves the world, and joins the next world that forms."""
@@ -465,27 +465,22 @@ class TeamRun:
             self._base = Cluster.from_data(joined.cluster)
         cluster = cluster_of(self._base, world.process_count, local, own=self._own)
         cache = PlanCache(self._folder / "plans")
-        changing_batches.enter_world(
-            self._train_step, world, cluster, donate=self._donate, cache=cache
-        )
-        assert self._shapes is not None
+        self._train_step.enter(Entering(world, cluster, self._donate, cache))
         if self._follow is not None:
             self._follow_on(joined)
-        self._train_step.prepare(*self._shapes.arguments(), *self._rest(joined.step))
+        self._train_step.prepare(self._samples, joined.step)
         planned_s = time.perf_counter() - begin
         stored = StoredPrograms(self._folder / "programs", self._team.first_program)
         self._team.offer_programs(stored.content)
-        program = stored.ready(
-            self._train_step.running.planned,
-            world,
-            donate=self._donate,
-        )
-        if program.function is not None:
-            changing_batches.load(self._train_step, program.function)
+        program = self._train_step.load(stored)
         if joined.fetch is None:
             self._begin(joined)
         else:
             self._take_up(joined)
+        lost = self._train_step.share(self.state)
+        if lost is not None:
+            at = {"step": self.step, "position": self.position}
+            self.ledger.write("lost", **at, **lost)
         placed_s = time.perf_counter() - begin - planned_s - program.seconds
         pause_s = self._keep(self.state, self.step, placed=cluster)
         self._broke_s = None
@@ -509,12 +504,12 @@ class TeamRun:
         if found is not None:
             self._follow.take(found)
             self._samples = self._follow.resize(self._samples, joined.step)
-            self._team.rows = self._rows(self._samples)
+            self._team.rows = self._train_step.rows(self._samples)
 
     def _begin(self, joined: Joined) -> None:
         """Creates the state, or restores the checkpoint of an earlier run."""
         args = programs.from_host(self._args)
-        rest = self._rest(0)
+        rest = self._train_step.others(self._samples, 0)
         # Another world that has lost its supervisor may still be saving its last state.
         lost = joined.lost_step is not None and self._team.is_over_hosts
         patience_s = _SIGN_S if lost else 0.0
@@ -532,7 +527,8 @@ class TeamRun:
             )
             self._team.say_lost(reason)
             raise RunError(reason)
-        self.state, self.step = self._train_step.init(self._create, *args), 0
+        self.state = self._train_step.init(self._create, args, self._samples)
+        self.step = 0
         self._tell()
 
     def _tell(self) -> None:
@@ -542,38 +538,11 @@ class TeamRun:
 
     def _take_up(self, joined: Joined) -> None:
         """Loads the state that the processes hold, in the layout of the new plan."""
-        assert self._shapes is not None
         fetch = joined.fetch
         assert fetch is not None
-        self.step = joined.step
         self._samples = self._samples.gone_on(joined.step, joined.extra["position"])
-        planned = self._train_step.running.planned
-        inputs = planned.analysis.graph.inputs
-        wanted = {
-            given.path: (struct, sharding)
-            for given, struct, sharding in zip(
-                inputs, self._shapes.structs, planned.in_shardings, strict=False
-            )
-        }
-        leaves = list(place(wanted, fetch).values())
-        if self.state is None:
-            self.state = self._shapes.state(leaves)
-        else:
-            self.state = replace_leaves(self.state, leaves)
-        beside.take_up(self._train_step, fetch, joined.extra)
-        jax.block_until_ready(leaves)
+        self.state, self.step = self._train_step.take_up(joined, self.state)
         fetch.close()
-
-    def _rest(self, step: int) -> list[Any]:
-        assert self._shapes is not None
-        return beside.rest_structs(self._train_step, self._samples, self._shapes, step)
-
-    def _study(self) -> None:
-        """Analyses the step before a world forms, so that the world starts sooner."""
-        self._shapes = state_shapes(self._create, programs.from_host(self._args))
-        changing_batches.read_rows(self._train_step, len(self._shapes.arguments()))
-        structs = (*self._shapes.arguments(), *self._rest(0))
-        changing_batches.study_step(self._train_step, *structs)
 
     def _write(
         self, joined: Joined, how: str, seconds: Mapping[str, float | None]
