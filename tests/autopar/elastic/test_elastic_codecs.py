@@ -82,7 +82,7 @@ def test_the_sum_of_residuals_stays(devices: int) -> None:
     before = {name: x.sum(axis=0) for name, x in residuals(run).items()}
     assert before
     assert all(np.abs(x).max() > 0 for x in before.values())
-    step = run._train_step
+    step = run._train_step._step
     # Whether a change pays is timed: the step itself is asked to move.
     run.state = step.replan(f"{devices}x1:cpu,{cases.NETWORK}", run.state)
     planned = step.running.planned
