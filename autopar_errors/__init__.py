@@ -44,6 +44,10 @@ class InternalError(AutoparError, RuntimeError):
     """An internal error of autopar, or unexpected compiler output; please report it."""
 
 
+# Characters of a wrong argument that a message shows.
+_MOST_SHOWN = 200
+
+
 def check_type(
     where: str, given: object, kinds: type | tuple[type, ...], wanted: str
 ) -> None:
@@ -59,7 +63,10 @@ def check_type(
       InputTypeError: the argument has another type.
     """
     if not isinstance(given, kinds):
-        raise InputTypeError(f"{where}: expected {wanted}, got {given!r}.")
+        shown = repr(given)
+        if len(shown) > _MOST_SHOWN:
+            shown = f"{shown[:_MOST_SHOWN]}... ({type(given).__name__})"
+        raise InputTypeError(f"{where}: expected {wanted}, got {shown}.")
 
 
 def check_path(where: str, given: object) -> None:

@@ -166,3 +166,10 @@ def written(folder: pathlib.Path, text: str) -> pathlib.Path:
     path = folder / "given"
     path.write_text(text)
     return path
+
+
+def test_a_message_shows_the_beginning_of_a_long_argument() -> None:
+    wrong: Any = {"a": 0, "b": "long" * 1000}
+    with pytest.raises(errors.AutoparError, match=r"got {'a': 0, .*\(dict\)") as found:
+        autopar.Plan.from_json(wrong)
+    assert len(str(found.value)) < 400
